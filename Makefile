@@ -21,4 +21,4 @@ tests:
 	$(PYTHON) -m pytest -q
 
 options:
-	$(PYTHON) -m tests.option_docs > docs/options.md
+	$(PYTHON) -m batch_trajectories.cli.option_docs > docs/options.md

@@ -24,8 +24,7 @@ import click
 import batch_trajectories
 from batch_trajectories.basics.console import open_missing_streams
 from batch_trajectories.basics.errors import SIGNALLED
-from batch_trajectories.basics.first_process import leave_first_place
-from batch_trajectories.basics.startup import insist_on_utf8
+from batch_trajectories.basics.process import insist_on_utf8, leave_first_place
 from batch_trajectories.cli.command_line import EXAMPLES, Commands
 from batch_trajectories.cli.exit_codes import fail
 

@@ -21,7 +21,7 @@ import click
 
 from agent.models.providers import Api
 from batch_trajectories.api.ai_agent import AIAgent
-from batch_trajectories.basics.first_process import leave_first_place
+from batch_trajectories.basics.process import leave_first_place
 from batch_trajectories.basics.text import join_commas
 from toolsets.sandbox.base import SandboxError
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from agent.loop.acceptance import RUN_CALLS
 from agent.loop.loop import run_agent
-from agent.loop.rules import ConversationSpec, next_step
-from agent.loop.steps import Finish, NextStep, ResumeTool, RunTools
+from agent.loop.rules import ConversationSpec, Finish, NextStep, ResumeTool, RunTools, next_step
 from agent.loop.tools import AgentTools, CallableAgent
 from agent.messages.message import (
     PREPARATION,
@@ -30,8 +29,7 @@ from agent.messages.message import (
     user_key,
 )
 from agent.models.conversation_id import id_within
-from agent.models.model import Model
-from agent.models.stream_events import StreamHandler, guarded
+from agent.models.model import Model, StreamHandler, guarded
 from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.events import Clock, continued_event, result_event
@@ -266,7 +264,7 @@ class ConversationRunner:
 
     async def _prepare(self, task: str) -> Finish | None:
         """Gather context and add it to the prompts; returns an ending if that failed."""
-        from agent.views import preparation
+        from agent.views import views as preparation
 
         prompt = self.trajectory.messages
         options = self.spec.options

@@ -18,17 +18,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agent.loop.loop import close_calls
-from agent.loop.rules import ConversationSpec, with_turn_limit
-from agent.loop.steps import Finish
+from agent.loop.rules import ConversationSpec, Finish, with_turn_limit
 from agent.loop.tools import check_names
 from agent.messages.message import Event, Message
 from agent.models.client.pool import ModelPool
 from agent.models.client.retrying import Retry
 from agent.models.conversation_id import new_id
 from agent.models.errors import ModelError
-from agent.models.model import ModelSettings
+from agent.models.model import ModelSettings, StreamHandler
 from agent.models.scripted import ScriptedTurn
-from agent.models.stream_events import StreamHandler
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, key_for, replies_played, schemas_for

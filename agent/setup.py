@@ -178,7 +178,7 @@ def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None)
 
 
 def _load(place: str) -> Approve:
-    from toolsets.catalog.places import import_function
+    from toolsets.catalog.custom import import_function
 
     return import_function(place, "approve")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from batch_trajectories.api.start import RunEnd, run
     from batch_trajectories.api.stored_run import StoredRun, open_run
     from batch_trajectories.basics.errors import RunError, RunLocked
-    from batch_trajectories.runs.config.run_config import RunConfig
+    from batch_trajectories.config.run_config import RunConfig
 
 __all__ = [
     "AIAgent",
@@ -35,7 +35,7 @@ __all__ = [
 
 _PLACES = {
     "AIAgent": "batch_trajectories.api.ai_agent",
-    "RunConfig": "batch_trajectories.runs.config.run_config",
+    "RunConfig": "batch_trajectories.config.run_config",
     "RunEnd": "batch_trajectories.api.start",
     "RunError": "batch_trajectories.basics.errors",
     "RunLocked": "batch_trajectories.basics.errors",

@@ -1,6 +1,6 @@
 """Tests by room and level; each folder names its files.
 
-toolsets/ agent/ runs/ export/ report/ view/ agent_check/ cli/   tests of the room of that name
+toolsets/ agent/ runs/ export/ report/ view/ agents/ cli/   tests of the room of that name
 stored_runs/        runs of earlier commits go on
 images/             working in container images
 mirror/             runs with a copy in a bucket
@@ -18,12 +18,12 @@ test_prefork        forked commands do what new processes do
 
 running answering websites playing exporting stored   shared helpers
 prefork             starts batch_runner.py without the time of its imports
-real_agents         kills and resumes runs of installed agents: python -m tests.real_agents
+real_agents         kills and resumes runs of installed agents: python -m tests.real.agents
 agent_images        the image in which these run
-real_sessions       sessions of installed agents, imported: python -m tests.real_sessions
+real_sessions       sessions of installed agents, imported: python -m tests.real.sessions
 wire_forms          what requests, replies and rows say, in one form
 wire_rows           rows of every format compared with an endpoint's log
-real_servers/       a real vLLM and a real TRL: python -m tests.real_servers --venv DIR
+real_servers/       a real vLLM and a real TRL: python -m tests.real.servers --venv DIR
 option_docs         writes docs/options.md
 raw_mcp_server      an MCP server without the SDK
 """

@@ -27,7 +27,7 @@ TOPS = (
     "api",
     "report",
     "view",
-    "agent_check",
+    "agents",
     "cli",
 )
 DOORS = ("run_agent", "batch_runner")
@@ -43,7 +43,7 @@ toolsets/mcp
 
 agent/messages
 agent/models
-agent/models/bodies
+agent/models/dialects
 agent/models/dialects
 agent/models/client
 agent/models/batches
@@ -52,25 +52,25 @@ agent/state
 agent/options  agent/loop  agent/views  agent  agent/flat
 agent/gateway
 
-runs/store
-runs/mirror
-runs/dataset
-runs/sources
-runs/config
-runs/scoring
-runs/stopping
-runs/sharing
-runs/directory
-runs/audit
-runs/protocol
-runs/worker
-runs/executors  runs/executors/ray
-runs/batch_api
-runs/planning
-runs/supervisor
-runs/recording
-runs/maintenance
-runs/importing
+records
+mirror
+dataset
+dataset
+config
+engine/worker
+engine
+engine
+engine
+audit
+engine
+engine/worker
+engine  ray_cluster
+batch_api
+engine
+engine/supervisor
+recording
+maintenance
+importing
 
 export/conversation
 export/masking
@@ -80,7 +80,7 @@ export/rows
 export/formats
 export
 export/filters
-export/scoring
+scoring
 export/dataset
 export/parity
 
@@ -92,7 +92,7 @@ view/index
 view/page
 view
 
-agent_check
+agents
 
 cli
 
@@ -324,15 +324,15 @@ def test_a_folder_of_tests_names_its_files() -> None:
 
 
 def test_three_modules_know_the_batch_api() -> None:
-    """A start, its supervisor and `verify`: nothing else of a run imports `runs/batch_api`."""
+    """A start, its supervisor and `verify`: nothing else of a run imports `batch_api`."""
     outside = {
         name_of(path)
         for path in modules()
-        if name_of(path).startswith("runs/") and not name_of(path).startswith("runs/batch_api")
-        if any(name.startswith("runs/batch_api/") for name in imports_of(path))
+        if name_of(path).startswith("runs/") and not name_of(path).startswith("batch_api")
+        if any(name.startswith("batch_api/") for name in imports_of(path))
     }
     assert outside == {
-        "runs/supervisor/run",
-        "runs/supervisor/worker_pool",
-        "runs/maintenance/verify_batches",
+        "engine/supervisor/run",
+        "engine/supervisor/worker_pool",
+        "maintenance/verify_batches",
     }

@@ -27,15 +27,15 @@ import yaml
 from agent.options import AgentOptions
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMANDS
+from batch_trajectories.config.fingerprint import meaning_of
+from batch_trajectories.config.loading import load_config
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.rows_file import load_rows_file
 from batch_trajectories.export.rows.recipe import load_recipe
-from batch_trajectories.runs.config.fingerprint import meaning_of
-from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.sources.rows_file import load_rows_file
-from batch_trajectories.runs.store.checks import printed_rewards
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import ROOT, lines, write_rows
+from batch_trajectories.records.checks import printed_rewards
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import ROOT, lines, write_rows
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMANDS
-from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.sources.rows_file import load_rows_file
+from batch_trajectories.cli.option_docs import page as option_page
+from batch_trajectories.config.loading import load_config
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.rows_file import load_rows_file
 from run_agent import AIAgent
-from tests.option_docs import page as option_page
-from tests.running import ROOT, ids, run
+from tests.helpers.running import ROOT, ids, run
 
 README = (ROOT / "README.md").read_text()
 
@@ -81,7 +81,7 @@ def test_every_flag_on_a_page_exists(page: Path) -> None:
 
 
 def test_every_option_is_on_its_page() -> None:
-    """docs/options.md is what `python -m tests.option_docs` writes."""
+    """docs/options.md is what `python -m batch_trajectories.cli.option_docs` writes."""
     text = (ROOT / "docs" / "options.md").read_text()
     assert text == option_page()
     for name in COMMANDS:
@@ -156,7 +156,7 @@ def test_the_demo_is_what_the_readme_says(tmp_path: Path, workers: int) -> None:
 
 
 RUNS = [path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "agents"]
-"""Presets of runs; `tests/runs/test_agents.py` has those of agents."""
+"""Presets of runs; `tests/config/test_agents.py` has those of agents."""
 
 
 @pytest.mark.parametrize("path", RUNS, ids=str)

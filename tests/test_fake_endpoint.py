@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from testing.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
-from tests.running import PATIENCE_S
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
+from tests.helpers.running import PATIENCE_S
 
 OPENAI, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 pytestmark = pytest.mark.slow
@@ -570,7 +570,7 @@ def test_failed_start_is_an_error(endpoint: FakeEndpoint) -> None:
 
 def test_ends_with_its_parent() -> None:
     code = (
-        "import sys; from testing.fake_endpoint import FakeEndpoint\n"
+        "import sys; from tests.fakes.fake_endpoint import FakeEndpoint\n"
         "print(FakeEndpoint().__enter__().port, flush=True)\n"
         "sys.stdin.read()"
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.prefork import Forked, can_fork
-from tests.running import PATIENCE_S, SCRIPTED, command, run, started, write_rows
+from tests.helpers.prefork import Forked, can_fork
+from tests.helpers.running import PATIENCE_S, SCRIPTED, command, run, started, write_rows
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from tests.running import ROOT
+from tests.helpers.running import ROOT
 
 BEHAVIOURS = {"S1": 33, "S2": 57, "S3": 29, "S4": 38, "S5": 18}
 """How many each of the five systems has."""

@@ -16,8 +16,8 @@ from agent.messages.message import PLAIN, ExchangeEvent
 from agent.models.dialects.openai_responses import API as RESPONSES
 from agent.models.dialects.openai_responses import conversation_of
 from agent.models.model import ModelSettings, Pointed
+from agent.wires.base import Wire
 from agent.wires.wire import WireError
-from agent.wires.wire_base import Wire
 from batch_trajectories.basics.exact_json import objects_among
 
 MOST_PER_PICTURE = 16_384

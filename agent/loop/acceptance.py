@@ -10,8 +10,7 @@ import difflib
 from collections.abc import Sequence
 
 from agent.messages.leaked_calls import leaked_call
-from agent.messages.message import Message
-from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
+from agent.messages.message import Message, opens_reasoning, split_inline_reasoning
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
 from batch_trajectories.basics import exact_json

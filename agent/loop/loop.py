@@ -13,14 +13,30 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
-from agent.loop.rules import ConversationSpec, ending_of_refusal, next_step, over_time
-from agent.loop.steps import AddNote, AskUser, CallModel, Finish, ResumeTool, RunTools
+from agent.loop.rules import (
+    AddNote,
+    AskUser,
+    CallModel,
+    ConversationSpec,
+    Finish,
+    ResumeTool,
+    RunTools,
+    ending_of_refusal,
+    next_step,
+    over_time,
+)
 from agent.loop.tools import AgentTools
 from agent.messages.message import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.deadline import Deadline
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ConversationChanged, Model, Request
-from agent.models.stream_events import StreamEvent, StreamHandler
+from agent.models.model import (
+    Completion,
+    ConversationChanged,
+    Model,
+    Request,
+    StreamEvent,
+    StreamHandler,
+)
 from agent.state.events import (
     Clock,
     continued_event,

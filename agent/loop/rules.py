@@ -10,15 +10,73 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.messages.leaked_calls import leaked_call
-from agent.messages.message import COST_ONLY, USER_TURN, Message, ResultEvent, ToolCall
-from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
+from agent.messages.message import (
+    COST_ONLY,
+    USER_TURN,
+    Message,
+    ResultEvent,
+    ToolCall,
+    opens_reasoning,
+    split_inline_reasoning,
+)
 from agent.options import AgentOptions
-from agent.state.trajectory import CONTINUE_CUT, Trajectory
+from agent.state.trajectory import CONTINUE_CUT, Status, Trajectory
+from batch_trajectories.basics.option_names import FIXED
 from toolsets.tool import ASKS
+
+# The steps of a conversation: the rules choose a step, the loop takes it.
+
+
+class CallModel(NamedTuple):
+    """Call the model for its next reply."""
+
+    tool_choice: Literal["auto", "none"] = "auto"
+
+
+class RunTools(NamedTuple):
+    """Run the calls of the last reply that have no result yet."""
+
+    calls: list[tuple[int, ToolCall]]
+
+
+class ResumeTool(NamedTuple):
+    """Give the user's reply to a call whose tool asked for it."""
+
+    call: ToolCall
+    result: ResultEvent
+    """The result with the question."""
+    reply: str
+    is_for_tool: bool
+    """The tool is called again with the reply; else only the model sees it."""
+
+
+class AddNote(NamedTuple):
+    """Add a text for the model; `reason` names the rule."""
+
+    reason: str
+    text: str
+
+
+class AskUser(NamedTuple):
+    """Have the simulated user write its next message."""
+
+
+class Finish(NamedTuple):
+    """End the conversation; `reason` adds details to the status."""
+
+    status: Status
+    reason: str | None = None
+
+    def describe(self) -> str:
+        """The status, with the reason if there is one."""
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
+
+NextStep = CallModel | RunTools | ResumeTool | AddNote | AskUser | Finish
+
 
 _MAX_UNUSABLE_TURNS = 3
 """A conversation ends after this many turns in a row without anything usable."""
@@ -143,13 +201,11 @@ def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
 def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
-    from agent.loop.plan import PLAN
 
     return CallModel("none") if t.notes_of(PLAN) else _plan_note(t) or CallModel()
 
 
 def _plan_note(t: Trajectory) -> AddNote | None:
-    from agent.loop.plan import plan_note
 
     return plan_note(t)
 
@@ -352,3 +408,46 @@ def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:
         return True
     reply = reply.strip()
     return not _ANSWERS.match(reply) and bool(_INSTRUCTS.match(reply))
+
+
+# Plans: the model writes a plan, then works on one step after the other.
+#
+# It is one conversation: the plan is its first reply, and each step begins with a note.
+
+_STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s+(?P<step>\S.*)$", re.MULTILINE)
+
+_MAKE_A_PLAN = (
+    "Before you begin, write a plan: a numbered list of the steps, a line each. Call no tools yet."
+)
+PLAN = "plan"
+
+_STEP_TURNS: int = FIXED["plan_step_turns"]
+
+_ALL_DONE = "All steps of the plan are done. Give the final answer now."
+
+
+def plan_note(t: Trajectory) -> AddNote | None:
+    """The note that begins the next step or the final answer; None if the current step continues.
+
+    A step ends with a reply without calls, or after `_STEP_TURNS` replies.
+    """
+    if not t.replies:
+        return AddNote(PLAN, _MAKE_A_PLAN)
+    begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
+    if t.last_calls() and begun and t.turns - begun[-1]["turn"] < _STEP_TURNS:
+        return None
+    steps = steps_of(t.replies[0]["message"]["content"])
+    if len(begun) < len(steps):
+        number = len(begun) + 1
+        text = (
+            f"Step {number} of {len(steps)}: {steps[number - 1]}\n"
+            f"Work on this step alone, in at most {_STEP_TURNS} replies, and reply "
+            "with its outcome."
+        )
+        return AddNote("plan_step", text)
+    return AddNote("plan_answer", _ALL_DONE) if len(begun) == len(steps) else None
+
+
+def steps_of(plan: str) -> list[str]:
+    """The steps of a plan: the items of its list; a plan without a list is one step."""
+    return [match["step"].strip() for match in _STEP.finditer(plan)] or ["do what the plan says"]

@@ -12,8 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agent.messages.message import SIMULATED_USER, USER_TURN, Message, Role, user_key
-from agent.messages.reasoning import split_inline_reasoning
+from agent.messages.message import (
+    SIMULATED_USER,
+    USER_TURN,
+    Message,
+    Role,
+    split_inline_reasoning,
+    user_key,
+)
 from agent.models.model import Completion, Model, Request
 from agent.options import SimulatedUser
 from agent.state.trajectory import CONTINUE_CUT, Trajectory

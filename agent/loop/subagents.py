@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agent.loop.steps import Finish
+from agent.loop.rules import Finish
 from agent.messages.message import ToolCall
 from agent.options import Subagent
 from agent.state.trajectory import Trajectory

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from agent.messages.reasoning import split_inline_reasoning
+from agent.messages.message import split_inline_reasoning
 
 _NAME = r"(?P<name>[A-Za-z_][\w.\-]{0,127})"
 _JSON = (

@@ -7,7 +7,13 @@ survive a crash. The journal is a list of events; replaying them restores the co
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, Required, TypedDict
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, NotRequired, Required, TypedDict
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.exact_json import objects_among
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -40,7 +46,7 @@ class ProviderBlocks(TypedDict):
     In the chat dialect it is one object with all unknown fields of the message. `api` names the
     dialect that wrote `blocks`; only that dialect may read them. `reasoning` recognizes
     encrypted thoughts in them. In other messages of agents they are what is no text
-    (`agent.messages.parts`).
+    (`agent.messages.message`).
     """
 
     api: str
@@ -296,7 +302,7 @@ class ExchangeEvent(TypedDict):
     """One model call of an agent that runs as a command, as it was relayed, and its reply.
 
     `number` counts from 0 in the order of completion. `key` identifies all that decides the reply
-    (see `agent.wires.canonical`). `asked` is the model name that the agent asked for.
+    (see `agent.wires.reading`). `asked` is the model name that the agent asked for.
 
     The request had the first `shared` messages of thread `of` (or of `thread` itself, without
     `of`), then `added`, the system prompt included. With `of`, or if `shared` is 0, `thread` is
@@ -317,7 +323,7 @@ class ExchangeEvent(TypedDict):
     echoes: NotRequired[list[list[int]]]
     shown: NotRequired[list[list[Any]]]
     """What changes since the thread's previous call among the messages that the request shows
-    otherwise than they are recorded: [position, patch]; see `agent.wires.shown`."""
+    otherwise than they are recorded: [position, patch]; see `agent.wires.thread`."""
     tools: NotRequired[list[dict[str, Any]]]
     """Schemas in OpenAI form, if they differ from those of the thread's previous call."""
     stripped: NotRequired[list[str]]
@@ -445,3 +451,180 @@ def reply_in(event: Event) -> ReplyEvent | None:
 def is_cost_only(event: Event) -> bool:
     """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
     return event["kind"] == "reply" and event.get("discarded") in COST_ONLY
+
+
+# Reasoning that a model wrote at the start of its text, and reasoning that is encrypted.
+
+_OPENING = re.compile(
+    r"\s*<(?P<tag>think|thinking|reasoning|REASONING_SCRATCHPAD)>(?P<text>.*?)</(?P=tag)>",
+    re.DOTALL,
+)
+
+_OPENS = re.compile(r"\s*<(?:think|thinking|reasoning|REASONING_SCRATCHPAD)>")
+
+
+class InlineReasoning(NamedTuple):
+    """A text split into the reasoning at its start, or None, and the rest."""
+
+    reasoning: str | None
+    rest: str
+
+
+def split_inline_reasoning(text: str) -> InlineReasoning:
+    """Take the leading think blocks out of `text`; several are joined by a blank line.
+
+    A block that is never closed stays in the text: the end of the reasoning is unknown.
+    """
+    thoughts = []
+    end = 0
+    while match := _OPENING.match(text, end):
+        thoughts.append(match["text"].strip())
+        end = match.end()
+    if not thoughts:
+        return InlineReasoning(None, text)
+    return InlineReasoning("\n\n".join(filter(None, thoughts)) or None, text[end:].lstrip())
+
+
+def opens_reasoning(text: str) -> bool:
+    """Whether `text`, without its leading closed blocks, begins with an unclosed block."""
+    return _OPENS.match(text) is not None
+
+
+def hides_reasoning(
+    blocks: Iterable[Mapping[str, Any]], extras: Iterable[Any], reasoning_tokens: int | None
+) -> bool:
+    """Whether the model reasoned for a reply that has no readable reasoning.
+
+    `blocks` are its provider blocks, `extras` the `extra_content` of its calls.
+
+    The signs are a redacted or encrypted thought, the signature of a thought, or a count of
+    reasoning tokens. Some APIs encrypt empty thoughts, too: then a count of zero decides. It does
+    not decide for thoughts of Anthropic, of which gateways count only the readable text.
+    """
+    if reasoning_tokens:
+        return True
+    hidden = [kind for block in blocks for kind in _hidden(block)]
+    if "thinking" in hidden:
+        return True
+    return reasoning_tokens is None and (bool(hidden) or any(map(_is_googles, extras)))
+
+
+def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
+    """The kind of each encrypted or signed thought in a verbatim block."""
+    kind = block.get("type")
+    if kind in ("thinking", "redacted_thinking"):
+        if block.get("signature") or block.get("data"):
+            yield "thinking"
+    elif kind == "reasoning":
+        if block.get("encrypted_content"):
+            yield "reasoning"
+    elif kind is None:  # a message of the OpenAI chat dialect
+        if _is_signed(block):
+            yield "reasoning"
+        for thought in objects_among(block.get("thinking_blocks")):
+            yield from _hidden(thought)
+        for detail in objects_among(block.get("reasoning_details")):
+            if detail.get("data") or detail.get("signature"):
+                yield "reasoning"
+
+
+def _is_signed(part: Mapping[str, Any]) -> bool:
+    """Whether a message has the signature of a thought, as Gemini writes it."""
+    return _is_googles(part.get("extra_content"))
+
+
+def _is_googles(extra: Any) -> bool:
+    """Whether extra content of a call or a message is the signature of a thought."""
+    google = extra.get("google") if isinstance(extra, dict) else None
+    return isinstance(google, dict) and bool(google.get("thought_signature"))
+
+
+# Parts of messages that are not text: pictures, documents and others, kept as they came.
+#
+# A message of an agent has them in `provider_blocks`; its text has a placeholder for each. A
+# large part is stored once, however often it is shown: `{"repeats": digest}` stands for it
+# elsewhere.
+
+REPEATS = "repeats"
+
+EARLIER: Literal["earlier_response"] = "earlier_response"
+"""The type of a part that stands for messages which only the endpoint has."""
+
+_LARGE = 1000
+"""Bytes of JSON from which on a part is stored once."""
+
+_IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
+
+_KIND_KEYS = frozenset(("type", "kind", *_IN_GEMINI))
+"""Keys that say what a part is."""
+
+
+def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_response"]:
+    """What a part is: a picture, messages that are unknown, or anything else that is not text."""
+    kind = str(part.get("type", ""))
+    if kind == EARLIER:
+        return EARLIER
+    if "image" in kind or kind == "computer_screenshot":
+        return "image"
+    kind = str(part.get("kind", ""))
+    for key in _IN_GEMINI:
+        if key in part and isinstance(data := part[key], dict):
+            kind = str(data.get("mimeType") or data.get("mime_type") or kind)
+            break
+    return "image" if kind.startswith("image") else "file"
+
+
+def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The parts of a message for which its text has placeholders; of a reply, its pictures."""
+    if role != "assistant":
+        return blocks
+    return [
+        block
+        for block in blocks
+        if not _KIND_KEYS.isdisjoint(block) and kind_of_part(block) == "image"
+    ]
+
+
+class Parts:
+    """The large parts of the messages so far, by digest."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def once(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with their digests in place of parts that came before."""
+        return [_changed(message, self._once) for message in messages]
+
+    def whole(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with the parts that digests stand for."""
+        return [_changed(message, self._whole) for message in messages]
+
+    def _once(self, part: dict[str, Any]) -> dict[str, Any]:
+        if (digest := _digest_of(part)) is None:
+            return part
+        if digest in self._known:
+            return {REPEATS: digest, "kind": kind_of_part(part)}
+        self._known[digest] = part
+        return part
+
+    def _whole(self, part: dict[str, Any]) -> dict[str, Any]:
+        if REPEATS in part:
+            return self._known.get(part[REPEATS], part)
+        if digest := _digest_of(part):
+            self._known.setdefault(digest, part)
+        return part
+
+
+def _changed(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    given = message.get("provider_blocks")
+    if given is None or message["role"] == "assistant":
+        return message
+    blocks = [change(block) for block in given["blocks"]]
+    return {**message, "provider_blocks": {**given, "blocks": blocks}}
+
+
+def _digest_of(part: Mapping[str, Any]) -> str | None:
+    """The digest of a large part, None for a small one; marks for a cache move."""
+    bare = {key: value for key, value in part.items() if key != "cache_control"}
+    written = exact_json.dumps(bare)
+    return blake2b(written, digest_size=16).hexdigest() if len(written) >= _LARGE else None

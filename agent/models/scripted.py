@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
-from agent.models.model import Completion, Request
-from agent.models.stream_events import StreamHandler
+from agent.models.model import Completion, Request, StreamHandler
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.validation import mistakes_in
 

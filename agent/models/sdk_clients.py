@@ -167,7 +167,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
 
 
 def _own(place: str, options: dict[str, Any]) -> Any:
-    from toolsets.catalog.places import import_place
+    from toolsets.catalog.custom import import_place
 
     return import_place(place, "client")(**options)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.messages.message import ExchangeEvent, ReplyEvent
-from agent.messages.parts import Parts
+from agent.messages.message import ExchangeEvent, Parts, ReplyEvent
 from agent.messages.tokens import has_ids
 from agent.state.tally import cost_of, usage_of
 from agent.wires.lines import Line, lines_of
-from agent.wires.shown import Patches, changes
+from agent.wires.thread import Patches, changes
 from agent.wires.threads import Threads
 
 MAIN = "main"
@@ -122,7 +121,7 @@ def _requests(
 
     `at`: the messages before this position. `shown`: what changes since the line's previous call
     among those that were shown otherwise than they are recorded (`at`, and keys of a message; see
-    `agent.wires.shown`). `tools`: the index in `offers` of what was on offer, if not `tools`;
+    `agent.wires.thread`). `tools`: the index in `offers` of what was on offer, if not `tools`;
     missing lists are added to it.
     """
     found = {}

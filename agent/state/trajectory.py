@@ -26,9 +26,9 @@ from agent.messages.message import (
     ResumedEvent,
     ToolCall,
     Usage,
+    split_inline_reasoning,
     summary_upto,
 )
-from agent.messages.reasoning import split_inline_reasoning
 from agent.models.deadline import TimeAtWork
 from agent.state.final_answer import FinalAnswer, finish_in
 from agent.state.tally import Tally, cost_of, usage_of

@@ -12,10 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from agent.messages.message import FunctionCall, Message, Role
-from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
-from agent.models.model import Completion, Model, Request
-from agent.models.stream_events import StreamEvent
+from agent.messages.message import (
+    FunctionCall,
+    Message,
+    Role,
+    opens_reasoning,
+    split_inline_reasoning,
+)
+from agent.models.model import Completion, Model, Request, StreamEvent
 from batch_trajectories.basics import exact_json
 
 API = "react"

@@ -12,8 +12,7 @@ from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.messages.message import PLAIN, ExchangeEvent, Message
-from agent.messages.reasoning import split_inline_reasoning
+from agent.messages.message import PLAIN, ExchangeEvent, Message, split_inline_reasoning
 from agent.wires.thread import Thread
 from agent.wires.threads import Threads
 

@@ -42,7 +42,7 @@ class Part:
     raw: Any
     messages: Sequence[Message]
     digests: Sequence[bytes]
-    """One per message, in the order of the messages; see `agent.wires.canonical`."""
+    """One per message, in the order of the messages; see `agent.wires.reading`."""
     calls: Sequence[ToolCall]
     first_call: int
     """How many calls there are before it."""
@@ -91,7 +91,7 @@ class WireRequest:
     server_tools: tuple[str, ...] = ()
     """Names of tools that the provider would run, such as web search and remote MCP servers."""
     digests: list[bytes] = field(default_factory=list, repr=False)
-    """One per message, those of results in the order of calls; see `agent.wires.canonical`."""
+    """One per message, those of results in the order of calls; see `agent.wires.reading`."""
     parts: Sequence[Part] = field(default=(), repr=False)
     """The parts that its messages were read from."""
     pieces: list[Any] = field(default_factory=list, repr=False)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from agent.wires.wire_base import Wire
-from agent.wires.wire_chat import ChatWire
-from agent.wires.wire_gemini import GeminiWire
-from agent.wires.wire_messages import MessagesWire
-from agent.wires.wire_plain import CompletionsWire, EmbeddingsWire
-from agent.wires.wire_responses import ResponsesWire
+from agent.wires.anthropic_messages import MessagesWire
+from agent.wires.base import Wire
+from agent.wires.gemini import GeminiWire
+from agent.wires.openai_chat import ChatWire
+from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
+from agent.wires.openai_responses import ResponsesWire
 
 WIRES: Mapping[str, Wire] = {
     wire.api: wire for wire in (ChatWire(), MessagesWire(), ResponsesWire(), GeminiWire())

@@ -15,23 +15,22 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent.loop.tools import Approve
 from agent.messages.message import Event, Message
-from agent.models.model import ModelSettings
+from agent.models.model import ModelSettings, StreamHandler
 from agent.models.providers import Api
 from agent.models.resolve import read_key, resolve_model
 from agent.models.scripted import parse_script
-from agent.models.stream_events import StreamHandler
 from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
 from batch_trajectories.basics.option_names import unknown
 from batch_trajectories.basics.validation import UNKNOWN_KEY, local_path, mistakes_in
+from batch_trajectories.config.endpoints import check_url
 from batch_trajectories.export.conversation.ending import plain_ending
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
 from batch_trajectories.export.formats.hermes import to_conversations
-from batch_trajectories.runs.config.endpoints import check_url
-from batch_trajectories.runs.store.files import AppendFile, StorageError
-from batch_trajectories.runs.store.record_types import stored_messages
+from batch_trajectories.records.files import AppendFile, StorageError
+from batch_trajectories.records.record_types import stored_messages
 from toolsets.browser.process import Browsers
 from toolsets.catalog.custom import as_toolsets, load_own
 from toolsets.catalog.registry import Toolset, catalog

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch_trajectories.api.start import exit_of, open_planned
+from batch_trajectories.audit.verdicts import SOUND, TASKS_FILE, WHAT_TO_DO, write_verdicts
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.text import plural
-from batch_trajectories.runs.audit.verdicts import SOUND, TASKS_FILE, WHAT_TO_DO, write_verdicts
-from batch_trajectories.runs.directory.run_totals import compute_totals
-from batch_trajectories.runs.planning.plan import Plan, refuse_bad_rows, warn
-from batch_trajectories.runs.supervisor.run import run_batch
+from batch_trajectories.engine.plan import Plan, refuse_bad_rows, warn
+from batch_trajectories.engine.run_totals import compute_totals
+from batch_trajectories.engine.supervisor.run import run_batch
 from toolsets.sandbox.factory import sandbox_kind
 
 

@@ -16,29 +16,28 @@ from agent.messages.message import Event, ReplyEvent, reply_in
 from batch_trajectories.basics.errors import DatasetError, RunDirError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import bucket_url, is_url, mistakes_in
-from batch_trajectories.export.run_statistics import statistics_of
-from batch_trajectories.export.training_files import left_out, style_of_run
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.scan import Scan, tasks
-from batch_trajectories.runs.directory.owed import stopping_rule
-from batch_trajectories.runs.directory.run_dir import (
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.scan import Scan, tasks
+from batch_trajectories.engine.run_dir import (
     directory_of,
+    holder_of,
     read_run_json,
     runs_in,
     was_started_here,
 )
-from batch_trajectories.runs.directory.run_lock import holder_of
-from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
-from batch_trajectories.runs.maintenance.upkeep import scan_of
-from batch_trajectories.runs.store.failures import stored_failures
-from batch_trajectories.runs.store.files import StorageError, refuse_strange_files
-from batch_trajectories.runs.store.index import IndexEntry
-from batch_trajectories.runs.store.journal import Inflight
-from batch_trajectories.runs.store.reader import open_index, read_id, read_record, stored_records
-from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.records import UnreadableRecord, load_index, refuse_lost_records
-from batch_trajectories.runs.store.scores import Scores
-from batch_trajectories.runs.store.tasks import Task
+from batch_trajectories.engine.run_totals import RunTotals, compute_totals, stopping_rule
+from batch_trajectories.export.statistics.run import statistics_of
+from batch_trajectories.export.training_files import left_out, style_of_run
+from batch_trajectories.maintenance.upkeep import scan_of
+from batch_trajectories.records.failures import stored_failures
+from batch_trajectories.records.files import StorageError, refuse_strange_files
+from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.journal import Inflight
+from batch_trajectories.records.reader import open_index, read_id, read_record, stored_records
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.records import UnreadableRecord, load_index, refuse_lost_records
+from batch_trajectories.records.scores import Scores
+from batch_trajectories.records.tasks import Task
 
 if TYPE_CHECKING:
     import datasets
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
     from agent.models.model import Price
     from batch_trajectories.api.tables import TableName
-    from batch_trajectories.runs.stopping.rule import StoppingRule
+    from batch_trajectories.engine.stopping import StoppingRule
 
 _RUNS_SHOWN = 10
 _IDS_SHOWN = 10
@@ -135,7 +134,7 @@ class StoredRun:
         """
         if self.url is None:
             return holder_of(self.path)
-        from batch_trajectories.runs.store.journal import read_note
+        from batch_trajectories.records.journal import read_note
 
         last = (read_note(self.path) or {})["last"]
         return None if last["is_end"] else last["holder"]
@@ -289,7 +288,7 @@ class StoredRun:
 
     def price_of(self, model: str) -> Price | None:
         """What a model of the run costs, by its name in the config; None if that is unknown."""
-        from batch_trajectories.runs.config.models import price_of  # it imports the price table
+        from batch_trajectories.config.models import price_of  # it imports the price table
 
         try:
             return price_of(self.config, model)
@@ -309,7 +308,7 @@ class StoredRun:
         See `export.funnel`. Raises `DatasetError` without the dataset, and `RunDirError` if the
         manifest of an export cannot be read.
         """
-        from batch_trajectories.export.funnel import funnel_of
+        from batch_trajectories.export.statistics.funnel import funnel_of
 
         return funnel_of(self.path, self.scan, self.totals(), self.identity["dataset"])
 
@@ -331,7 +330,7 @@ class StoredRun:
 
 
 def _copy_of(url: str) -> Path:
-    from batch_trajectories.runs.mirror.copies import copy_of  # few runs are in buckets
+    from batch_trajectories.mirror.copies import copy_of  # few runs are in buckets
 
     try:
         return copy_of(bucket_url(url))

@@ -13,24 +13,27 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, cast, get_
 
 import msgspec
 
-from batch_trajectories.basics.startup import no_garbage_collection
+from batch_trajectories.basics.process import no_garbage_collection
 from batch_trajectories.basics.validation import did_you_mean
-from batch_trajectories.runs.store.checks import judgement_of, rewards_of
-from batch_trajectories.runs.store.checksum import DamagedLine, check_seal
-from batch_trajectories.runs.store.index import Index
-from batch_trajectories.runs.store.reader import open_index
-from batch_trajectories.runs.store.record_parts import Number, StoredError, ToolRun, UsageSums
-from batch_trajectories.runs.store.record_types import (
+from batch_trajectories.records.checks import judgement_of, rewards_of
+from batch_trajectories.records.files import DamagedLine, check_seal
+from batch_trajectories.records.index import Index
+from batch_trajectories.records.reader import open_index
+from batch_trajectories.records.record_types import (
     CheckResult,
     Note,
+    Number,
     Record,
     Score,
     StoredCall,
+    StoredError,
     StoredTurn,
+    ToolRun,
+    UsageSums,
     decode_record,
 )
-from batch_trajectories.runs.store.records import unreadable_record
-from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.records.records import unreadable_record
+from batch_trajectories.records.scores import Scores
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import EnvironmentStop
-from batch_trajectories.basics.startup import rare_garbage_collection
+from batch_trajectories.basics.process import rare_garbage_collection
 
 _MOST = 8
 _REPORT_EVERY = 256

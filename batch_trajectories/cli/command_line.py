@@ -193,7 +193,7 @@ class RunCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from agent.options import is_marked
         from batch_trajectories.basics.option_names import FORMER
-        from batch_trajectories.runs.config.run_config import RunConfig
+        from batch_trajectories.config.run_config import RunConfig
 
         known = {param.name for param in self.params}
         if self._only:
@@ -221,7 +221,7 @@ class RunCommand(click.Command):
     def _format_common_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The command's own options, then the common options of a run."""
         from batch_trajectories.cli.option_groups import COMMON_OPTIONS, RARE_OPTIONS
-        from batch_trajectories.runs.config.run_config import RunConfig
+        from batch_trajectories.config.run_config import RunConfig
 
         params = {
             param.name or "": param
@@ -313,7 +313,7 @@ def _default_of(field: Any) -> str:
 def _is_list(field: Any) -> bool:
     """Whether the value of a flag is a list separated by commas."""
     from agent.options import split_commas
-    from batch_trajectories.runs.config.option_types import parse_columns, parse_resources
+    from batch_trajectories.config.option_types import parse_columns, parse_resources
 
     rules = [*field.metadata]
     for inner in get_args(field.annotation):

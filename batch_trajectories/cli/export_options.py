@@ -138,7 +138,7 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
     source, place = _one(sources, flags["output"])
     if isinstance(place, UrlPath):
-        from batch_trajectories.export.dataset.remote import dataset_at
+        from batch_trajectories.export.dataset.directory import dataset_at
 
         with dataset_at(str(place), writes=not flags["check"]) as directory:
             return _make(source, directory, place, flags)
@@ -227,8 +227,8 @@ def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], 
         if flags["max_length"] is not None:
             raise ConfigError("--max_length needs --parity with the directory of a tokenizer")
         return lambda manifest, _: manifest
-    from batch_trajectories.export.parity.judging import check, judge, summary
-    from batch_trajectories.export.templates.names import find
+    from batch_trajectories.export.templates.parity import check, judge, summary
+    from batch_trajectories.export.templates.rendering import find
 
     templates = find(flags["parity"])
     check(recipe, templates, flags["max_length"])

@@ -22,7 +22,7 @@ from batch_trajectories.cli.shared import (
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
-    from batch_trajectories.runs.store.record_types import Record
+    from batch_trajectories.records.record_types import Record
 
 _FILTERS = ("status", "min_reward", "max_reward", "passed")
 
@@ -67,10 +67,10 @@ def fork(
     Options given here override those of RUN; the same command resumes.
     """
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.runs.directory.origin import describe_trust
-    from batch_trajectories.runs.directory.run_lock import refuse_held
-    from batch_trajectories.runs.maintenance.fork import forked_config, write_forks
-    from batch_trajectories.runs.planning.plan import make_plan
+    from batch_trajectories.engine.origin import describe_trust
+    from batch_trajectories.engine.plan import make_plan
+    from batch_trajectories.engine.run_dir import refuse_held
+    from batch_trajectories.maintenance.fork import forked_config, write_forks
 
     given = {name: value for name, value in flags.items() if value is not None}
     filters = {name: given.pop(name) for name in _FILTERS if name in given}
@@ -131,7 +131,7 @@ def chosen_records(
     from batch_trajectories.export.filters.filters import RecordFilters
     from batch_trajectories.export.rows.filter_options import Filters
     from batch_trajectories.export.rows.recipe import load_recipe
-    from batch_trajectories.runs.store.reader import stored_records
+    from batch_trajectories.records.reader import stored_records
 
     read = load_recipe(recipe, {})
     base = read.filters if recipe else Filters(status=("any",))

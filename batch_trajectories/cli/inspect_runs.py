@@ -61,10 +61,10 @@ def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
 
     With any option for datasets, build a dataset instead, also of several RUNs; see docs/export.md.
     """
-    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.start import write_results
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.engine.narrowing import refuse_narrowing
     from batch_trajectories.export.dataset.runs import Source
-    from batch_trajectories.runs.directory.narrowing import refuse_narrowing
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]
@@ -92,9 +92,9 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
 
     Read-only unless --repair is given. The run must not be in progress.
     """
-    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.start import write_results
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.runs.maintenance.upkeep import check
+    from batch_trajectories.maintenance.upkeep import check
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=repair)
@@ -131,12 +131,12 @@ def merge(
     allow_gaps: bool,
 ) -> None:
     """Merge RUNs of the same config, such as all shards, into one run."""
-    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.start import write_results
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.runs.directory.narrowing import refuse_narrowing
-    from batch_trajectories.runs.maintenance.merge import common_config
-    from batch_trajectories.runs.maintenance.merge import merge as merge_runs
-    from batch_trajectories.runs.maintenance.upkeep import keep_given, scan_of
+    from batch_trajectories.engine.narrowing import refuse_narrowing
+    from batch_trajectories.maintenance.merge import common_config
+    from batch_trajectories.maintenance.merge import merge as merge_runs
+    from batch_trajectories.maintenance.upkeep import keep_given, scan_of
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]
@@ -196,8 +196,8 @@ def label(
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.runs.directory.control import user_name
-    from batch_trajectories.runs.store.scores import append_label, label_change, score_key
+    from batch_trajectories.engine.control import user_name
+    from batch_trajectories.records.scores import append_label, label_change, score_key
 
     with errors_as_exit_codes():
         if who is not None and not who.strip():
@@ -280,7 +280,7 @@ def retry(run: str, output_dir: Path) -> None:
 
 def _steer(run: str, output_dir: Path, do: str, **values: Any) -> None:
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.runs.directory.control import steer
+    from batch_trajectories.engine.control import steer
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=True)

@@ -9,9 +9,9 @@ from typing import Any
 from agent.models.providers import NO_KEY, PROVIDERS, Provider
 from agent.session import run_here
 from batch_trajectories.basics.text import clip
-from batch_trajectories.runs.config.endpoint_config import EndpointConfig
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.toolsets import catalog_of
+from batch_trajectories.config.endpoint_config import EndpointConfig
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.toolsets import catalog_of
 from toolsets.catalog.registry import Toolset
 from toolsets.mcp.mcp_settings import McpError, McpServer
 from toolsets.mcp.servers import list_servers

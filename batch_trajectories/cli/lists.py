@@ -32,7 +32,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """List all toolsets with their tools and whether they work here."""
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.cli.listings import tool_list, tools_as_text
-    from batch_trajectories.runs.config.loading import load_config
+    from batch_trajectories.config.loading import load_config
 
     with errors_as_exit_codes():
         # Required by a config, but not used here.
@@ -50,7 +50,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 def endpoints(config_file: Path | None, as_json: bool) -> None:
     """List all endpoints that a model can name and whether their keys are set."""
     from batch_trajectories.cli.listings import endpoint_list, endpoints_as_text
-    from batch_trajectories.runs.config.loading import load_config
+    from batch_trajectories.config.loading import load_config
 
     with errors_as_exit_codes():
         # A config is checked as a whole, and these two have no default.
@@ -78,8 +78,8 @@ def agents(ctx: click.Context) -> None:
         return
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.basics.presets import presets
-    from batch_trajectories.runs.config.run_config import RunConfig
-    from batch_trajectories.runs.worker.agents.agent_program import with_checked_agent
+    from batch_trajectories.config.run_config import RunConfig
+    from batch_trajectories.engine.worker.agent_program import with_checked_agent
 
     with errors_as_exit_codes():
         unused = {"dataset_file": "-", "run_name": "agents", "model": "x"}
@@ -122,10 +122,10 @@ def check(agent: str, as_json: bool, **options: Any) -> None:
 
     from pydantic import ValidationError
 
-    from batch_trajectories.agent_check.checking import check_agent
+    from batch_trajectories.agents.checking import check_agent
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.basics.validation import mistakes_in
-    from batch_trajectories.runs.config.agents import agent_of
+    from batch_trajectories.config.agents import agent_of
 
     with errors_as_exit_codes():
         try:

@@ -54,7 +54,7 @@ def view(
 
     A PLACE is a directory of runs (default: trajectories), a run, or the URL of a mirrored run.
     """
-    from batch_trajectories.runs.directory.control import user_name
+    from batch_trajectories.engine.control import user_name
     from batch_trajectories.view.serving import password_of, serve
 
     ended = "view has ended; the runs are as they were"
@@ -133,8 +133,8 @@ def stats(
 ) -> None:
     """Show statistics of RUN: from rows to training rows, problems, turns, tokens, tools."""
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.export.funnel import funnel_as_text
-    from batch_trajectories.export.run_statistics import as_text
+    from batch_trajectories.export.statistics.funnel import funnel_as_text
+    from batch_trajectories.export.statistics.run import as_text
 
     names = _health_checks(fail_on)
     with errors_as_exit_codes():
@@ -154,7 +154,7 @@ def stats(
 
 def _health_checks(fail_on: str | None) -> Collection[str]:
     from batch_trajectories.basics.validation import did_you_mean
-    from batch_trajectories.export.health import HEALTH_CHECKS
+    from batch_trajectories.export.statistics.health import HEALTH_CHECKS
 
     if fail_on == "all":
         return HEALTH_CHECKS

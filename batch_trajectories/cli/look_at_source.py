@@ -37,11 +37,10 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     SOURCE is what --dataset_file takes: a file, a directory, a URL, or hf:ORG/NAME.
     """
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.runs.config.option_types import parse_columns
-    from batch_trajectories.runs.sources.columns import Renaming
-    from batch_trajectories.runs.sources.kept_dataset import describe_left_out, rows_of_source
-    from batch_trajectories.runs.sources.rows_file import load_rows_file
-    from batch_trajectories.runs.sources.source import source_of
+    from batch_trajectories.config.option_types import parse_columns
+    from batch_trajectories.dataset.kept_dataset import Renaming, describe_left_out, rows_of_source
+    from batch_trajectories.dataset.rows_file import load_rows_file
+    from batch_trajectories.dataset.source import source_of
 
     shown, kind = _shown_and_kind(given)
     with errors_as_exit_codes():
@@ -79,13 +78,8 @@ def _described(
 ) -> str:
     from batch_trajectories.basics import exact_json
     from batch_trajectories.basics.text import clip, first_few, plural
-    from batch_trajectories.runs.dataset.lines import columns_in
-    from batch_trajectories.runs.dataset.row import (
-        RowRules,
-        columns_beside,
-        kind_of,
-        usual_prompt,
-    )
+    from batch_trajectories.dataset.lines import columns_in
+    from batch_trajectories.dataset.row import RowRules, columns_beside, kind_of, usual_prompt
 
     rules = RowRules()
     if kind is not None:
@@ -164,7 +158,7 @@ def _place_of(reason: str) -> tuple[str, str]:
 
 def _use_of(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
-    from batch_trajectories.runs.dataset.column_names import (
+    from batch_trajectories.dataset.column_names import (
         CHAT_COLUMNS,
         HISTORY_COLUMNS,
         IMAGE_COLUMNS,
@@ -174,8 +168,8 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         TURNS_COLUMN,
         USER_COLUMN,
     )
-    from batch_trajectories.runs.dataset.scan import ID_COLUMNS
-    from batch_trajectories.runs.store.checks import expected_column
+    from batch_trajectories.dataset.scan import ID_COLUMNS
+    from batch_trajectories.records.checks import expected_column
 
     own_id = next((column for column in ID_COLUMNS if column in columns), None)
     if name == "prompt":

@@ -57,10 +57,9 @@ def record(
     Give it http://HOST:PORT as the base URL of its API, and an API key per session of your
     choice, or http://HOST:PORT/sessions/NAME. Each session becomes a record.
     """
-    from batch_trajectories.api.record import record
-    from batch_trajectories.runs.config.loading import load_config
-    from batch_trajectories.runs.recording.recording import Listening, sessions_of
-    from batch_trajectories.runs.recording.upstream import ANY
+    from batch_trajectories.config.loading import load_config
+    from batch_trajectories.recording.recording import Listening, record, sessions_of
+    from batch_trajectories.recording.upstream import ANY
 
     with errors_as_exit_codes():
         if wrong := [name for name in _NOT_GIVEN if flags.get(name) is not None]:

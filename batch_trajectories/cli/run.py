@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
 
 _FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
-"""See `runs/importing/readers/`, whose modules other commands do not need."""
+"""See `importing/readers/`, whose modules other commands do not need."""
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -43,8 +43,8 @@ def run(
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags, will_start=not dry_run)
         if dry_run:
-            from batch_trajectories.runs.planning.plan import describe, name_bad_rows, warn
-            from batch_trajectories.runs.planning.preview import preview
+            from batch_trajectories.engine.plan import describe, name_bad_rows, warn
+            from batch_trajectories.engine.preview import preview
 
             warn(plan, say)
             name_bad_rows(plan, say)
@@ -76,10 +76,10 @@ def estimate(
     The sample is part of the run: the same command without `estimate` runs the rest.
     """
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.export import by_model
-    from batch_trajectories.runs.config.models import limits_of
-    from batch_trajectories.runs.directory.forecast import as_table, forecast, sample_tasks
-    from batch_trajectories.runs.store.files import replace_json
+    from batch_trajectories.config.models import limits_of
+    from batch_trajectories.engine.forecast import as_table, forecast, sample_tasks
+    from batch_trajectories.export.statistics import by_model
+    from batch_trajectories.records.files import replace_json
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags)
@@ -121,9 +121,8 @@ def import_hermes(
 
     The same command without `import_hermes DIRECTORY` then runs the rest.
     """
-    from batch_trajectories.api.results import write_results
-    from batch_trajectories.api.start import open_planned
-    from batch_trajectories.runs.maintenance.import_hermes import import_hermes
+    from batch_trajectories.api.start import open_planned, write_results
+    from batch_trajectories.importing.hermes import import_hermes
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags, will_start=False)
@@ -153,8 +152,8 @@ def import_(sources: tuple[Path, ...], run_name: str, output_dir: Path, format: 
     command goes on where it was stopped, and takes what has been added since. Exit code 1 if
     something could not be read: each is named.
     """
-    from batch_trajectories.api.results import write_results
-    from batch_trajectories.runs.importing.importing import import_conversations
+    from batch_trajectories.api.start import write_results
+    from batch_trajectories.importing.importing import import_conversations
 
     with errors_as_exit_codes():
         imported, config, scan = import_conversations(sources, run_name, output_dir, format=format)
@@ -180,7 +179,7 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
     evidence are in tasks.jsonl of the audit's directory; exit code 1 if a row is not sound.
     """
     from batch_trajectories.api.audit import audit
-    from batch_trajectories.runs.audit.audited import audited
+    from batch_trajectories.audit.audited import audited
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags, adapt=lambda config: audited(config, repeats=repeats))
@@ -214,7 +213,7 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
     command resumes; options that are not given are those of RUN.
     """
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.runs.config.loading import load_config
+    from batch_trajectories.config.loading import load_config
 
     given = {name: value for name, value in flags.items() if value is not None}
     with errors_as_exit_codes():
@@ -225,7 +224,7 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
             options = _of_received(stored, given, has_new_rows=has_new_rows, trust_run=trust_run)
         config = load_config(None, {**options, **given})
 
-        from batch_trajectories.api.recheck import recheck
+        from batch_trajectories.scoring.recheck import recheck
 
         ended = recheck(stored, config, has_new_rows=has_new_rows)
     if ended.reason is not None:
@@ -241,8 +240,8 @@ def _of_received(
     stored: StoredRun, given: dict[str, Any], *, has_new_rows: bool, trust_run: bool
 ) -> dict[str, Any]:
     """What `check` uses of the config of a run that was not started here, which it says."""
-    from batch_trajectories.runs.audit.audited import TAKEN
-    from batch_trajectories.runs.directory import origin
+    from batch_trajectories.audit.audited import TAKEN
+    from batch_trajectories.engine import origin
 
     options: dict[str, Any] = stored.identity["config"]
     used = {name: options[name] for name in TAKEN if name in options}

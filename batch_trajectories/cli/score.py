@@ -16,7 +16,7 @@ from batch_trajectories.cli.shared import run_dir_argument, trust_option
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
-    from batch_trajectories.runs.config.run_config import RunConfig
+    from batch_trajectories.config.run_config import RunConfig
 
 
 @click.command()
@@ -93,7 +93,7 @@ def score(
         name = next(iter([*given, "trust_run"]))
         raise click.UsageError(f"--{name} means nothing without --judge")
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.export.reasons import lines_of
+    from batch_trajectories.export.statistics.counts import lines_of
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=True)
@@ -104,8 +104,7 @@ def score(
 
             wanted = worth_scoring(load_recipe(recipe, {}))
         if judge is not None:
-            from batch_trajectories.export.scoring.by_judge import score_by_judge
-            from batch_trajectories.export.scoring.judge_prompt import load_prompt
+            from batch_trajectories.scoring.by_judge import load_prompt, score_by_judge
 
             prompt = load_prompt(given.pop("judge_prompt", None))
             config = _judge_config(stored, judge, given, trust_run=trust_run)
@@ -113,7 +112,7 @@ def score(
                 stored.path, config, prompt, max_in_flight=max_in_flight, wanted=wanted
             )
         else:
-            from batch_trajectories.export.scoring.by_functions import score_by_functions
+            from batch_trajectories.scoring.by_functions import score_by_functions
 
             scores, failed = score_by_functions(
                 stored.path, places, timeout_s=reward_timeout_s, wanted=wanted
@@ -130,7 +129,7 @@ def _judge_config(
 
     Raises `ConfigError`.
     """
-    from batch_trajectories.runs.config.loading import load_config
+    from batch_trajectories.config.loading import load_config
 
     of_run = stored.identity["config"]
     budget_usd = given.pop("max_judge_cost_usd", None)
@@ -155,8 +154,8 @@ def _at_endpoint(stored: StoredRun, judge: str, *, has_url: bool, uses_run: bool
     from agent.models.providers import FIRST, PROVIDERS, provider_at
     from agent.models.resolve import with_colon
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.runs.config.models import beside
-    from batch_trajectories.runs.directory.origin import FLAG, received
+    from batch_trajectories.config.models import beside
+    from batch_trajectories.engine.origin import FLAG, received
 
     base_url, endpoints = stored.config.base_url, stored.config.endpoints
     prefix = with_colon(judge, endpoints).partition(":")[0]

@@ -16,10 +16,10 @@ from batch_trajectories.cli.command_line import LocalPath
 
 if TYPE_CHECKING:
     from batch_trajectories.api.start import LiveView, RunEnd
+    from batch_trajectories.config.run_config import RunConfig
+    from batch_trajectories.engine.plan import Plan
+    from batch_trajectories.engine.run_totals import RunTotals
     from batch_trajectories.export.conversation.style import Style
-    from batch_trajectories.runs.config.run_config import RunConfig
-    from batch_trajectories.runs.directory.run_totals import RunTotals
-    from batch_trajectories.runs.planning.plan import Plan
 
 
 def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def run_argument(name: str, *, required: bool = True) -> Callable[[Any], Any]:
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The runs in the output directory whose names begin so."""
-    from batch_trajectories.runs.directory.run_dir import runs_in
+    from batch_trajectories.engine.run_dir import runs_in
 
     output_dir = ctx.params.get("output_dir") or Path("trajectories")
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
@@ -120,16 +120,16 @@ def make_plan_of(
 
     `adapt` makes the config of the plan of the one that was given.
     """
-    from batch_trajectories.basics.startup import no_garbage_collection
+    from batch_trajectories.basics.process import no_garbage_collection
 
     with no_garbage_collection():
-        from batch_trajectories.runs.config.loading import load_config
-        from batch_trajectories.runs.planning.plan import make_plan
+        from batch_trajectories.config.loading import load_config
+        from batch_trajectories.engine.plan import make_plan
 
         config = adapt(load_config(starting.config_file, flags))
         if will_start:
             import batch_trajectories.api.start  # noqa: F401 - what is imported by now, workers need not import
-            from batch_trajectories.runs.planning.executor_choice import fork_ahead
+            from batch_trajectories.engine.executor_choice import fork_ahead
 
             fork_ahead(config)
     return make_plan(config, writes=will_start, fresh=starting.fresh)
@@ -160,11 +160,11 @@ def show_run(path: Path, totals: RunTotals) -> None:
     """Print the totals and the training files of a run."""
     import orjson
 
-    from batch_trajectories.export.reasons import lines_of
+    from batch_trajectories.engine.run_dir import read_run_json
+    from batch_trajectories.engine.run_totals import as_table
+    from batch_trajectories.export.statistics.counts import lines_of
     from batch_trajectories.export.training_files import style_of_run
-    from batch_trajectories.runs.directory.run_dir import read_run_json
-    from batch_trajectories.runs.directory.run_totals import as_table
-    from batch_trajectories.runs.store.files import has_batches
+    from batch_trajectories.records.files import has_batches
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     statistics = orjson.loads((path / "statistics.json").read_bytes())
@@ -176,7 +176,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
         )
         lines += lines_of(statistics["failed_score_reasons"])
     if has_batches(path):
-        from batch_trajectories.runs.batch_api.totals import compute_batch_totals
+        from batch_trajectories.batch_api.batch_log import compute_batch_totals
 
         if (batches := compute_batch_totals(path)) is not None:
             lines.append(batches.describe())

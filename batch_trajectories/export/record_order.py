@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.store.reader import few_of, open_records, read_record
-from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.records import UnreadableRecord, load_index
-from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.records.reader import few_of, open_records, read_record
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.records import UnreadableRecord, load_index
+from batch_trajectories.records.scores import Scores
 
 
 class RecordOrder:

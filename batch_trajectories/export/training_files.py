@@ -25,6 +25,9 @@ import orjson
 
 from batch_trajectories.basics.errors import help_for_write
 from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.engine.run_totals import owed
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed
@@ -34,14 +37,10 @@ from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
-from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.export.record_order import RecordOrder, RecordReader
-from batch_trajectories.export.statistics import Statistics
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.directory.owed import owed
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.files import (
+from batch_trajectories.export.statistics.counts import KeyCounts, Statistics
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.files import (
     StorageError,
     make_directory,
     open_temporary,
@@ -50,11 +49,10 @@ from batch_trajectories.runs.store.files import (
     temporary_for,
     training_file_of,
 )
-from batch_trajectories.runs.store.reader import ENOUGH_BYTES
-from batch_trajectories.runs.store.record_parts import StoredError
-from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.scores import CHECK, Scores
-from batch_trajectories.runs.store.scores import NAME as SCORES
+from batch_trajectories.records.reader import ENOUGH_BYTES
+from batch_trajectories.records.record_types import Record, StoredError
+from batch_trajectories.records.scores import CHECK, Scores
+from batch_trajectories.records.scores import NAME as SCORES
 
 _PLAIN = Style()
 _BLOCK = 1 << 20

@@ -10,14 +10,14 @@ from typing import Any
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import watched
 from batch_trajectories.basics.text import first_few
-from batch_trajectories.export import by_model
+from batch_trajectories.config.fingerprint import stored_meaning
+from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
+from batch_trajectories.export.statistics import by_model
+from batch_trajectories.records.checks import CheckSums
+from batch_trajectories.records.failures import NO_LIMIT
+from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.scores import Labels
 from batch_trajectories.report.formatting import count, dollars, one_line
-from batch_trajectories.runs.config.fingerprint import stored_meaning
-from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
-from batch_trajectories.runs.store.checks import CheckSums
-from batch_trajectories.runs.store.failures import NO_LIMIT
-from batch_trajectories.runs.store.index import IndexEntry
-from batch_trajectories.runs.store.scores import Labels
 
 _SHOWN = 10
 _VALUE_CHARS = 60

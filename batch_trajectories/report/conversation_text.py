@@ -8,23 +8,24 @@ from typing import Any
 
 import click
 
-from agent.messages.reasoning import split_inline_reasoning
+from agent.messages.message import split_inline_reasoning
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export.conversation.own_work import first_reply, kind_of_failure
-from batch_trajectories.report.facts import flags_of, row_of
-from batch_trajectories.report.formatting import count, dollars, moment, one_line, plain, seconds
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.record_parts import AgentFacts, StoredUsage
-from batch_trajectories.runs.store.record_types import (
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.record_types import (
+    AgentFacts,
     InnerRecord,
     Record,
     StoredCall,
     StoredConversation,
     StoredMessage,
     StoredTurn,
+    StoredUsage,
 )
+from batch_trajectories.report.facts import flags_of, row_of
+from batch_trajectories.report.formatting import count, dollars, moment, one_line, plain, seconds
 
 _STEP = "    "
 _ID_CHARS = 200

@@ -6,18 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages.message import USER_TURN
-from agent.messages.reasoning import split_inline_reasoning
-from batch_trajectories.export.cache_use import (
+from agent.messages.message import USER_TURN, split_inline_reasoning
+from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.statistics.cache_use import (
     cached_share_of,
     cached_tokens_of,
     missed_turns,
 )
-from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.tools import names_of
-from batch_trajectories.runs.store.checks import MAIN, judgement_of, rewards_of
-from batch_trajectories.runs.store.record_types import (
+from batch_trajectories.records.checks import MAIN, judgement_of, rewards_of
+from batch_trajectories.records.record_types import (
     CutCall,
     Record,
     StoredConversation,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import RunError
-from batch_trajectories.basics.startup import hide_environment
+from batch_trajectories.basics.process import hide_environment
 from batch_trajectories.report.status import Status, look, sections
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def live_view(run_dir: Path) -> Iterator[Callable[[str], object] | None]:
     """
     import multiprocessing
 
-    from batch_trajectories.runs.executors.local import (
+    from batch_trajectories.engine.local_workers import (
         start_tracker_without_secrets,
         start_without_main,
     )

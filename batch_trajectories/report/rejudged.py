@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.audit.verdicts import how_it_ended
 from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.records.record_types import Record, decode_record
+from batch_trajectories.records.scores import CHECK
 from batch_trajectories.report.formatting import count, one_line
-from batch_trajectories.runs.audit.verdicts import how_it_ended
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.reader import stored_records
-from batch_trajectories.runs.store.record_types import Record, decode_record
-from batch_trajectories.runs.store.scores import CHECK
 
 _SHOWN = 20
 _CHARS = 200

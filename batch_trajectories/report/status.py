@@ -14,18 +14,17 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import in_a_line, plural
-from batch_trajectories.export import cache_use
-from batch_trajectories.export.cache_use import CacheUse
-from batch_trajectories.export.health import HEALTH_CHECKS
+from batch_trajectories.batch_api.batch_log import BatchTotals, compute_batch_totals
+from batch_trajectories.engine.run_dir import holder_of, read_run_json, runs_in
+from batch_trajectories.engine.run_totals import RunTotals, as_table
+from batch_trajectories.engine.supervisor.progress import describe, state_of
+from batch_trajectories.export.statistics import cache_use
+from batch_trajectories.export.statistics.cache_use import CacheUse
+from batch_trajectories.export.statistics.health import HEALTH_CHECKS
+from batch_trajectories.records.failures import failures_by_class
+from batch_trajectories.records.files import read_json
 from batch_trajectories.report.facts import seconds_at_work
 from batch_trajectories.report.formatting import count, moment, one_line, plain, seconds
-from batch_trajectories.runs.batch_api.totals import BatchTotals, compute_batch_totals
-from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
-from batch_trajectories.runs.directory.run_lock import holder_of
-from batch_trajectories.runs.directory.run_totals import RunTotals, as_table
-from batch_trajectories.runs.store.failures import failures_by_class
-from batch_trajectories.runs.store.files import read_json
-from batch_trajectories.runs.supervisor.progress import describe, state_of
 
 _SLOWEST = 5
 _SHOWN = 10
@@ -62,7 +61,7 @@ class Status(NamedTuple):
     """The process that is working on it."""
     totals: RunTotals
     progress: dict[str, Any] | None
-    """The last state of that process; see `runs/supervisor/progress.py`."""
+    """The last state of that process; see `engine/supervisor/progress.py`."""
     details: dict[str, Any]
     """See `run_status`."""
     batches: BatchTotals | None

@@ -15,12 +15,11 @@ from multidict import MultiMapping
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.validation import did_you_mean
-from batch_trajectories.runs.directory.control import refuse_strangers, steer
-from batch_trajectories.runs.directory.run_dir import read_run_json
-from batch_trajectories.runs.directory.run_lock import holder_of
-from batch_trajectories.runs.sources.source import HUB_PREFIX
-from batch_trajectories.runs.store.scores import score_key, verdict_of
-from batch_trajectories.view import live
+from batch_trajectories.dataset.source import HUB_PREFIX
+from batch_trajectories.engine.control import refuse_strangers, steer
+from batch_trajectories.engine.run_dir import holder_of, read_run_json
+from batch_trajectories.records.scores import score_key, verdict_of
+from batch_trajectories.view import conversation as live
 from batch_trajectories.view.conversation import (
     find_record,
     form_of,

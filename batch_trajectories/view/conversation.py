@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
+from agent.messages.message import Message
+from agent.state.trajectory import Trajectory
+from batch_trajectories.api.stored_run import states_in
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import RunError
+from batch_trajectories.dataset.row import opening_messages
+from batch_trajectories.dataset.scan import tasks
+from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.segments.views import View, parts_of
+from batch_trajectories.export.segments import View, parts_of
 from batch_trajectories.export.training_files import style_of_run
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.journal import Inflight, segments
+from batch_trajectories.records.reader import open_records, read_record
+from batch_trajectories.records.record_types import Record, StoredMessage
+from batch_trajectories.records.scores import NAME as SCORES
+from batch_trajectories.records.scores import Labels, score_key, with_scores_at
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
-from batch_trajectories.runs.directory.run_dir import read_run_json
-from batch_trajectories.runs.store.reader import open_records, read_record
-from batch_trajectories.runs.store.record_types import Record, StoredMessage
-from batch_trajectories.runs.store.scores import NAME as SCORES
-from batch_trajectories.runs.store.scores import Labels, score_key, with_scores_at
+from batch_trajectories.view.index.filters import in_keys
 from batch_trajectories.view.index.table import RowPlace, Table
 from batch_trajectories.view.runs import RunPlace
 
@@ -128,7 +139,7 @@ def siblings_of(
 
 def verdict_in(labels: Labels | None, record: str) -> str | None:
     """The verdict of the reviewers of a record."""
-    from batch_trajectories.runs.store.scores import verdict_of
+    from batch_trajectories.records.scores import verdict_of
 
     return None if labels is None else verdict_of(labels.of(record))
 
@@ -152,3 +163,69 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
             break
         same += 1
     return same
+
+
+# Conversations that have not ended, from the journals of the workers.
+
+
+def _read(run: RunPlace, table: Table) -> tuple[Inflight, list[bytes]]:
+    """The journals, and their tasks without a record, as far as the table knows."""
+    journals = Inflight(run.path / "inflight", read_only=True)
+    journals.read(settled=frozenset())
+    tasks_there = journals.tasks()
+    if not tasks_there:
+        return journals, []
+    masks = table.select(in_keys("key", tasks_there))
+    ended = set(table.columns(masks, ["key"])["key"].to_pylist())
+    return journals, [key for key in tasks_there if key not in ended]
+
+
+def in_flight(run: RunPlace, table: Table) -> list[dict[str, Any]]:
+    """See `StoredRun.in_flight`."""
+    journals, keys = _read(run, table)
+    return states_in(journals, keys, now=time.time())
+
+
+def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:
+    """Changes when a journal does."""
+    found = []
+    for segment in segments(run_dir / "inflight"):
+        try:
+            found.append((segment.name, segment.stat().st_size))
+        except FileNotFoundError:  # its last task has a record now
+            continue
+    return tuple(sorted(found))
+
+
+def conversation(run: RunPlace, table: Table, id: str) -> dict[str, Any]:
+    """What the journals have of a conversation; see the API's `live`."""
+    journals, keys = _read(run, table)
+    for key in keys:
+        try:
+            if journals.task_id(key) != id:
+                continue
+            events = journals.events(key)
+        except StorageError:
+            continue  # its record was just written
+        found = Trajectory(_opening(run, key), events).to_record()
+        return {"id": id, "is_over": False, **found}
+    return {"id": id, "is_over": True, "messages": [], "turns": [], "tool_calls": []}
+
+
+def _opening(run: RunPlace, key: bytes) -> list[Message]:
+    """The prompt, which no journal has; nothing if the dataset cannot be read any more."""
+    try:
+        stored = run.stored()
+        dataset = Path(stored.identity["dataset"]["path"])
+        if dataset.exists() and not (dataset.is_file() or dataset.is_dir()):
+            return []  # a pipe or a device, as a run directory from elsewhere could name
+        scan = stored.scan
+        at = scan.keys.find(key)
+        while at % 16:
+            at = scan.keys.find(key, at + 1)
+        if at < 0:
+            return []
+        columns = next(tasks(scan, [at // 16])).columns
+        return opening_messages(columns, stored.config.system_prompt)
+    except (RunError, OSError, ValueError):
+        return []

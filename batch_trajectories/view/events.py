@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from batch_trajectories.basics.errors import RunError
-from batch_trajectories.view import live
+from batch_trajectories.view import conversation as live
 from batch_trajectories.view.guard import HEADERS, AccessRefused
 from batch_trajectories.view.runs import NoSuchRun, run_json
 from batch_trajectories.view.state import State

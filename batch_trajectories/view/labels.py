@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.export.agreement import Agreement
-from batch_trajectories.runs.store.record_types import Label, Record
-from batch_trajectories.runs.store.scores import (
+from batch_trajectories.export.statistics.agreement import Agreement
+from batch_trajectories.records.record_types import Label, Record
+from batch_trajectories.records.scores import (
     DISPUTED,
     LABELS,
     Labels,

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
 from batch_trajectories.basics.validation import is_url
-from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
-from batch_trajectories.runs.directory.run_lock import holder_of
-from batch_trajectories.runs.store.files import read_json, refuse_strange_files
-from batch_trajectories.runs.store.records import load_index
-from batch_trajectories.runs.supervisor.progress import describe, state_of
+from batch_trajectories.engine.run_dir import holder_of, read_run_json, runs_in
+from batch_trajectories.engine.supervisor.progress import describe, state_of
+from batch_trajectories.records.files import read_json, refuse_strange_files
+from batch_trajectories.records.records import load_index
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.parts import known_cache_of
 

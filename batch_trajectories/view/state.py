@@ -10,17 +10,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batch_trajectories.runs.store.files import refuse_strange_files
-from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.records import UnreadableRecord
+from batch_trajectories.records.files import refuse_strange_files
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.view.conversation import read_found
 from batch_trajectories.view.index.charts import choices_of
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, inverted
 from batch_trajectories.view.index.parts import cache_of
 from batch_trajectories.view.index.run_index import Maker, RunIndex
-from batch_trajectories.view.index.run_texts import RunTexts
 from batch_trajectories.view.index.table import Masks, Table, count_of
+from batch_trajectories.view.index.texts import RunTexts
 from batch_trajectories.view.labels import (
     VERDICTS,
     RunLabels,

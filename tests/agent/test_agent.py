@@ -14,8 +14,8 @@ import pytest
 from agent.messages.message import Message
 from agent.models.resolve import UnknownModel
 from batch_trajectories.api.ai_agent import COMPLETED_FILE, FAILED_FILE, AIAgent
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import ROOT, WRITE_A_NOTE, lines
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import ROOT, WRITE_A_NOTE, lines
 from toolsets.catalog.registry import UnknownToolset
 
 ANSWER = [{"reasoning": "easy", "content": "42"}]
@@ -167,7 +167,7 @@ def test_the_command_line_prints_the_answer_and_its_errors(tmp_path: Path) -> No
 
 def test_the_row_is_the_same_as_that_of_a_batch_run(tmp_path: Path) -> None:
     """One converter serves both doors."""
-    from tests.running import run, write_rows
+    from tests.helpers.running import run, write_rows
 
     script: list[Any] = [LOOK, *ANSWER]
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})

@@ -15,15 +15,15 @@ from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
 from agent.messages.message import Event, Message
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.deadline import TimeAtWork
 from agent.models.resolve import resolve_model
 from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
 from run_agent import AIAgent
-from tests.answering import JSON, answering
-from tests.playing import TOOLS, call, calls, play, say
-from tests.running import SCRIPTED, lines, run, write_rows
+from tests.helpers.answering import JSON, answering
+from tests.helpers.playing import TOOLS, call, calls, play, say
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox

@@ -14,23 +14,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.flat.convert import (
-    from_messages,
-    parse_openai_response,
-    parse_response,
-    read_response,
-    to_api_messages,
-    to_messages,
-    to_openai_messages,
-)
-from agent.flat.format import (
+from agent.flat import (
     FlatMessage,
     FlatSession,
     extend_session,
     fork_session,
+    from_messages,
     init_session,
+    parse_openai_response,
+    parse_response,
+    read_response,
     response,
     send,
+    to_api_messages,
+    to_messages,
+    to_openai_messages,
 )
 from agent.messages.message import Message
 from agent.models.dialects.anthropic_messages import API as ANTHROPIC

@@ -16,7 +16,7 @@ from agent.messages.leaked_calls import (
     parser_remedy,
 )
 from agent.models.dialects.anthropic_messages import read_blocks
-from tests.playing import Played, call, play, say
+from tests.helpers.playing import Played, call, play, say
 
 OFFERED = ("echo", "find_files")
 AS_JSON = '{"name": "echo", "arguments": {"text": "x"}}'

@@ -12,8 +12,8 @@ from agent.messages.message import BeganEvent, Event, OpeningEvent, RestartedEve
 from agent.models.errors import ModelError
 from agent.state.events import make_ids_unique, note_event
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
-from tests.playing import OPENING, Played, call, calls, say
-from tests.playing import play as play_with
+from tests.helpers.playing import OPENING, Played, call, calls, say
+from tests.helpers.playing import play as play_with
 
 
 def play(root: Path, script: list[Any], *, toolset: str = "file", **more: Any) -> Played:

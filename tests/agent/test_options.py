@@ -17,8 +17,8 @@ from agent.setup import set_up
 from agent.views.views import compact, compacted_from
 from batch_trajectories.basics.text import clip
 from run_agent import AIAgent
-from tests.answering import JSON, answering
-from tests.playing import SETTINGS, call, calls, play, say
+from tests.helpers.answering import JSON, answering
+from tests.helpers.playing import SETTINGS, call, calls, play, say
 
 ANSWER = say("done")
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -182,7 +182,7 @@ class TestApproval:
 
     @pytest.mark.parametrize(
         ("place", "message"),
-        [("no.such:hook", "cannot import"), ("tests.playing:OPENING", "not callable")],
+        [("no.such:hook", "cannot import"), ("tests.helpers.playing:OPENING", "not callable")],
     )
     def test_a_hook_is_named_by_its_place(self, place: str, message: str) -> None:
         """For the batch runner: MODULE:FUNCTION."""

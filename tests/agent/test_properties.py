@@ -15,11 +15,16 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from agent.loop.rules import ConversationSpec, next_step
-from agent.loop.steps import Finish
+from agent.loop.rules import ConversationSpec, Finish, next_step
 from agent.loop.tools import Approve
-from agent.messages.message import SIMULATED_USER, Event, FinishReason, ReplyEvent
-from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
+from agent.messages.message import (
+    SIMULATED_USER,
+    Event,
+    FinishReason,
+    ReplyEvent,
+    opens_reasoning,
+    split_inline_reasoning,
+)
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
@@ -30,17 +35,17 @@ from agent.setup import set_up
 from agent.state.history import check_history
 from agent.state.trajectory import Journal, Status, Trajectory
 from batch_trajectories.basics import exact_json
+from batch_trajectories.dataset.row_user import read_user_turns
+from batch_trajectories.engine.record import Provenance, as_stored, make_record
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.runs.dataset.row_user import read_user_turns
-from batch_trajectories.runs.protocol.record import Provenance, as_stored, make_record
-from batch_trajectories.runs.store.journal import usable_prefix
-from batch_trajectories.runs.store.record_types import decode_record
-from batch_trajectories.runs.store.tasks import Task
+from batch_trajectories.records.journal import usable_prefix
+from batch_trajectories.records.record_types import decode_record
+from batch_trajectories.records.tasks import Task
 from run_agent import AIAgent
-from tests import playing
-from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
-from tests.stored import to_row
+from tests.helpers import playing
+from tests.helpers.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
+from tests.helpers.stored import to_row
 from toolsets.tool import Tool
 
 CALM = settings(deadline=None, derandomize=True, database=None)

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.messages.message import FinishReason, Message
-from agent.models.model import Completion, Request
+from agent.models.model import Completion, Request, StreamEvent
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.models.stream_events import StreamEvent
 from agent.views.react import ReActModel, parse_step, read_completion, to_view
 
 

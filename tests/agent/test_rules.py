@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent.options import AgentOptions
-from batch_trajectories.runs.dataset.row import RowRules
-from tests.playing import TOOLS, call, calls, play, say
+from batch_trajectories.dataset.row import RowRules
+from tests.helpers.playing import TOOLS, call, calls, play, say
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 

@@ -16,11 +16,10 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
-from agent.views.preparation import findings_in
 from agent.views.summary import SummarizingModel
-from agent.views.views import compact
+from agent.views.views import compact, findings_in
 from run_agent import AIAgent
-from tests.playing import call, calls, play, say
+from tests.helpers.playing import call, calls, play, say
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox

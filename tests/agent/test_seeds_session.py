@@ -19,8 +19,8 @@ import pytest
 from agent.session import AgentSession
 from batch_trajectories.api.ai_agent import COMPLETED_FILE, AIAgent
 from batch_trajectories.basics.errors import HostError
-from tests.playing import call, calls, say
-from tests.running import PATIENCE_S, ROOT, lines
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import PATIENCE_S, ROOT, lines
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool
 

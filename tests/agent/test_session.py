@@ -23,9 +23,9 @@ from agent.state.history import check_history, completed_history
 from agent.views.views import with_views
 from batch_trajectories.basics.errors import HostError
 from run_agent import AIAgent
-from testing.fake_endpoint import FakeEndpoint
-from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
-from tests.running import PATIENCE_S, WRITE_A_NOTE, lines
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
+from tests.helpers.running import PATIENCE_S, WRITE_A_NOTE, lines
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from agent.flat.format import FlatSession, init_session, response
-from agent.flat.simple_loop import agent_loop
-from tests.running import PATIENCE_S
+from agent.flat import FlatSession, agent_loop, init_session, response
+from tests.helpers.running import PATIENCE_S
 
 TOOLS = [
     {
@@ -160,7 +159,7 @@ def test_a_handler_may_run_an_agent_of_its_own() -> None:
 
 def test_the_name_labels_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """S1.20: one line each, cut at 120 characters."""
-    with caplog.at_level(logging.INFO, logger="agent.flat.simple_loop"):
+    with caplog.at_level(logging.INFO, logger="agent.flat"):
         agent_loop(Replies([text("a\nb" * 99)]), [], init_session(None, "go"), name="judge")
     (line,) = [record.getMessage() for record in caplog.records]
     assert " judge assistant a ba b" in line

@@ -17,8 +17,8 @@ from agent.messages.tokens import Sampled
 from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
-from batch_trajectories.runs.dataset.row import RowRules
-from tests.playing import OPENING, Played, call, calls, play, say
+from batch_trajectories.dataset.row import RowRules
+from tests.helpers.playing import OPENING, Played, call, calls, play, say
 
 ANN = {"system_prompt": "You are Ann. You want tea.", "stop": "STOP"}
 

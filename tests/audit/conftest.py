@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.fake_images import (
+from tests.audit.planting import FIXED_TEXT, OLD_TEXT, R2E_TEST, SMITH_TESTS, SOLVE, Images
+from tests.fakes.fake_images import (
     Entry,
     layer_of,
     layer_of_tree,
@@ -21,7 +22,6 @@ from testing.fake_images import (
     tree_of_programs,
     write_layout,
 )
-from tests.audit.planting import FIXED_TEXT, OLD_TEXT, R2E_TEST, SMITH_TESTS, SOLVE, Images
 from tests.images.conftest import images
 
 __all__ = ["images", "task_images"]

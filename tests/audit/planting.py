@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batch_trajectories.runs.audit.steps import samples_of
-from tests.running import command, kill_session, lines, started, wait_until
-from tests.runs.test_harbor import write_task
+from batch_trajectories.audit.audited import samples_of
+from tests.dataset.test_harbor import write_task
+from tests.helpers.running import command, kill_session, lines, started, wait_until
 
 TEST = "import sys\nsys.path.insert(0, '.')\nfrom calc import add\nassert add(2, 2) == 4\n"
 BROKEN = {"calc.py": "def add(a, b):\n    return a - b\n"}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.reader import stored_records
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.reader import stored_records
 from tests.audit.planting import Images, harbor_task, plain_row, swe_row
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from tests.images.test_task_runs import IN_IMAGES, script_of
-from tests.running import SCRIPTED, lines, run, write_rows
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.audit.planting import Images, audit, found, swe_row, verdicts
+from tests.helpers.running import lines, run, write_rows
 from tests.images.test_task_runs import IN_IMAGES, script_of
-from tests.running import lines, run, write_rows
 
 pytestmark = pytest.mark.slow
 

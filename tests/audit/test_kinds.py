@@ -21,7 +21,7 @@ from tests.audit.planting import (
     swe_row,
     verdicts,
 )
-from tests.running import write_rows
+from tests.helpers.running import write_rows
 
 pytestmark = pytest.mark.slow
 

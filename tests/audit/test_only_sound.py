@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.audit.planting import audit, plain_row
+from tests.helpers.running import SCRIPTED, ids, run, write_rows
 from tests.images.test_task_runs import script_of
-from tests.running import SCRIPTED, ids, run, write_rows
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import pytest
 
-from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.worker.audit.tamper import forge
-from batch_trajectories.runs.worker.workspace_setup import SetupFailed
+from batch_trajectories.audit.runner import forge
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.engine.worker.workspace_setup import SetupFailed
 from tests.audit.planting import (
     BROKEN,
     COIN,
@@ -29,7 +29,7 @@ from tests.audit.planting import (
     plain_row,
     verdicts,
 )
-from tests.running import command, write_rows
+from tests.helpers.running import command, write_rows
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits, SandboxSettings
 from toolsets.sandbox.local import LocalSandbox

@@ -25,7 +25,7 @@ from tests.audit.planting import (
     plain_row,
     swe_row,
 )
-from tests.running import lines, write_rows
+from tests.helpers.running import lines, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.audit.reference import Reference, read_reference
-from batch_trajectories.runs.worker.audit.leaks import says
+from batch_trajectories.audit.leaks import says
+from batch_trajectories.audit.reference import Reference, read_reference
 
 PATCH = """\
 diff --git a/pkg/calc.py b/pkg/calc.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batch_trajectories.runs.audit.skipped import why_hollow
+from batch_trajectories.audit.verdicts import why_hollow
 
 HOLLOW = {
     "pytest, none": "collected 0 items\n\n==== no tests ran in 0.01s ====",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from batch_trajectories.runs.sources.harbor import HarborTask
-from testing.fake_images import Entry, layer_of, write_saved
-from tests.running import run
-from tests.runs.test_harbor import SIMPLE, write_task
+from batch_trajectories.dataset.harbor import HarborTask
+from tests.dataset.test_harbor import SIMPLE, write_task
+from tests.fakes.fake_images import Entry, layer_of, write_saved
+from tests.helpers.running import run
 from toolsets.images.store import ImageStore
 
 ENGINE = """\

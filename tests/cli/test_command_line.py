@@ -22,9 +22,9 @@ from batch_trajectories.cli.option_groups import (
     OF_STARTS,
     OPTION_GROUPS,
 )
-from batch_trajectories.runs.config.run_config import RunConfig
-from tests.playing import call, calls, say
-from tests.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
+from batch_trajectories.config.run_config import RunConfig
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
 
 
 def test_every_option_of_a_run_has_one_group() -> None:

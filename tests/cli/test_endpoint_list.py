@@ -17,7 +17,7 @@ from agent.models.dialects import openai_chat
 from agent.models.model import ModelSettings, Request
 from agent.models.providers import NO_KEY, PROVIDERS, provider_at
 from agent.models.resolve import resolve_model, resolve_sibling
-from tests.running import run
+from tests.helpers.running import run
 
 HOSTED = [
     prefix

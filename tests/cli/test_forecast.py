@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.runs.dataset.scan import scan, tasks
-from batch_trajectories.runs.directory.forecast import (
+from batch_trajectories.dataset.scan import scan, tasks
+from batch_trajectories.engine.forecast import (
     Estimate,
     Forecast,
     _share,
@@ -18,8 +18,8 @@ from batch_trajectories.runs.directory.forecast import (
     as_table,
     sample_tasks,
 )
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import lines, run, write_prompts, write_rows
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import lines, run, write_prompts, write_rows
 
 
 class TestSample:

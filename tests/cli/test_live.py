@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_looking import HOLD, read_terminal
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     SCRIPTED,
     command,

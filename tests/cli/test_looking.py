@@ -16,22 +16,26 @@ import pytest
 from agent.messages.message import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
 from batch_trajectories.api.stored_run import StoredRun, conversations_in_flight
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunDirError
+from batch_trajectories.engine.run_dir import locked
+from batch_trajectories.records.failures import WORKER_DIED, Failure, FailureFile, failures_by_class
+from batch_trajectories.records.journal import JournalWriter
+from batch_trajectories.records.tasks import task_key
 from batch_trajectories.report.comparison import as_text, compare
 from batch_trajectories.report.conversation_text import ConversationText, turn_as_json
 from batch_trajectories.report.page.writer import write_report
 from batch_trajectories.report.status import run_status, runs_of
-from batch_trajectories.runs.directory.run_lock import locked
-from batch_trajectories.runs.store.failures import (
-    WORKER_DIED,
-    Failure,
-    FailureFile,
-    failures_by_class,
+from tests.helpers.running import (
+    PATIENCE_S,
+    SCRIPTED,
+    command,
+    lines,
+    run,
+    started,
+    wait_until,
+    write_rows,
 )
-from batch_trajectories.runs.store.journal_writer import JournalWriter
-from batch_trajectories.runs.store.tasks import task_key
+from tests.helpers.stored import stored
 from tests.report.test_report import HOSTILE_ID, ROWS
-from tests.running import PATIENCE_S, SCRIPTED, command, lines, run, started, wait_until, write_rows
-from tests.stored import stored
 
 HOLD = '''
 import time

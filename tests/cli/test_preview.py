@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.dataset.row import unused_turns
-from tests.running import SCRIPTED, lines, run, write_rows
+from batch_trajectories.dataset.row import unused_turns
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 ROWS = [{"id": f"p{n}", "prompt": f"Say {n}", "script": [{"content": "y"}]} for n in range(8)]
 

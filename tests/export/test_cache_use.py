@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agent.models.model import Price
-from batch_trajectories.export.cache_use import (
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.statistics.cache_use import (
     CAUSES,
     CacheUse,
     as_text,
@@ -16,10 +17,9 @@ from batch_trajectories.export.cache_use import (
     cached_tokens_of,
     missed_turns,
 )
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.health import Health, health_as_text, problems_in
-from batch_trajectories.runs.store.record_types import Record
-from tests.stored import stored
+from batch_trajectories.export.statistics.health import Health, health_as_text, problems_in
+from batch_trajectories.records.record_types import Record
+from tests.helpers.stored import stored
 
 GROWS = 3000
 PRICE = Price(input=3.0, output=15.0, cache_read=0.3, cache_write=3.75)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.dataset.scan import scan, tasks
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.export.statistics.counts import Statistics
 from batch_trajectories.export.training_files import export_run, route
-from batch_trajectories.runs.dataset.scan import scan, tasks
 from tests.export.test_hermes import (
     OFFERED,
     TEMP,
@@ -25,8 +25,8 @@ from tests.export.test_hermes import (
     result,
     user,
 )
-from tests.running import ids, lines, write_rows
-from tests.stored import stored, whole
+from tests.helpers.running import ids, lines, write_rows
+from tests.helpers.stored import stored, whole
 
 
 def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.records.index import index_fields
 from batch_trajectories.report.conversation_text import ConversationText
 from batch_trajectories.report.facts import row_of
-from batch_trajectories.runs.store.index import index_fields
 from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.export.test_hermes import record_of
-from tests.exporting import exported, make_run
-from tests.running import lines
-from tests.stored import ROW_FORMATS, row_in, stored
+from tests.helpers.exporting import exported, make_run
+from tests.helpers.running import lines
+from tests.helpers.stored import ROW_FORMATS, row_in, stored
 
 PROMPT = "Count the files."
 

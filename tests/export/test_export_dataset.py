@@ -16,18 +16,18 @@ import pytest
 import yaml
 
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunLocked
+from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.record_order import RecordOrder, Seen
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
-from batch_trajectories.runs.dataset.scan import scan
-from batch_trajectories.runs.store.files import StorageError
-from batch_trajectories.runs.store.records import RecordFile
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.records import RecordFile
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, judged, make_run, rejects, rows, worked
-from tests.running import command, ids, lines, run, wait_until, write_rows
+from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.running import command, ids, lines, run, wait_until, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
 EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns",
@@ -641,7 +641,7 @@ class TestDirectory:
         before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
         stored = source.run_dir / "records.jsonl"
         # An index that fits records which were then overwritten.
-        from batch_trajectories.runs.store.records import RecordFile
+        from batch_trajectories.records.records import RecordFile
 
         RecordFile(source.run_dir, source.run_dir / "quarantine").close()
         stored.write_bytes(b"#" * 39 + stored.read_bytes()[39:])

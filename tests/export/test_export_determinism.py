@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
 from tests.program.test_run import options
-from tests.running import WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
 
 FORMATS = "hermes,llamafactory,openai,atif,dpo,kto,parquet"
 

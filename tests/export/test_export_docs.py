@@ -8,16 +8,16 @@ from typing import get_args
 
 import pytest
 
+from batch_trajectories.config.option_types import RowFlaw
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance
 from batch_trajectories.export.conversation.validity import Reason
-from batch_trajectories.export.masking.options import Mask
+from batch_trajectories.export.masking import Mask
 from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.export.rows.format import Format, named
 from batch_trajectories.export.rows.format_names import names
 from batch_trajectories.export.rows.recipe import Card, Preference, Recipe, load_recipe
-from batch_trajectories.runs.config.option_types import RowFlaw
-from tests.running import ROOT
+from tests.helpers.running import ROOT
 
 DOCS = (ROOT / "docs" / "export.md").read_text()
 RECIPE = DOCS.partition("## Recipe")[2].split("```")[1].removeprefix("yaml\n")

@@ -15,10 +15,10 @@ from batch_trajectories.export.filters.contamination import _Runs
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
-from testing.fake_hub import REPOSITORY, REVISION, fake_hub
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run
-from tests.running import lines, run, write_rows
+from tests.fakes.fake_hub import REPOSITORY, REVISION, fake_hub
+from tests.helpers.exporting import exported, make_run
+from tests.helpers.running import lines, run, write_rows
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi".split()  # noqa: SIM905
 QUESTION = " ".join(WORDS)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run
-from tests.running import lines
-from tests.stored import ROW_FORMATS
+from tests.helpers.exporting import exported, make_run
+from tests.helpers.running import lines
+from tests.helpers.stored import ROW_FORMATS
 
 FORGED = ("</think>", "<tool_call>", "</tool_call>", "</tool_response>", "<|im_start|>", "[INST]")
 PLAIN = ("\u2028", "\u0085", "\ufeff", "\u0000", "\U0001f600")

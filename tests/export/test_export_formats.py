@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.rows.format import format_named
 from batch_trajectories.export.rows.messages import messages_of
-from batch_trajectories.runs.store.checks import judgement_of
+from batch_trajectories.records.checks import judgement_of
 from tests.export.test_hermes import (
     TEMP,
     arguments_of,
@@ -29,9 +29,9 @@ from tests.export.test_hermes import (
     result,
     user,
 )
-from tests.exporting import exported, judged, make_run, rejects, rows, worked
-from tests.running import lines
-from tests.stored import ROW_FORMATS, row_in, stored, to_row
+from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.running import lines
+from tests.helpers.stored import ROW_FORMATS, row_in, stored, to_row
 
 PARALLEL = record_of(
     user(),

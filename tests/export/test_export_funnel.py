@@ -12,18 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.engine.run_totals import compute_totals
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.funnel import funnel_as_text, funnel_of
 from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.statistics.funnel import funnel_as_text, funnel_of
 from batch_trajectories.export.training_files import export_run
+from batch_trajectories.records.failures import Failure, FailureFile
 from batch_trajectories.report.page.writer import write_report
-from batch_trajectories.runs.directory.run_totals import compute_totals
-from batch_trajectories.runs.store.failures import Failure, FailureFile
 from tests.export.test_export_per_turn import asked_twice
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import make_run, worked
-from tests.running import SCRIPTED, run, write_rows
+from tests.helpers.exporting import make_run, worked
+from tests.helpers.running import SCRIPTED, run, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
 EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns",

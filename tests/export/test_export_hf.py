@@ -13,11 +13,11 @@ from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.rows.late_keys import LateKeys
+from batch_trajectories.export.rows.files import LateKeys
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import judged, make_run, worked
-from tests.running import lines, run
+from tests.helpers.exporting import judged, make_run, worked
+from tests.helpers.running import lines, run
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs `datasets`")
 

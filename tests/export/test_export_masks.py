@@ -18,18 +18,17 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.formats.openai import row_of
-from batch_trajectories.export.funnel import funnel_as_text
-from batch_trajectories.export.masking.masks import Masks
-from batch_trajectories.export.masking.options import Mask
+from batch_trajectories.export.masking import Mask, Masks
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
+from batch_trajectories.export.statistics.funnel import funnel_as_text
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
 from tests.export.test_export_agents import agents_record
 from tests.export.test_export_loss import mixed
 from tests.export.test_export_rl import FIRST, SECOND, played
 from tests.export.test_hermes import OFFERED, assistant, call, final, record_of, result, user
-from tests.exporting import exported, make_run, rejects, rows, why
-from tests.running import lines, run
-from tests.stored import stored
+from tests.helpers.exporting import exported, make_run, rejects, rows, why
+from tests.helpers.running import lines, run
+from tests.helpers.stored import stored
 
 NO_LOSS = (0, False)
 SCORE: dict[str, Any] = {"source": "m:f", "version": "1", "error": None, "rewards": {}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages.parts import kind_of_part
+from agent.messages.message import kind_of_part
 from agent.wires.wires import WIRES
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
@@ -18,7 +18,7 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.rl import rows_of
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.export.test_hermes import record_of
-from tests.stored import ROW_FORMATS, row_in, stored
+from tests.helpers.stored import ROW_FORMATS, row_in, stored
 
 JSON = dict[str, Any]
 PROMPT = "What is this?"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.exporting import exported, judged, make_run, rejects, rows, worked
-from tests.running import lines
+from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.running import lines
 
 PATCH = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-\tü\r\n+\u2028 \ufffd\x7f\n"
 

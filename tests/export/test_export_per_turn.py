@@ -17,14 +17,14 @@ from batch_trajectories.export.conversation.turns import Turn
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.formats.openai import row_of
-from batch_trajectories.export.rows.per_turn import cut_by_turn
+from batch_trajectories.export.rows.files import cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates.rendering import load_template
 from tests.export.test_export_loss import mixed
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rejects, rows, worked
-from tests.running import lines, run
-from tests.stored import stored
+from tests.helpers.exporting import exported, make_run, rejects, rows, worked
+from tests.helpers.running import lines, run
+from tests.helpers.stored import stored
 
 STRIPS = """
 {%- set ns = namespace(asked=0) %}

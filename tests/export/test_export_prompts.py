@@ -11,7 +11,7 @@ import yaml
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.runs import Source
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rejects
+from tests.helpers.exporting import exported, make_run, rejects
 
 
 def asked(text: str, reward: float | None, **changes: Any) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.answering import Handler, listening
 from tests.export.test_export_dataset import EARLY
-from tests.exporting import make_run, worked
-from tests.running import run
+from tests.helpers.answering import Handler, listening
+from tests.helpers.exporting import make_run, worked
+from tests.helpers.running import run
 
 pytest.importorskip("huggingface_hub")
 

@@ -11,8 +11,8 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.templates.rendering import Rendered, load_template
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, worked
-from tests.running import lines, run
+from tests.helpers.exporting import exported, make_run, worked
+from tests.helpers.running import lines, run
 
 pytest.importorskip("jinja2")
 

@@ -12,11 +12,11 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import load_recipe
-from batch_trajectories.runs.store.checksum import with_checksum
-from batch_trajectories.runs.store.reader import stored_records
-from batch_trajectories.runs.store.scores import read_scores, score_key
-from tests.exporting import judged, make_run, rejects, rows, worked
-from tests.running import run
+from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.records.scores import read_scores, score_key
+from tests.helpers.exporting import judged, make_run, rejects, rows, worked
+from tests.helpers.running import run
 
 
 def score(**more: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from agent.messages.tokens import Sampled, pack_ids, pack_logprobs, to_stored
+from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.formats.rl import rows_of
-from batch_trajectories.runs.config.run_config import RunConfig
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rejects, rows
-from tests.running import ROOT
-from tests.stored import stored
+from tests.helpers.exporting import exported, make_run, rejects, rows
+from tests.helpers.running import ROOT
+from tests.helpers.stored import stored
 
 JSON = dict[str, Any]
 TRAINING = ROOT / "docs" / "training.md"
@@ -331,7 +331,7 @@ def test_texts_that_break_other_formats_do_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("api", ["anthropic_messages", "openai_responses"])
 def test_an_api_without_ids_is_refused(api: str, tmp_path: Path) -> None:
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.runs.config.models import set_up_models
+    from batch_trajectories.config.models import set_up_models
 
     config = RunConfig.model_validate(
         {

@@ -13,13 +13,13 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.directory import export_dataset
-from batch_trajectories.export.funnel import funnel_of
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.export.statistics.funnel import funnel_of
+from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import left_out
 from tests.export.test_hermes import assistant, record_of, user
-from tests.exporting import make_run, worked
-from tests.running import ROOT, SCRIPTED, run, write_rows
+from tests.helpers.exporting import make_run, worked
+from tests.helpers.running import ROOT, SCRIPTED, run, write_rows
 
 
 def record(turns: int, **changes: Any) -> dict[str, Any]:

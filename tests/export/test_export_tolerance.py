@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from batch_trajectories.config.option_types import RowFlaw
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance
 from batch_trajectories.export.conversation.validity import Reason
@@ -16,14 +17,13 @@ from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.export.rows.format import Format, format_named, named
 from batch_trajectories.export.rows.format_names import names
-from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import style_of_run
-from batch_trajectories.runs.config.option_types import RowFlaw
-from batch_trajectories.runs.store.record_types import stored_messages
+from batch_trajectories.records.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rows, why
-from tests.running import SCRIPTED, lines, run, write_rows
+from tests.helpers.exporting import exported, make_run, rows, why
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 RAN_INTO_AN_ERROR = result("Error: no", is_error=True)
 INVENTED = record_of(user(), assistant("", call(name="tmep")), RAN_INTO_AN_ERROR,

@@ -17,10 +17,10 @@ from agent.views.views import compact, compacted_from
 from batch_trajectories.export.conversation.validity import Rejected
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import judged, make_run, rejects, rows
-from tests.playing import Played, play, say
-from tests.running import SCRIPTED, lines, run, write_rows
-from tests.stored import stored, to_row
+from tests.helpers.exporting import judged, make_run, rejects, rows
+from tests.helpers.playing import Played, play, say
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
+from tests.helpers.stored import stored, to_row
 
 LONG = "R" * 300
 

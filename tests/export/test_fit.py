@@ -11,12 +11,12 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.dataset.checking import findings
-from batch_trajectories.export.parity.judging import judge
-from batch_trajectories.export.templates.names import find
+from batch_trajectories.export.templates.parity import judge
+from batch_trajectories.export.templates.rendering import find
 from tests.export.test_hermes import assistant, record_of, user
 from tests.export.test_parity import ASKED_TWICE, DROPPED, KEPT, template
-from tests.exporting import exported, make_run
-from tests.running import lines
+from tests.helpers.exporting import exported, make_run
+from tests.helpers.running import lines
 
 
 def student(folder: Path, text: str) -> Path:

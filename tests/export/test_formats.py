@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from batch_runner import main
 from batch_trajectories.export.rows.format import Format, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names, summaries
-from tests.exporting import exported, judged, make_run
-from tests.running import ROOT, lines
+from tests.helpers.exporting import exported, judged, make_run
+from tests.helpers.running import ROOT, lines
 
 FORMATS = [one for one in map(named, names()) if isinstance(one, Format)]
 
@@ -53,7 +53,7 @@ def test_an_export_imports_the_formats_that_it_writes(tmp_path: Path) -> None:
     source = make_run(tmp_path, judged(1.0, "A"))
     run, dataset = source.run_dir, tmp_path / "p.jsonl"
     call = f"""
-from batch_trajectories.runs.dataset.scan import scan
+from batch_trajectories.dataset.scan import scan
 make(Path({str(run)!r}), scan(Path({str(dataset)!r}), max_samples=None), num_samples=1)
 """
     module = "batch_trajectories.export.training_files"

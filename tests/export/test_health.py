@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.health import HEALTH_CHECKS, Health, health_as_text, problems_in
-from tests.running import run, write_rows
-from tests.stored import stored
+from batch_trajectories.export.statistics.health import (
+    HEALTH_CHECKS,
+    Health,
+    health_as_text,
+    problems_in,
+)
+from tests.helpers.running import run, write_rows
+from tests.helpers.stored import stored
 
 TOOLS = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
 

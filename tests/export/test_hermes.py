@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batch_trajectories.export.conversation.row_json import content_json, dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
 from batch_trajectories.export.formats.hermes import to_conversations
-from batch_trajectories.runs.store.record_types import stored_messages
-from tests.stored import stored, to_row
+from batch_trajectories.records.record_types import stored_messages
+from tests.helpers.stored import stored, to_row
 
 TEMP: dict[str, Any] = {
     "type": "function",

@@ -11,12 +11,12 @@ import pytest
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import Completion
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.run_statistics import as_text, statistics_of
+from batch_trajectories.export.statistics.run import as_text, statistics_of
 from batch_trajectories.export.training_files import route
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rejects, rows
-from tests.running import SCRIPTED, lines, run, write_rows
-from tests.stored import stored, to_row
+from tests.helpers.exporting import exported, make_run, rejects, rows
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
+from tests.helpers.stored import stored, to_row
 
 TOOL = {"name": "temp", "input": {}, "id": "c1", "type": "tool_use"}
 

@@ -9,16 +9,15 @@ import pytest
 
 from agent.messages.leaked_calls import FORMATS
 from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import read_conversation
-from batch_trajectories.export.conversation.usual import usual_entries
+from batch_trajectories.export.conversation.reading import read_conversation, usual_entries
 from batch_trajectories.export.training_files import route
 from tests.agent.test_leaked_calls import SAMPLES
 from tests.export.test_export_formats import refused, row
 from tests.export.test_export_rl import FIRST, SECOND, played
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import make_run, rejects, rows
-from tests.running import run
-from tests.stored import ROW_FORMATS, stored
+from tests.helpers.exporting import make_run, rejects, rows
+from tests.helpers.running import run
+from tests.helpers.stored import ROW_FORMATS, stored
 
 LEAKS = {models: sample.replace("echo", "temp") for models, sample in SAMPLES.items()}
 """With the name of the tool that these records offer."""

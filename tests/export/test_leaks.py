@@ -11,9 +11,9 @@ import pytest
 
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.reading import leaks_in
-from batch_trajectories.runs.store.record_types import Record
-from tests.running import SCRIPTED, lines, run, write_rows
-from tests.stored import stored
+from batch_trajectories.records.record_types import Record
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
+from tests.helpers.stored import stored
 
 CHECK = {
     "command": "bash /check/run.sh",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.choice import kept_by_run
 from batch_trajectories.export.dataset.directory import export_dataset
@@ -19,11 +20,10 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.dataset.splits import JoinedSplits
 from batch_trajectories.export.rows.files import Loaded
 from batch_trajectories.export.rows.recipe import Recipe, RunShare, load_recipe
-from batch_trajectories.runs.config.run_config import RunConfig
 from tests.export.test_hermes import assistant, record_of, user
-from tests.exporting import exported, make_run, rejects, rows
-from tests.running import lines, write_rows
-from tests.stored import stored
+from tests.helpers.exporting import exported, make_run, rejects, rows
+from tests.helpers.running import lines, write_rows
+from tests.helpers.stored import stored
 
 QUESTION = "how many sheep does it take to fill the whole of an empty barn by noon"
 

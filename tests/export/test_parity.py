@@ -12,13 +12,13 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import add_parity
-from batch_trajectories.export.parity import judging
-from batch_trajectories.export.parity.judging import check, judge, summary
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.templates.names import find
+from batch_trajectories.export.templates import parity as judging
+from batch_trajectories.export.templates.parity import check, judge, summary
+from batch_trajectories.export.templates.rendering import find
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run
-from tests.running import run
+from tests.helpers.exporting import exported, make_run
+from tests.helpers.running import run
 
 ASKED_TWICE = (
     user("Q1"),

@@ -18,21 +18,21 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.basics.parts import in_parts
+from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export import training_files
 from batch_trajectories.export.conversation.row_json import Repeated, dumps_row
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.export.statistics.run import statistics_of
+from batch_trajectories.maintenance import verify
+from batch_trajectories.records import reader
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.reader import open_index
+from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.report.page.writer import write_report
-from batch_trajectories.runs.dataset.scan import scan
-from batch_trajectories.runs.maintenance import verify
-from batch_trajectories.runs.store import reader
-from batch_trajectories.runs.store.files import StorageError
-from batch_trajectories.runs.store.reader import open_index
-from batch_trajectories.runs.store.records import UnreadableRecord
 from tests.export.test_export import BROKEN, EARLY, FAILED, INLINE, PLAIN, THOUGHT, export
 from tests.export.test_hermes import assistant, record_of, user
-from tests.exporting import make_run, worked
-from tests.running import SCRIPTED, run, write_rows
+from tests.helpers.exporting import make_run, worked
+from tests.helpers.running import SCRIPTED, run, write_rows
 
 
 def use_processes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

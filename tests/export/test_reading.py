@@ -13,16 +13,15 @@ import pytest
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation import reading
 from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import read_conversation
-from batch_trajectories.export.conversation.usual import usual_entries
+from batch_trajectories.export.conversation.reading import read_conversation, usual_entries
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.runs.store.checksum import DamagedLine, with_checksum
-from batch_trajectories.runs.store.record_types import decode_record
-from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord
+from batch_trajectories.records.files import DamagedLine, with_checksum
+from batch_trajectories.records.record_types import decode_record
+from batch_trajectories.records.records import RecordFile, UnreadableRecord
 from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
-from tests.exporting import make_run, rejects, rows
-from tests.stored import whole
+from tests.helpers.exporting import make_run, rejects, rows
+from tests.helpers.stored import whole
 
 Record = dict[str, Any]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.reward_statistics import MAX_NAMES, RewardStatistics, as_text
-from tests.exporting import judged, make_run, worked
-from tests.running import run
-from tests.stored import stored
+from batch_trajectories.export.statistics.rewards import MAX_NAMES, RewardStatistics, as_text
+from tests.helpers.exporting import judged, make_run, worked
+from tests.helpers.running import run
+from tests.helpers.stored import stored
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.25]]
 

@@ -20,15 +20,15 @@ import orjson
 import pytest
 import yaml
 
+from batch_trajectories.engine.run_dir import write_run_json
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.scoring.asking import ask_all
-from batch_trajectories.runs.directory.run_dir import write_run_json
-from batch_trajectories.runs.store.checksum import with_checksum
-from batch_trajectories.runs.store.reader import stored_records
-from tests.answering import JSON, answering
+from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.scoring.asking import ask_all
 from tests.cli.test_looking import on_terminal
-from tests.exporting import make_run, rejects, worked
-from tests.running import PATIENCE_S, command, lines, run, wait_until
+from tests.helpers.answering import JSON, answering
+from tests.helpers.exporting import make_run, rejects, worked
+from tests.helpers.running import PATIENCE_S, command, lines, run, wait_until
 
 GRADERS = """
 from pathlib import Path

@@ -18,15 +18,14 @@ from agent.setup import schemas_of_inner, set_up
 from agent.wires.wires import WIRES
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.segments.segments import Segment, segments_of
-from batch_trajectories.export.segments.views import parts_of
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.export.segments import Segment, parts_of, segments_of
+from batch_trajectories.records.record_types import Record
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rows
-from tests.playing import SETTINGS, Played, play, say
-from tests.stored import stored
+from tests.helpers.exporting import exported, make_run, rows
+from tests.helpers.playing import SETTINGS, Played, play, say
+from tests.helpers.stored import stored
 
 LONG = "R" * 300
 SUMMARIES: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testing.trainers.labels import Labels
+from tests.fakes.trainers.labels import Labels
 
 ROW = {
     "id": "r",

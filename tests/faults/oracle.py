@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.api.results import write_results
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.directory.run_dir import read_run_json
-from batch_trajectories.runs.maintenance.upkeep import Checked, check
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import run, session_of, wait_until
+from batch_trajectories.api.start import write_results
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.engine.run_dir import read_run_json
+from batch_trajectories.maintenance.upkeep import Checked, check
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import run, session_of, wait_until
 
 KNOWN = {
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "summary.json"),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tests.running import PATIENCE_S, command, spawning
+from tests.helpers.running import PATIENCE_S, command, spawning
 
 CALLS = (
     *("openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync"),

@@ -12,22 +12,22 @@ import pytest
 from agent.messages.message import MOST_TOKENS
 from agent.models.usage import count_or_none
 from batch_trajectories.api.start import exit_of
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.engine.run_totals import RunTotals, compute_totals
+from batch_trajectories.engine.supervisor.run import Outcome
 from batch_trajectories.export.training_files import export_run
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
-from batch_trajectories.runs.store.checksum import (
+from batch_trajectories.records.files import (
     DamagedLine,
     read_object,
     with_checksum,
     without_checksum,
 )
-from batch_trajectories.runs.supervisor.run import Outcome
-from testing.bit_flips import FOUND, attack, flips, make_run
 from tests.export.test_hermes import assistant, record_of, user
-from tests.exporting import make_run as make_records
+from tests.fakes.bit_flips import FOUND, attack, flips, make_run
 from tests.faults.oracle import judge_run_dir
 from tests.faults.test_disk import scripted_rows
-from tests.running import SCRIPTED, run
+from tests.helpers.exporting import make_run as make_records
+from tests.helpers.running import SCRIPTED, run
 
 LINE = {"id": "p1", "text": 'a ,"crc32":"00000000"} and é', "n": 1.5, "schema_version": 2}
 

@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.runs.directory.run_lock import holder_of
-from testing.fake_endpoint import FakeEndpoint
+from batch_trajectories.engine.run_dir import holder_of
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
 from tests.faults.test_disk import scripted_rows
 from tests.faults.test_process import asking
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,

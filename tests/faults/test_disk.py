@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.store.files import storage_error
-from testing.fake_endpoint import FakeEndpoint
+from batch_trajectories.records.files import storage_error
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir, resume_and_judge
 from tests.faults.test_process import asking
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,

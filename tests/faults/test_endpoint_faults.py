@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from agent.models.errors import RULES
-from testing.fake_endpoint import FakeEndpoint
-from testing.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STREAM_FAULTS
-from testing.fake_script import digest
-from tests.running import WRITE_A_NOTE, command, lines, write_prompts, write_rows
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STREAM_FAULTS
+from tests.fakes.fake_script import digest
+from tests.helpers.running import WRITE_A_NOTE, command, lines, write_prompts, write_rows
 
 ENDS_THE_RUN = ("http401", "http402", "quota")
 WAITS_FOR_A_MINUTE = ("http429_3600",)

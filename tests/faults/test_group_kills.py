@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, conversation_of, finished_lines, resume_and_judge
 from tests.faults.test_process import asking
-from tests.running import WRITE_A_NOTE, Process, started, wait_until, write_prompts
+from tests.helpers.running import WRITE_A_NOTE, Process, started, wait_until, write_prompts
 
 TURNS = 4
 WORKERS = 2

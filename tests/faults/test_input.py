@@ -1,6 +1,6 @@
 """F33 to F39: what datasets hold, and what changes between one start and the next.
 
-Each kind of bad row and file alone is in tests/runs/test_dataset.py, a changed config in
+Each kind of bad row and file alone is in tests/dataset/test_dataset.py, a changed config in
 tests/program/test_run.py.
 """
 
@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from tests.faults.oracle import finished_lines, judge_run_dir, resume_and_judge
-from tests.running import SCRIPTED, ids, run, write_rows
+from tests.helpers.running import SCRIPTED, ids, run, write_rows
 
 SAY = [{"content": "y"}]
 SOUND: list[Any] = [

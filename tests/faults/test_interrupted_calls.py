@@ -16,12 +16,12 @@ import orjson
 import pytest
 
 from agent.messages.message import failure_of
-from batch_trajectories.runs.store.checksum import with_checksum, without_checksum
-from testing.fake_endpoint import FakeEndpoint
+from batch_trajectories.records.files import with_checksum, without_checksum
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir
 from tests.faults.test_group_kills import wait_for
 from tests.faults.test_process import asking
-from tests.running import SCRIPTED, lines, run_long, started, wait_until, write_rows
+from tests.helpers.running import SCRIPTED, lines, run_long, started, wait_until, write_rows
 
 TURNS = 4
 

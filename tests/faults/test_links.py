@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.playing import say
-from tests.running import SCRIPTED, run, write_rows
+from tests.helpers.playing import say
+from tests.helpers.running import SCRIPTED, run, write_rows
 
 
 def files_and_directories(run_dir: Path) -> list[Path]:

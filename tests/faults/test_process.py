@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     ROOT,
     SCRIPTED,
@@ -95,8 +95,8 @@ import os, resource
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from batch_trajectories.runs.protocol.messages import unpack
-from batch_trajectories.runs.worker.worker import run_worker
+from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.worker.worker import run_worker
 ours, theirs = Pipe()
 setup = SimpleNamespace(
     is_remote=False, run_dir=Path({str(tmp_path)!r}), config=SimpleNamespace(log_level="info")

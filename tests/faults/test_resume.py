@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.scan import scan, tasks
-from batch_trajectories.runs.store.tasks import task_key
-from testing.fake_endpoint import FakeEndpoint
-from tests.answering import JSON, answering
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.scan import scan, tasks
+from batch_trajectories.records.tasks import task_key
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults import strace
 from tests.faults.oracle import asked_of, assert_gone, resume_and_judge
 from tests.faults.test_process import asking
-from tests.running import (
+from tests.helpers.answering import JSON, answering
+from tests.helpers.running import (
     PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,

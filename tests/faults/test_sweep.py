@@ -13,7 +13,7 @@ import pytest
 from tests.faults import strace
 from tests.faults.oracle import check_run, resume_and_judge
 from tests.faults.strace import Point, Who
-from tests.running import SCRIPTED, write_rows
+from tests.helpers.running import SCRIPTED, write_rows
 
 TASKS = 2
 NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batch_trajectories.runs.directory.run_dir import runs_in
+from batch_trajectories.engine.run_dir import runs_in
 from tests.faults import strace
 from tests.faults.oracle import check_run, finished_lines, resume_and_judge
-from tests.running import SCRIPTED, run, write_rows
-from tests.runs.test_import_hermes import ANSWER, WORK, row
+from tests.helpers.running import SCRIPTED, run, write_rows
+from tests.importing.test_import_hermes import ANSWER, WORK, row
 
 KILL = "signal=KILL"
 SAY = [{"content": "y"}]

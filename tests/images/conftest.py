@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
+from tests.fakes.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
 from toolsets.sandbox.factory import sandbox_problem
 
 CALC = {"pkg/__init__.py": "", "pkg/calc.py": "def add(a, b):\n    return a - b\n"}

@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
-from testing.agent_endpoint import AgentEndpoint
+from tests.fakes.agent_endpoint import AgentEndpoint
+from tests.helpers.running import (
+    PATIENCE_S,
+    kill_session,
+    lines,
+    run,
+    started,
+    wait_until,
+    write_rows,
+)
 from tests.images.test_image_runs import assert_nothing_is_left, records
 from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted
-from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 from toolsets.sandbox.inside.processes import descendants
 
 FIXED = "python3 -c 'from pkg.calc import add; assert add(5, 2) == 7'"

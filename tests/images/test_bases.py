@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.running import run, started, wait_until, write_rows
 from tests.images.test_image_runs import (
     FLAGS,
     INTERRUPTED,
@@ -20,7 +21,6 @@ from tests.images.test_image_runs import (
     row,
     terminal,
 )
-from tests.running import run, started, wait_until, write_rows
 from toolsets.images.bases import base_of, keep_base, remove_bases, use_base
 
 ONE_AT_A_TIME = {**OPTIONS, "num_workers": 1, "batch_size": 1}

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.dataset.row_check import Check
-from batch_trajectories.runs.dataset.row_setup import RowSetup
-from batch_trajectories.runs.worker.diffs.beginning import begin_diff, is_unchanged
-from batch_trajectories.runs.worker.diffs.git import DiffError
-from batch_trajectories.runs.worker.diffs.making import make_diff
-from testing.fake_images import make_repository
+from batch_trajectories.dataset.row_check import Check
+from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.engine.worker.diffs.changes import begin_diff, is_unchanged
+from batch_trajectories.engine.worker.diffs.git import DiffError
+from batch_trajectories.engine.worker.diffs.making import make_diff
+from tests.fakes.fake_images import make_repository
+from tests.helpers.running import run, write_rows
 from tests.images.conftest import CALC
 from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal
 from tests.images.test_image_sandbox import out, sandbox_in
-from tests.running import run, write_rows
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ImageSpec
 from toolsets.sandbox.image_files import ImageFiles

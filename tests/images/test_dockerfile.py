@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.running import ROOT, ids
 from tests.images.conftest import podman
-from tests.running import ROOT, ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engine")]
 

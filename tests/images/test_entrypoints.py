@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from testing.fake_images import Entry, layer_of, layer_of_tree, write_layout
+from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, write_layout
+from tests.helpers.running import run, write_rows
 from tests.images.conftest import podman
 from tests.images.test_image_runs import OPTIONS, records, row, terminal
 from tests.images.test_image_sandbox import act
 from tests.images.test_task_runs import results_of
-from tests.running import run, write_rows
 from toolsets.images.store import ImageStore
 from toolsets.sandbox.image_bwrap import BwrapImageSandbox
 from toolsets.sandbox.image_files import ImageFiles

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import kill_session, lines, run, started, wait_until, write_rows
+from tests.helpers.running import kill_session, lines, run, started, wait_until, write_rows
 
 FIXED = "from pkg.calc import add; assert add(5, 2) == 7"
 INTERRUPTED = "touch /testbed/begun; sleep 1000"

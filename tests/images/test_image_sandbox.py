@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.basics.errors import ToolError
-from testing.fake_images import Entry, layer_of, layer_of_tree, symlink, write_layout
-from tests.running import PATIENCE_S
+from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, symlink, write_layout
+from tests.helpers.running import PATIENCE_S
 from toolsets.images.store import ImageStore
 from toolsets.sandbox import image_bwrap
 from toolsets.sandbox.base import ExecResult, ImageSpec, Limits

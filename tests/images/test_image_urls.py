@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
-from batch_trajectories.basics.buckets.bucket import Bucket
+from batch_trajectories.basics.bucket import Bucket
+from tests.helpers.running import run, write_rows
 from tests.images.test_image_runs import OPTIONS, records, row, terminal
 from tests.mirror.emulators import emulated, needs_emulators
-from tests.running import run, write_rows
 
 pytestmark = [pytest.mark.slow, needs_emulators]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from batch_trajectories.runs.dataset.row_setup import RowSetup
-from batch_trajectories.runs.worker.diffs.beginning import Known, begin_diff, start_of
-from batch_trajectories.runs.worker.diffs.making import make_diff
-from testing.fake_images import make_repository
+from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, start_of
+from batch_trajectories.engine.worker.diffs.making import make_diff
+from tests.fakes.fake_images import make_repository
 from tests.images.conftest import CALC
 from tests.images.test_diffs import CHANGES, FIX, RIGHT
 from tests.images.test_image_sandbox import out, sandbox_in

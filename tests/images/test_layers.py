@@ -13,20 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from testing.fake_images import (
-    Entry,
-    directory,
-    layer_of,
-    symlink,
-    write_layout,
-    write_saved,
-)
-from tests.running import PATIENCE_S
+from tests.fakes.fake_images import Entry, directory, layer_of, symlink, write_layout, write_saved
+from tests.helpers.running import PATIENCE_S
 from toolsets.images import layers as layers_module
 from toolsets.images.archives import images_in
 from toolsets.images.names import ImageError
-from toolsets.images.store import ImageStore, UnpackedImage
-from toolsets.images.users import user_of
+from toolsets.images.store import ImageStore, UnpackedImage, user_of
 from toolsets.workspace.removal import remove_tree
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from testing.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
+from tests.dataset.test_harbor import write_task
+from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
+from tests.helpers.running import run, write_rows
 from tests.images.conftest import CALC
 from tests.images.test_task_runs import (
     IN_IMAGES,
@@ -21,8 +23,6 @@ from tests.images.test_task_runs import (
     results_of,
     script_of,
 )
-from tests.running import run, write_rows
-from tests.runs.test_harbor import write_task
 
 pytestmark = pytest.mark.slow
 

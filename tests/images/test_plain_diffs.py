@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.worker.diffs import plain
-from batch_trajectories.runs.worker.diffs.beginning import Known, begin_diff
-from batch_trajectories.runs.worker.diffs.changes import changes_of
-from batch_trajectories.runs.worker.diffs.diffs import Diffs, Openings
-from batch_trajectories.runs.worker.diffs.making import make_diff
-from batch_trajectories.runs.worker.diffs.objects import EMPTY_TREE, Blob, Objects
-from batch_trajectories.runs.worker.diffs.plain import Differ, plain_of
-from testing.fake_images import make_repository
+from batch_trajectories.engine.worker.diffs import plain
+from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, changes_of
+from batch_trajectories.engine.worker.diffs.diffs import Diffs, Openings
+from batch_trajectories.engine.worker.diffs.making import make_diff
+from batch_trajectories.engine.worker.diffs.plain import EMPTY_TREE, Blob, Differ, Objects, plain_of
+from tests.fakes.fake_images import make_repository
 from tests.images.test_image_sandbox import out, sandbox_in
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ImageSpec

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from testing.agent_endpoint import AgentEndpoint
+from tests.fakes.agent_endpoint import AgentEndpoint
+from tests.helpers.running import kill_session, run, started, wait_until, write_rows
 from tests.images.conftest import podman
 from tests.images.test_agent_images import FIXED, work
 from tests.images.test_image_runs import records
 from tests.images.test_podman_runs import assert_nothing_is_left
 from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted
-from tests.running import kill_session, run, started, wait_until, write_rows
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("engine")]
 

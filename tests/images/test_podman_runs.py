@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.running import lines, run, session_of, started, wait_until, write_rows
 from tests.images.conftest import podman
 from tests.images.test_diffs import check_right_fixes, check_special_repositories
 from tests.images.test_image_runs import (
@@ -29,11 +30,9 @@ from tests.images.test_image_runs import (
 )
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
-from tests.running import lines, run, session_of, started, wait_until, write_rows
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
-from toolsets.sandbox.containers.docker import DockerSandbox
+from toolsets.sandbox.containers.docker import DockerSandbox, remove_containers, run_label
 from toolsets.sandbox.containers.engine import engine_warning
-from toolsets.sandbox.containers.leftovers import remove_containers, run_label
 from toolsets.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.long

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from testing.agent_endpoint import AgentEndpoint
-from testing.ray_cluster import TwoNodes, actors, two_nodes
+from tests.fakes.agent_endpoint import AgentEndpoint
+from tests.fakes.ray_cluster import TwoNodes, actors, two_nodes
+from tests.helpers.running import run, started, wait_until, write_rows
 from tests.images.conftest import podman
 from tests.images.test_agent_images import FIXED as FIXED_BY_AGENT
 from tests.images.test_agent_images import in_image, work
 from tests.images.test_image_runs import FIXED, FIXES, OPTIONS, records, row, terminal
-from tests.running import run, started, wait_until, write_rows
 from toolsets.sandbox.base import SandboxSettings
 from toolsets.sandbox.factory import sandbox_problem
 

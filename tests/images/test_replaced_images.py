@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from testing.fake_images import layer_of_tree, make_repository, write_layout
+from tests.fakes.fake_images import layer_of_tree, make_repository, write_layout
+from tests.helpers.running import run, started, wait_until, write_rows
 from tests.images.conftest import CALC
 from tests.images.test_image_runs import (
     FLAGS,
@@ -20,7 +21,6 @@ from tests.images.test_image_runs import (
     row,
     terminal,
 )
-from tests.running import run, started, wait_until, write_rows
 
 pytestmark = pytest.mark.slow
 

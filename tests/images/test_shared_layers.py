@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.fake_images import Entry, directory, layer_of, symlink, write_layout
-from tests.running import PATIENCE_S
+from tests.fakes.fake_images import Entry, directory, layer_of, symlink, write_layout
+from tests.helpers.running import PATIENCE_S
 from toolsets.images.store import ImageStore
 
 pytestmark = pytest.mark.slow

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from testing.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
-from tests.images.conftest import CALC
-from tests.playing import call, calls, say
-from tests.running import (
+from tests.dataset.test_harbor import write_task
+from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import (
     SCRIPTED,
     kill_session,
     lines,
@@ -26,7 +26,7 @@ from tests.running import (
     wait_until,
     write_rows,
 )
-from tests.runs.test_harbor import write_task
+from tests.images.conftest import CALC
 
 pytestmark = pytest.mark.slow
 

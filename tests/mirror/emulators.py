@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.helpers.running import wait_until
 from tests.mirror.proxy import Proxy, proxy_before, to_s3
-from tests.running import wait_until
 
 EMULATORS = Path(os.environ.get("MIRROR_EMULATORS", ""))
 

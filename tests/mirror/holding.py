@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from batch_trajectories.basics.errors import RunLocked
-from batch_trajectories.runs.mirror import mirror as module
-from batch_trajectories.runs.mirror.mirror import Mirror
+from batch_trajectories.mirror import mirror as module
+from batch_trajectories.mirror.mirror import Mirror
 
 
 def main(run_dir: Path, url: str, stale_s: float) -> None:

@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
-from batch_trajectories.runs.mirror.copies import copy_of
-from testing.fake_endpoint import FakeEndpoint
+from batch_trajectories.mirror.copies import copy_of
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import finished_lines, judge_run_dir
 from tests.faults.test_concurrency import fake_clock
 from tests.faults.test_process import asking
+from tests.helpers.running import WRITE_A_NOTE, run, started, wait_until, write_prompts
 from tests.mirror.emulators import Emulated, emulated, needs_emulators
 from tests.mirror.proxy import Fault
 from tests.mirror.test_mirrored_runs import SENT_S, ended_at
-from tests.running import WRITE_A_NOTE, run, started, wait_until, write_prompts
 
 pytestmark = [pytest.mark.slow, needs_emulators]
 

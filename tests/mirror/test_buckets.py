@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
-from batch_trajectories.basics.buckets.bucket import Bucket, BucketFailed
+from batch_trajectories.basics.bucket import Bucket, BucketFailed
 from batch_trajectories.basics.errors import RunLocked
-from batch_trajectories.runs.mirror.copies import copy_of
+from batch_trajectories.mirror.copies import copy_of
 from tests.mirror.emulators import Emulated, emulated, needs_emulators
 from tests.mirror.proxy import Fault
 from tests.mirror.test_lease import LINE, a_run, an_empty_run, content_of, mirrored

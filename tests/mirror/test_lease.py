@@ -17,15 +17,14 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
-from batch_trajectories.basics.buckets.bucket import Bucket
+from batch_trajectories.basics.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError, RunDirError, RunLocked
-from batch_trajectories.runs.mirror.copies import Copy, copy_of
-from batch_trajectories.runs.mirror.mirror import Mirror
-from batch_trajectories.runs.mirror.parts import DIRECTORY, unpack_part
-from batch_trajectories.runs.store.journal import Inflight
-from batch_trajectories.runs.store.journal_writer import boot_id, journal_line
-from batch_trajectories.runs.store.tasks import task_key
-from tests.running import ROOT
+from batch_trajectories.mirror.copies import Copy, copy_of
+from batch_trajectories.mirror.mirror import Mirror
+from batch_trajectories.mirror.tail import DIRECTORY, unpack_part
+from batch_trajectories.records.journal import Inflight, boot_id, journal_line
+from batch_trajectories.records.tasks import task_key
+from tests.helpers.running import ROOT
 
 LINE = b'{"a":1}\n'
 
@@ -183,7 +182,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "lock", "inflight/../../x", "/etc/x", "mirror.json"])
 def test_no_part_writes_outside_its_run(name: str, url: str) -> None:
-    from batch_trajectories.runs.mirror.parts import LogPart, Piece, pack_part
+    from batch_trajectories.mirror.tail import LogPart, Piece, pack_part
 
     content = pack_part(LogPart(1, {}, 0.0, [Piece(name, 0, b"", 0)]))
     with pytest.raises(RunDirError, match="is no file of a run"):

@@ -16,11 +16,11 @@ import pytest
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.runs.mirror.copies import copy_of
-from testing.fake_endpoint import FakeEndpoint
+from batch_trajectories.mirror.copies import copy_of
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir
 from tests.faults.test_process import asking
-from tests.running import (
+from tests.helpers.running import (
     SCRIPTED,
     WRITE_A_NOTE,
     ids,

@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
-from batch_trajectories.basics.buckets.bucket import Bucket
+from batch_trajectories.basics.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.runs.sources.source import source_of
+from batch_trajectories.dataset.source import source_of
+from tests.helpers.running import SCRIPTED, ids, run
 from tests.mirror.emulators import Emulated, emulated, needs_emulators
 from tests.mirror.proxy import Fault
-from tests.running import SCRIPTED, ids, run
 
 SECRET = "a-secret-of-the-bucket"
 

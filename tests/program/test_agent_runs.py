@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from testing.agent_endpoint import AgentEndpoint, Exchange
-from tests.running import (
+from tests.fakes.agent_endpoint import AgentEndpoint, Exchange
+from tests.helpers.running import (
     PATIENCE_S,
     ROOT,
     kill_session,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from testing.agent_endpoint import AgentEndpoint
+from tests.fakes.agent_endpoint import AgentEndpoint
+from tests.helpers.running import kill_session, run, started, wait_until, write_rows
 from tests.program.test_agent_runs import options, prompt, records, scripted
-from tests.running import kill_session, run, started, wait_until, write_rows
 from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = needs_bwrap

@@ -20,13 +20,13 @@ import pytest
 from batch_runner import RunConfig, open_run, run
 from batch_trajectories.api.start import exit_of
 from batch_trajectories.basics.errors import ConfigError, DatasetError, RunDirError, RunLocked
-from batch_trajectories.basics.startup import hide_environment, settings_restored
-from batch_trajectories.runs.directory.run_lock import locked
-from batch_trajectories.runs.supervisor.run import Outcome
-from tests.answering import JSON, answering
+from batch_trajectories.basics.process import hide_environment, settings_restored
+from batch_trajectories.engine.run_dir import locked
+from batch_trajectories.engine.supervisor.run import Outcome
+from tests.helpers.answering import JSON, answering
+from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, started, wait_until, write_rows
+from tests.helpers.running import run as run_command
 from tests.program.test_processes import AS_FIRST, needs_first_place
-from tests.running import PATIENCE_S, ROOT, SCRIPTED, started, wait_until, write_rows
-from tests.running import run as run_command
 
 CALL = {"name": "list_files", "arguments": {}}
 FAILS: dict[str, Any] = {"id": "bad", "prompt": "Q", "script": [{"tool_calls": [CALL]}]}
@@ -165,7 +165,7 @@ class TestAsLibrary:
         """As in a notebook; listing MCP servers needs a loop of its own."""
         pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
         scripted(tmp_path)
-        server = [sys.executable, "-S", str(ROOT / "tests" / "raw_mcp_server.py")]
+        server = [sys.executable, "-S", str(ROOT / "tests" / "helpers/raw_mcp_server.py")]
         code = RUN + (
             "import asyncio\n"
             f"mcp = {{'raw': {{'command': {server[0]!r}, 'args': {server[1:]!r}}}}}\n"

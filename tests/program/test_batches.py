@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.batch_api.batch_log import jobs_in
-from batch_trajectories.runs.supervisor.budget import BudgetLog
-from testing.fake_batches import FakeBatches
-from testing.fake_script import Options
+from batch_trajectories.batch_api.batch_log import jobs_in
+from batch_trajectories.engine.supervisor.budget import BudgetLog
+from tests.fakes.fake_batches import FakeBatches
+from tests.fakes.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     WRITE_A_NOTE,
     lines,

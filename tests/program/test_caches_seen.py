@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from testing.fake_endpoint import FakeEndpoint
-from testing.fake_router import FakeRouter
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_router import FakeRouter
+from tests.helpers.running import run, write_rows
 from tests.program.test_agent_runs import PYTHON
-from tests.running import run, write_rows
 from tests.toolsets.test_sandbox import needs_bwrap
 
 PRICES = json.dumps({"fake-model": {"input": 3, "output": 15, "cache_read": 0.3}})

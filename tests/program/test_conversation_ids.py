@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 
-from tests.answering import JSON, Handler, listening
+from tests.helpers.answering import JSON, Handler, listening
+from tests.helpers.running import (
+    PATIENCE_S,
+    lines,
+    run,
+    session_of,
+    started,
+    wait_until,
+    write_rows,
+)
 from tests.program.test_record import recording, records, stop
-from tests.running import PATIENCE_S, lines, run, session_of, started, wait_until, write_rows
 
 HEADERS = ("x-session-affinity", "x-session-id", "x-smg-routing-key", "x-dynamo-session-id")
 TURNS = 4

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from testing.fake_batches import FakeBatches
-from testing.fake_script import Options
-from tests.running import run, session_of, started, wait_until, write_prompts
+from tests.fakes.fake_batches import FakeBatches
+from tests.fakes.fake_script import Options
+from tests.helpers.running import run, session_of, started, wait_until, write_prompts
 
 PROMPTS, TURNS, KILLS = 60, 4, 2
 SECRET = b"token-of-turn-"

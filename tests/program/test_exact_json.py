@@ -14,21 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.flat.convert import from_messages, to_messages
-from agent.flat.format import extend_session, init_session
-from agent.loop.references import resolve
+from agent.flat import extend_session, from_messages, init_session, to_messages
+from agent.loop.tools import resolve
 from agent.models.dialects.anthropic_messages import API as ANTHROPIC
-from agent.models.dialects.anthropic_messages import read_reply, to_api_messages
-from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
+from agent.models.dialects.anthropic_messages import MessagesAssembly, read_reply, to_api_messages
 from agent.state.tally import Tally
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.row_json import read_arguments
-from batch_trajectories.runs.store.record_types import StoredCall
-from tests.answering import JSON, answering
+from batch_trajectories.records.record_types import StoredCall
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import make_run, rows, worked
-from tests.running import lines, run, write_rows
+from tests.helpers.answering import JSON, answering
+from tests.helpers.exporting import make_run, rows, worked
+from tests.helpers.running import lines, run, write_rows
 from toolsets.catalog.custom import as_toolsets
 
 LONG = 123456789012345678901234

@@ -22,10 +22,10 @@ from agent.models.connection import UnusableProxy
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import UnknownModel, resolve_model
-from batch_trajectories.runs.supervisor.refusals import Outages
+from batch_trajectories.engine.supervisor.refusals import Outages
 from run_agent import AIAgent
-from tests.answering import Handler, listening
-from tests.running import PATIENCE_S, run, started, wait_until, write_prompts
+from tests.helpers.answering import Handler, listening
+from tests.helpers.running import PATIENCE_S, run, started, wait_until, write_prompts
 
 NOBODY = "http://a-name-that-is-none.invalid/v1"
 URL = "http://127.0.0.1:1/v1"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.protocol.parser_signs import ParserSigns, parser_signs
-from batch_trajectories.runs.supervisor.parser_watch import ParserWatch
-from tests.answering import JSON, answering
+from batch_trajectories.engine.parser_signs import ParserSigns, parser_signs
+from batch_trajectories.engine.supervisor.parser_watch import ParserWatch
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.running import lines, run, write_prompts
+from tests.helpers.answering import JSON, answering
+from tests.helpers.running import lines, run, write_prompts
 
 LEAK = "I look.\n<tool_call>\n<function=list_files>\n</function>\n</tool_call>"
 OPTIONS: JSON = {

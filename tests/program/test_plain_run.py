@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import ROOT, command, write_rows
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import ROOT, command, write_rows
 from toolsets.sandbox.factory import sandbox_problem
 
 INSIDE = ROOT / "toolsets" / "sandbox" / "inside"
@@ -50,10 +50,10 @@ _OF_FEATURES = (
     *(
         f"batch_trajectories/{name}"
         for name in (
-            *("export/dataset", "export/filters", "export/scoring", "report"),
-            *("runs/batch_api", "runs/executors/ray", "runs/maintenance", "runs/mirror"),
-            "runs/recording",
-            *("runs/scoring", "runs/worker/agents"),
+            *("export/dataset", "export/filters", "scoring", "report"),
+            *("batch_api", "ray_cluster", "maintenance", "mirror"),
+            "recording",
+            *("engine/worker", "agents"),
         )
     ),
 )
@@ -97,7 +97,9 @@ def test_a_plain_prompt_runs_few_modules(tmp_path: Path) -> None:
         {"prompt": "x", "script": [{"tool_calls": [call]}, {"content": "Done."}]},
     )
     modules = modules_of(tmp_path, model="scripted")
-    assert "batch_trajectories/runs/worker/task_runner" in modules.run, "the worker is traced, too"
+    assert "batch_trajectories/engine/worker/task_runner" in modules.run, (
+        "the worker is traced, too"
+    )
     # What runs inside the sandbox is not traced; it is taken from this folder, but for the program
     # that starts an agent, which nothing else imports.
     files = {path.stem: path.read_text() for path in INSIDE.glob("[!_]*.py")}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.playing import call, calls, say
-from tests.running import (
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import (
     PATIENCE_S,
     ROOT,
     SCRIPTED,
@@ -22,7 +22,7 @@ from tests.running import (
     wait_until,
     write_rows,
 )
-from tests.running import command as command_of
+from tests.helpers.running import command as command_of
 from tests.toolsets.test_sandbox import BOTH
 
 # Run in a process that gets every orphan, as process 1 does. None may be left to it.
@@ -110,7 +110,7 @@ def test_a_sandbox_that_is_ended_by_force_leaves_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_mcp_server_leaves_none(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
-    raw = str(ROOT / "tests" / "raw_mcp_server.py")
+    raw = str(ROOT / "tests" / "helpers/raw_mcp_server.py")
     assert adopting(MCP, str(tmp_path / "ws"), sys.executable, "-S", raw) == "none\n"
 
 
@@ -133,7 +133,7 @@ needs_first_place = pytest.mark.skipif(
 
 def as_first(code: str) -> list[str]:
     head = "import os, signal, subprocess, sys, time; from pathlib import Path; "
-    module = "batch_trajectories.basics.first_process"
+    module = "batch_trajectories.basics.process"
     leave = f"from {module} import leave_first_place; leave_first_place()\n"
     return [*AS_FIRST, sys.executable, "-c", head + leave + code]
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-from testing.agent_endpoint import AgentEndpoint
-from testing.fake_endpoint import FakeEndpoint
-from testing.ray_cluster import TwoNodes, actors, two_nodes
+from tests.fakes.agent_endpoint import AgentEndpoint
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.ray_cluster import TwoNodes, actors, two_nodes
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
-from tests.program.test_agent_runs import options, prompt, scripted
-from tests.running import (
+from tests.helpers.running import (
     LONG_S,
     PATIENCE_S,
     ROOT,
@@ -38,6 +37,7 @@ from tests.running import (
     write_prompts,
     write_rows,
 )
+from tests.program.test_agent_runs import options, prompt, scripted
 from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = [

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from tests.answering import answering
-from tests.running import PATIENCE_S, Process, lines, run, started, wait_until
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.answering import answering
+from tests.helpers.running import PATIENCE_S, Process, lines, run, started, wait_until
 
 KEY = "sk-the-real-key-0123456789"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

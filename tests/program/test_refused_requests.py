@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from tests.answering import answering
-from tests.running import lines, run, write_prompts, write_rows
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.answering import answering
+from tests.helpers.running import lines, run, write_prompts, write_rows
 
 pytestmark = pytest.mark.slow
 

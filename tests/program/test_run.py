@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from agent.models.errors import RULES
-from testing.fake_endpoint import FakeEndpoint
-from tests.answering import JSON, answering
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import judge_run_dir, resume_and_judge
-from tests.running import (
+from tests.helpers.answering import JSON, answering
+from tests.helpers.running import (
     PATIENCE_S,
     ROOT,
     SCRIPTED,
@@ -598,7 +598,7 @@ def test_a_conversation_that_starts_over_has_an_empty_workspace(tmp_path: Path) 
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
     (record,) = lines(records(tmp_path))
-    from batch_trajectories.runs.store.tasks import task_key
+    from batch_trajectories.records.tasks import task_key
 
     key = task_key(record["id"], record["input_digest"]).hex()
     left = records(tmp_path).parent / "workspaces" / key
@@ -844,7 +844,7 @@ def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: 
         )
         imported = set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
         assert "batch_trajectories.api.stored_run" in imported
-        supervisor = "batch_trajectories.runs.supervisor.supervisor"
+        supervisor = "batch_trajectories.engine.supervisor.supervisor"
         assert not {"aiohttp", "agent.runner", supervisor} & imported, arguments
 
 
@@ -864,7 +864,7 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
     imported = Counter(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
     ours = {"agent", "batch_trajectories", "toolsets", "aiohttp", "genai_prices", "pydantic"}
     named = {name: times for name, times in imported.items() if name.split(".")[0] in ours}
-    assert "batch_trajectories.runs.worker.worker" in named
+    assert "batch_trajectories.engine.worker.worker" in named
     assert [name for name, times in named.items() if times > 1] == []
     heavy = {"gzip", "grp", "httpx2", "pwd", "ray", "tarfile", "yaml"}
     assert not heavy & imported.keys()

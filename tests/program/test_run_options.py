@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from testing.fake_endpoint import FakeEndpoint
-from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, started, wait_until, write_prompts, write_rows
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import (
+    SCRIPTED,
+    lines,
+    run,
+    started,
+    wait_until,
+    write_prompts,
+    write_rows,
+)
 
 LOOK = calls(call("list_files"))
 HELPER = {"name": "helper", "description": "Helps.", "enabled_toolsets": ["none"]}

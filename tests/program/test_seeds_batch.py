@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.runs.store.files import AppendFile
-from tests.answering import answering
-from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, write_rows
+from batch_trajectories.records.files import AppendFile
+from tests.helpers.answering import answering
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 HI = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
 CONTEXT_FILES = (

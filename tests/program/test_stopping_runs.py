@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.stopping.rule import StoppingRule
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import kill_repeatedly, lines, run, write_rows
+from batch_trajectories.engine.stopping import StoppingRule
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import kill_repeatedly, lines, run, write_rows
 
 PRICED = {"input": 1000, "output": 1000}
 """Dollars for a million tokens; a conversation here costs some cents."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from testing.fake_tokens import ids_of
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_tokens import ids_of
+from tests.helpers.running import lines, run, write_rows
+from tests.helpers.stored import token_turns_of
 from tests.program.test_agent_runs import scripted
 from tests.program.test_record import recording, records, stop
 from tests.program.test_token_runs import rl_rows
-from tests.running import lines, run, write_rows
-from tests.stored import token_turns_of
 from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from testing.fake_tokens import WEIGHTS, ids_of, logprob_of
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_tokens import WEIGHTS, ids_of, logprob_of
 from tests.faults.oracle import assert_gone, resume_and_judge
 from tests.faults.test_process import asking
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     WRITE_A_NOTE,
     lines,
@@ -25,7 +25,7 @@ from tests.running import (
     write_prompts,
     write_rows,
 )
-from tests.stored import token_turns_of
+from tests.helpers.stored import token_turns_of
 
 TURNS = 3
 PLAYS: dict[str, Any] = {"turns": TURNS, "latency_s": 0.0, "reasoning_chars": 60, **WRITE_A_NOTE}

@@ -13,19 +13,12 @@ import pytest
 import yaml
 
 from batch_trajectories.report.facts import flags_of
-from testing.fake_endpoint import FakeEndpoint
-from tests.answering import JSON, answering
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
-from tests.playing import call, calls, say
-from tests.running import (
-    SCRIPTED,
-    WRITE_A_NOTE,
-    kill_repeatedly,
-    lines,
-    run,
-    write_rows,
-)
-from tests.stored import stored
+from tests.helpers.answering import JSON, answering
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
+from tests.helpers.stored import stored
 
 STOP = "###STOP###"
 TASKS, KILLS = 20, 3

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.playing import call, calls, say
-from tests.running import lines, run, write_rows
-from tests.websites import Answer, site
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import lines, run, write_rows
+from tests.helpers.websites import Answer, site
 from toolsets.web.web_tools import web_problem
 
 pytestmark = pytest.mark.skipif(web_problem() is not None, reason=str(web_problem()))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import ROOT, ids
+from tests.helpers.running import ROOT, ids
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.report.facts import row_of, seconds_at_work
 from batch_trajectories.report.page.writer import embedded, training_form, write_report
-from tests.running import ROOT, SCRIPTED, lines, run, write_rows
-from tests.stored import stored
+from tests.helpers.running import ROOT, SCRIPTED, lines, run, write_rows
+from tests.helpers.stored import stored
 
 HOSTILE = (
     "</script><script>window.pwned = 1</script><!--<script> <img src=x onerror='window.pwned=2'> "

@@ -18,9 +18,9 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.report.page.writer import embedded, write_report
 from tests.audit.planting import audit, plain_row
 from tests.export.test_cache_use import COLD, GROWS, growing, warm
-from tests.exporting import make_run
+from tests.helpers.exporting import make_run
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
-from tests.running import SCRIPTED, lines, run, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
-from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
-from batch_trajectories.runs.protocol.messages import unpack
-from batch_trajectories.runs.sharing import sharing as module
-from batch_trajectories.runs.sharing.ledger import Ledger, Member
-from batch_trajectories.runs.sharing.sharing import SharedLimits
-from batch_trajectories.runs.store.files import SHARED_NOTE
-from batch_trajectories.runs.supervisor.limits import RunLimits
-from tests.running import wait_until
-from tests.runs.test_limiter import FakeWorker
+from batch_trajectories.config.endpoints import Cost, EndpointLimits
+from batch_trajectories.engine import shared_limits as module
+from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.shared_limits import Ledger, Member, SharedLimits
+from batch_trajectories.engine.supervisor.limits import RunLimits
+from batch_trajectories.records.files import SHARED_NOTE
+from tests.helpers.running import wait_until
+from tests.run.test_limiter import FakeWorker
 
 LIMIT = Cost(tokens=1000)
 

@@ -14,14 +14,13 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.sharing.ledger import Ledger
-from batch_trajectories.runs.store.files import SHARED_NOTE, read_json
-from batch_trajectories.runs.supervisor.budget import BudgetLog
-from testing.fake_endpoint import FakeEndpoint
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.shared_limits import Ledger
+from batch_trajectories.engine.supervisor.budget import BudgetLog
+from batch_trajectories.records.files import SHARED_NOTE, read_json
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.test_process import asking
-from tests.mirror.emulators import emulated, needs_emulators
-from tests.running import (
+from tests.helpers.running import (
     PATIENCE_S,
     WRITE_A_NOTE,
     kill_session,
@@ -30,6 +29,7 @@ from tests.running import (
     wait_until,
     write_prompts,
 )
+from tests.mirror.emulators import emulated, needs_emulators
 
 SHARDS = 4
 PROMPTS = 90

@@ -17,9 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from testing.fake_endpoint import FakeEndpoint
-from tests.answering import JSON, answering
-from tests.running import wait_until
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.answering import JSON, answering
+from tests.helpers.running import wait_until
 
 HERE = Path(__file__).parent
 

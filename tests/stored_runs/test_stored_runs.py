@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.config.fingerprint import meaning_of, with_defaults
+from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.runs.config.fingerprint import meaning_of, with_defaults
-from batch_trajectories.runs.config.run_config import RunConfig
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import lines, run
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import lines, run
 from tests.stored_runs.make import (
     CONVERSATIONS,
     FAILED,

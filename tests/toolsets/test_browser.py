@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 
 from run_agent import AIAgent
-from tests.playing import call as planned
-from tests.playing import calls, say
-from tests.running import lines, run, wait_until, write_rows
-from tests.websites import Answer, Site, site
+from tests.helpers.playing import call as planned
+from tests.helpers.playing import calls, say
+from tests.helpers.running import lines, run, wait_until, write_rows
+from tests.helpers.websites import Answer, Site, site
 from toolsets.browser.browser_tools import BROWSER_TOOLS
-from toolsets.browser.process import VARIABLE, Browsers, browser_problem
-from toolsets.browser.proxy import REFUSED, Proxy
+from toolsets.browser.process import REFUSED, VARIABLE, Browsers, Proxy, browser_problem
 from toolsets.catalog.registry import UnavailableToolset, resolve_toolsets
 from toolsets.context import ToolContext
 from toolsets.net.guard import Guard

@@ -15,8 +15,8 @@ from agent.models.client.pool import ModelPool
 from agent.models.resolve import read_key
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import HostError
-from batch_trajectories.runs.scoring.functions import RewardFunctions
-from tests.running import lines, run, write_rows
+from batch_trajectories.engine.worker.reward_functions import RewardFunctions
+from tests.helpers.running import lines, run, write_rows
 from toolsets.context import ToolContext
 from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.workspace.workspace import Workspace

@@ -11,13 +11,12 @@ import pytest
 from pydantic import Field
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.planning.plan import make_plan
+from batch_trajectories.config.loading import load_config
+from batch_trajectories.engine.plan import make_plan
 from run_agent import AIAgent
-from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.catalog.custom import as_toolsets, load_own
-from toolsets.catalog.places import OwnToolError
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
+from toolsets.catalog.custom import OwnToolError, as_toolsets, load_own
 from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.playing import say
-from tests.running import lines, run, write_rows
+from tests.helpers.playing import say
+from tests.helpers.running import lines, run, write_rows
 from toolsets.catalog.distributions import (
     DISTRIBUTIONS,
     UnknownDistribution,

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ToolError
-from batch_trajectories.runs.dataset.row import RowRules
-from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, write_rows
+from batch_trajectories.dataset.row import RowRules
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxError, SandboxSettings
 from toolsets.sandbox.containers.engine import image_config
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_trajectories.runs.worker.agents.installed import Installed, NotInstalled, find_program
+from batch_trajectories.engine.worker.agent_program import Installed, NotInstalled, find_program
 from tests.toolsets.test_sandbox import needs_bwrap
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox

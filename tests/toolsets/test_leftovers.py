@@ -15,12 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import wait_until
+from tests.helpers.running import wait_until
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.channel import Channel, Launch
-from toolsets.sandbox.containers.docker import DockerSandbox
+from toolsets.sandbox.containers.docker import (
+    DockerSandbox,
+    name_around,
+    remove_containers,
+    run_label,
+)
 from toolsets.sandbox.containers.engine import engine_warning
-from toolsets.sandbox.containers.leftovers import name_around, remove_containers, run_label
 from toolsets.workspace.workspace import Workspace
 
 PODMAN = SandboxSettings(engine="podman")

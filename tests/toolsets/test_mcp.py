@@ -19,12 +19,12 @@ import yaml
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.listings import tools_as_text
-from batch_trajectories.runs.config.fingerprint import meaning_of
-from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.planning.plan import make_plan
+from batch_trajectories.config.fingerprint import meaning_of
+from batch_trajectories.config.loading import load_config
+from batch_trajectories.engine.plan import make_plan
 from run_agent import AIAgent
-from tests.playing import call, calls, say
-from tests.running import (
+from tests.helpers.playing import call, calls, say
+from tests.helpers.running import (
     PATIENCE_S,
     ROOT,
     SCRIPTED,
@@ -45,7 +45,7 @@ from toolsets.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the extra `mcp` is missing")
 
-RAW = [sys.executable, "-S", str(ROOT / "tests" / "raw_mcp_server.py")]
+RAW = [sys.executable, "-S", str(ROOT / "tests" / "helpers/raw_mcp_server.py")]
 
 SDK_SERVER = '''
 import sys

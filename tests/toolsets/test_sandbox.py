@@ -20,9 +20,9 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import output_text
-from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.sandbox_conformance import cut_off
-from tests.running import PATIENCE_S, ROOT
+from tests.helpers.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
 from toolsets.sandbox.bwrap import end_orphans, launch

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import PATIENCE_S, ROOT
+from tests.helpers.running import PATIENCE_S, ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
 from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.running import ROOT
+from tests.helpers.running import ROOT
 from tests.toolsets.test_sandbox import needs_bwrap
 from toolsets.sandbox.base import Limits, Sandbox, SandboxError
 from toolsets.sandbox.factory import make_sandbox

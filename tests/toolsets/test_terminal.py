@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.sandbox_conformance import cut_off
-from tests.running import ROOT, wait_until
+from tests.helpers.running import ROOT, wait_until
 from tests.toolsets.test_sandbox import (
     KEEP_ALIVE,
     alive,

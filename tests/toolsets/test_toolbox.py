@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import HostError, ToolError
-from batch_trajectories.runs.store.files import StorageError
-from tests.running import PATIENCE_S
+from batch_trajectories.records.files import StorageError
+from tests.helpers.running import PATIENCE_S
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.sandbox_conformance import cut_off
-from tests.running import ROOT
+from tests.helpers.running import ROOT
 from toolsets.catalog.registry import (
     TOOLSETS,
     Toolset,

@@ -10,7 +10,7 @@ import pytest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from batch_trajectories.basics.validation import UNKNOWN_KEY, did_you_mean, mistakes_in
-from batch_trajectories.runs.config.option_types import plain_name
+from batch_trajectories.config.option_types import plain_name
 
 
 class _Inner(BaseModel):

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.running import PATIENCE_S, ROOT
-from tests.websites import Answer, Site, Visit, site
+from tests.helpers.running import PATIENCE_S, ROOT
+from tests.helpers.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
 from toolsets.net.web_settings import WebSettings
 from toolsets.toolbox import Toolbox

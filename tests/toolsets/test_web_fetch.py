@@ -17,9 +17,9 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from batch_trajectories.basics.errors import ToolError
 from run_agent import AIAgent
-from tests.playing import call as planned
-from tests.playing import calls, say
-from tests.websites import Answer, Site, Visit, site
+from tests.helpers.playing import call as planned
+from tests.helpers.playing import calls, say
+from tests.helpers.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
 from toolsets.net.guard import Guard
 from toolsets.net.web_settings import WebSettings

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.websites import Answer, Site, Visit, site
+from tests.helpers.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.tool import ToolResult

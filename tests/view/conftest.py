@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import SCRIPTED, run, write_rows
+from tests.helpers.running import SCRIPTED, run, write_rows
 from tests.view.serving import Viewer, viewing
 
 HOSTILE = [

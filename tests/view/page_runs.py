@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import make_run, worked
+from tests.helpers.exporting import make_run, worked
 
 DIFFERENCE = """diff --git a/primes.py b/primes.py
 --- a/primes.py

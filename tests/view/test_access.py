@@ -13,7 +13,7 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.view.serving import password_of
-from tests.running import PATIENCE_S, ROOT
+from tests.helpers.running import PATIENCE_S, ROOT
 from tests.view.serving import Viewer, viewing
 
 LABEL = {"id": "endless#s1", "note": "from elsewhere"}

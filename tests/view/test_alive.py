@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from testing.fake_endpoint import FakeEndpoint
-from tests.running import WRITE_A_NOTE, started, wait_until, write_prompts
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.running import WRITE_A_NOTE, started, wait_until, write_prompts
 from tests.view.serving import Viewer, viewing
 
 RUN = "/runs/r"

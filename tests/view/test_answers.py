@@ -11,11 +11,11 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.records.scores import Labels
 from batch_trajectories.report.facts import row_of
-from batch_trajectories.runs.store.reader import stored_records
-from batch_trajectories.runs.store.scores import Labels
 from batch_trajectories.view import api
-from tests.running import wait_until
+from tests.helpers.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer
 

@@ -13,17 +13,17 @@ import orjson
 import pytest
 from multidict import MultiDict
 
-from batch_trajectories.runs.store.checksum import with_checksum
-from batch_trajectories.runs.store.reader import stored_records
-from batch_trajectories.runs.store.scores import score_key
+from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.records.scores import score_key
+from batch_trajectories.view.conversation import _opening
 from batch_trajectories.view.index import parts, run_index
 from batch_trajectories.view.index.filters import read_filters
 from batch_trajectories.view.index.parts import extend, merge, open_part, origin_of, parts_in
 from batch_trajectories.view.index.table import Table
-from batch_trajectories.view.live import _opening
 from batch_trajectories.view.runs import RunPlace
 from batch_trajectories.view.state import OpenRun
-from tests.running import wait_until
+from tests.helpers.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer, viewing
 

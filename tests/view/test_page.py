@@ -14,11 +14,11 @@ from urllib.parse import quote
 
 import pytest
 
+from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.runs.dataset.scan import scan
-from testing.fake_endpoint import FakeEndpoint
-from tests.exporting import rows
-from tests.running import command, lines, started, wait_until, write_prompts
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.exporting import rows
+from tests.helpers.running import command, lines, started, wait_until, write_prompts
 from tests.view.page_runs import PAYLOADS, make_hostile, make_pairs, make_rich
 
 if TYPE_CHECKING:

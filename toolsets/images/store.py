@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -23,11 +23,11 @@ from batch_trajectories.basics.errors import (
     machine_failure,
     machine_failures_as_stops,
 )
-from batch_trajectories.basics.locked import locked
+from batch_trajectories.basics.process import locked
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
 from toolsets.images.archives import StoredImage, images_in, opener
-from toolsets.images.layers import STATE, TREE, Unpacking
+from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import ImageError, digest_of, full_name
 from toolsets.workspace.removal import remove_tree
 
@@ -67,7 +67,7 @@ class ImageStore:
         """Raises nothing: `problem` says what is wrong."""
         self._url = str(directory) if isinstance(directory, UrlPath) else None
         if self._url is not None:
-            from batch_trajectories.basics.buckets.files import cache_of  # few images have URLs
+            from batch_trajectories.basics.bucket import cache_of  # few images have URLs
 
             directory = cache_of(self._url, "images")
         self.directory = directory.absolute()
@@ -147,13 +147,13 @@ class ImageStore:
             raise ImageError(f"image {reference!r} in {image.source}: {error}") from error
 
     def _bring(self, url: str) -> None:
-        from batch_trajectories.basics.buckets.files import bring_all
+        from batch_trajectories.basics.bucket import bring_all
 
         with machine_failures_as_stops():
             bring_all(url, self.directory)
 
     def _is_whole(self) -> bool:
-        from batch_trajectories.basics.buckets.files import is_whole
+        from batch_trajectories.basics.bucket import is_whole
 
         return is_whole(self.directory)
 
@@ -288,3 +288,53 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "user": str(own.get("User") or ""),
         "entrypoint": [str(word) for word in own.get("Entrypoint") or ()],
     }
+
+
+# Users of an image: its /etc/passwd and /etc/group.
+
+
+class User(NamedTuple):
+    """Who commands run as."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+
+
+def user_of(image: UnpackedImage, name: str | None) -> User:
+    """The user that `name` means in an image, as `USER` in a Dockerfile; None: the image's own.
+
+    Raises `ImageError` for a name that the image does not have.
+    """
+    return _user_in(image.rootfs, name or image.user or "0")
+
+
+@lru_cache(1024)  # many conversations ask for the same
+def _user_in(rootfs: Path, name: str) -> User:
+    wanted, _, group = name.partition(":")
+    known = _table(rootfs, "/etc/passwd", 6)
+    entry = next((row for row in known if wanted in (row[0], row[2])), None)
+    if entry is None and not wanted.isdecimal():
+        raise ImageError(f"user {wanted!r} is not in /etc/passwd of the image")
+    try:
+        uid, gid = (int(wanted), 0) if entry is None else (int(entry[2]), int(entry[3]))
+        if group:
+            gid = int(group) if group.isdecimal() else _group(rootfs, group)
+    except ValueError as error:
+        raise ImageError(f"/etc/passwd of the image: {wanted!r} has no numbers") from error
+    home = entry[5] if entry is not None and entry[5].startswith("/") else "/"
+    return User(wanted if entry is None else entry[0], uid, gid, home)
+
+
+def _group(rootfs: Path, name: str) -> int:
+    for row in _table(rootfs, "/etc/group", 3):
+        if row[0] == name:
+            return int(row[2])
+    raise ImageError(f"group {name!r} is not in /etc/group of the image")
+
+
+def _table(rootfs: Path, path: str, columns: int) -> list[list[str]]:
+    text = (read_inside(rootfs, path) or b"").decode("utf-8", "replace")
+    rows = (line.split(":") for line in text.splitlines())
+    return [row for row in rows if len(row) >= columns]

@@ -24,8 +24,7 @@ from batch_trajectories.basics.errors import HostError
 from toolsets.images.bases import base_of, keep_base, remove_bases, remove_work, use_base
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
-from toolsets.images.store import ImageStore, UnpackedImage
-from toolsets.images.users import user_of
+from toolsets.images.store import ImageStore, UnpackedImage, user_of
 from toolsets.sandbox.base import (
     Extras,
     ImageSandboxes,

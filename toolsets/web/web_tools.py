@@ -19,7 +19,7 @@ import orjson
 from pydantic import Field
 
 from batch_trajectories.basics.errors import ToolError, install
-from batch_trajectories.basics.locked import locked
+from batch_trajectories.basics.process import locked
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.models.batches.base import Batches
-from agent.models.bodies.dialect import dialect_of, read_asked
+from agent.models.dialects.dialect import dialect_of, read_asked
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.providers import NO_KEY, provider_at
 from agent.models.resolve import SCRIPTED

@@ -16,7 +16,7 @@ import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
 from agent.models.batches.sdk_connection import SdkConnection, id_of
-from agent.models.bodies.dialect import dialect_of
+from agent.models.dialects.dialect import dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of

@@ -1,23 +1,260 @@
-"""A model behind an endpoint; it sends each call once, and `retrying` decides what comes next."""
+"""Open a model for calls: its endpoint, with retries around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import logging
+import re
+from collections.abc import Awaitable, Callable, Container, Mapping, MutableMapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-from agent.models.bodies.dialect import dialect_of, read_asked
+from agent.models.admission import CallAdmission
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.relayed import RelayRequest
+from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.client.transport import Transport
-from agent.models.client.unsupported_options import OF_RELAYED, UnsupportedOptions
 from agent.models.connection import Share
+from agent.models.dialects.dialect import RELAYED, dialect_of, read_asked
+from agent.models.dialects.token_ids import FIELDS
+from agent.models.endpoint_words import load_words
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 
 if TYPE_CHECKING:
     from agent.models.client.fleet import Fleet
+
+
+# Options that a model refuses: the call is repeated without them, and the log says so once.
+#
+# A thinking model that demands the reasoning of earlier replies gets a blank one where they have
+# none, in the same way. An endpoint that refuses the id of a conversation gets none.
+#
+# Reasoning models take no temperature, some take no effort, and the limit on a reply's tokens has
+# two names in the chat dialect. Only a 400 that names one of our own options as unsupported
+# counts; values out of range, and those in `extra_body`, are for the user to fix.
+
+log = logging.getLogger(__name__)
+
+_SESSION = "session_headers"
+"""Stands for the headers with the id of a conversation, which are refused together."""
+
+_OPTION_OF: Mapping[str, str] = {
+    # Where two cannot be given both, the temperature stays.
+    "top_p": "top_p",
+    "temperature": "temperature",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "reasoning_effort": "reasoning_effort",
+    "reasoning.effort": "reasoning_effort",
+    "reasoning": "reasoning_effort",
+    "output_config.effort": "reasoning_effort",
+    "output_config": "reasoning_effort",
+    "thinking.type": "reasoning_effort",
+    "effort parameter": "reasoning_effort",
+    "adaptive thinking": "reasoning_effort",
+    **dict.fromkeys(FIELDS, "token_ids"),
+    **dict.fromkeys(("stream_options", "stream_options.include_usage"), "stream_options"),
+    "reasoning_content": "blank_reasoning",
+    "prompt_cache_key": "cache_key_apis",
+    _SESSION: "session_headers",
+}
+"""The option behind each name that an error may give to a field."""
+
+_REASONING = "reasoning_content"
+
+_MISSES_REASONING = re.compile(rf"{_REASONING}\b[^.;]{{0,60}}?\b(?:missing|must be passed)", re.I)
+"""The wording of DeepSeek and Moonshot."""
+
+_INSTEAD: Mapping[str, Any] = {_REASONING: True, "prompt_cache_key": (), _SESSION: ()}
+"""The values of refused options; None for all others."""
+
+_OF_CONVERSATIONS = frozenset({_SESSION, "prompt_cache_key"})
+"""What says which conversation a request belongs to."""
+
+OF_RELAYED = _OF_CONVERSATIONS | frozenset(FIELDS)
+"""What of our own is in the requests of other programs."""
+
+_CHAT_BOUNDS = frozenset({"max_tokens", "max_completion_tokens"})
+
+_CODES = frozenset(
+    {"unsupported_parameter", "unsupported_value", "unknown_parameter", "extra_forbidden"}
+)
+
+_WORDS = (
+    "unsupported|not support(?:ed)?|not permitted|extra_forbidden|unrecognized|unknown|unexpected"
+    "|n't support|only supports|deprecated|cannot both be specified|may only be set"
+)
+
+
+@cache
+def _named(field: str) -> re.Pattern[str]:
+    """A text with `field` and the refusal close together: some servers quote the request."""
+    name = rf"(?<![\w.]){re.escape(field)}(?![\w.]*\w)"
+    return re.compile(rf"{name}[^.;]{{0,60}}?(?:{_WORDS})|(?:{_WORDS})[^.;]{{0,40}}?{name}", re.I)
+
+
+_NAMED = tuple(field for field in _OPTION_OF if field not in ("reasoning", _REASONING, _SESSION))
+"""Fields that may be named in a text. "reasoning" is a word that errors about other things use too:
+it counts as a `param` alone."""
+
+
+class UnsupportedOptions:
+    """The options that the endpoint of one adapter is known to refuse."""
+
+    def __init__(self, settings: ModelSettings, say: Callable[[str], None] | None = None) -> None:
+        """`say` shows a message to the user, if no other process has shown it; None: to the log."""
+        self._settings = settings
+        self._say = say or log.warning
+        self._refused: frozenset[str] = frozenset()
+        self._takes_ids = False
+        """A request with the id of a conversation in its headers was answered."""
+        self._has_tried_without = False
+
+    @property
+    def settings(self) -> ModelSettings:
+        """The settings in use now."""
+        return without(self._settings, self._refused)
+
+    async def ask(
+        self,
+        attempt: Callable[[ModelSettings], Awaitable[Completion]],
+        *,
+        has_id: bool = False,
+        sent: Container[str] | None = None,
+    ) -> Completion:
+        """Make an attempt with the settings, and again without what it is refused for.
+
+        `has_id`: the request is sent with the id of its conversation, if the settings say so.
+        `sent` are the fields that can be of our own; None: all. Only a reply proves that the rest
+        is taken, and has it remembered. Raises what `attempt` raises where that names no option,
+        or one that is left out already.
+        """
+        refused, errors = self._refused, dict[str, ModelError]()
+        while True:
+            settings = without(self._settings, refused)
+            try:
+                completion = await attempt(settings)
+            except ModelError as error:
+                field = refused_field(error)
+                if has_id and field is None and self._refuses_ids(error, settings):
+                    field = _SESSION
+                if field is not None and field in refused & _CHAT_BOUNDS:
+                    # Gateways name the field that they passed on, not the one that they were sent.
+                    (field,) = _CHAT_BOUNDS - {field}
+                if field is None or field in refused or not (sent is None or field in sent):
+                    raise
+                if not _can_go(field, settings):
+                    raise
+                refused |= {field}
+                errors[field] = error
+            else:
+                self._takes_ids |= has_id and bool(settings.session_headers)
+                for field, reason in errors.items():
+                    self._remember(field, reason)
+                return completion
+
+    def _refuses_ids(self, error: ModelError, settings: ModelSettings) -> bool:
+        """Whether a request may have been refused for the headers with the id of a conversation.
+
+        Firewalls do not say which header they dislike. So until such a request was answered, the
+        first one that is refused is sent once without them.
+        """
+        headers = settings.session_headers
+        if not headers or error.kind not in ("bad_request", "forbidden"):
+            return False
+        said = f"{error.param or ''} {error}".lower()
+        if any(header.lower() in said for header in headers):
+            return True
+        if self._takes_ids or self._has_tried_without:
+            return False
+        self._has_tried_without = True
+        return True
+
+    def _remember(self, field: str, error: ModelError) -> None:
+        if field in self._refused:  # another call, made at the same time, was quicker
+            return
+        self._refused |= {field}
+        now = without(self._settings, self._refused)
+        option = _OPTION_OF[field]
+        what = f"--{option}={getattr(self._settings, option)}"
+        instead = f"with {now.max_tokens_name}" if getattr(now, option) else "without it"
+        if option == "stream_options":
+            what, instead = "stream_options", "without them, so streams may lack token counts,"
+        if field == _REASONING:
+            what, instead = "replies without reasoning", "with a blank one in them"
+        elif field in _OF_CONVERSATIONS:
+            self._remember_no_id(field, error)
+            return
+        log.warning(
+            "%s at %s refuses %s: asked %s from now on (%s)",
+            self._settings.name,
+            self._settings.base_url,
+            what,
+            instead,
+            error,
+        )
+
+    def _remember_no_id(self, field: str, error: ModelError) -> None:
+        where = field if field != _SESSION else ", ".join(self._settings.session_headers)
+        place = f"{self._settings.name} at {self._settings.base_url}"
+        log.info("%s refuses the id of a conversation: %s", place, error)
+        # The same words in all workers: what the endpoint says may have an id of the request.
+        self._say(
+            f"{place} refuses the id of a conversation ({where}): asked without it from now on, so "
+            "a router in front of it cannot keep a conversation where its prompt is cached"
+        )
+
+
+def refused_field(error: ModelError) -> str | None:
+    """The field that the endpoint does not support, or demands; None for any other error."""
+    if error.kind != "bad_request":
+        return None
+    if _MISSES_REASONING.search(str(error)):
+        return _REASONING
+    if error.param:
+        is_meant = error.param in _OPTION_OF and (
+            error.code in _CODES or _says(error.param, str(error))
+        )
+        return error.param if is_meant else None
+    return next((field for field in _NAMED if _says(field, str(error))), None)
+
+
+def _says(field: str, text: str) -> bool:
+    return field in _NAMED and _named(field).search(text) is not None
+
+
+def _can_go(field: str, settings: ModelSettings) -> bool:
+    """Whether an option of the user's, and nothing else, has put this field there."""
+    option = _OPTION_OF[field]
+    if field == _SESSION:
+        return bool(settings.session_headers)
+    if field == "prompt_cache_key":
+        return settings.takes_cache_key and field not in (settings.extra_body or {})
+    is_demanded = option == "max_tokens" and settings.api == "anthropic_messages"
+    is_demanded |= (
+        option == "max_tokens"
+        and settings.needs_bound
+        and (settings.api != "openai_chat" or settings.max_tokens_name is not None)
+    )
+    is_theirs = field.partition(".")[0] in (settings.extra_body or {})
+    return getattr(settings, option) is not None and not is_demanded and not is_theirs
+
+
+def without(settings: ModelSettings, refused: frozenset[str]) -> ModelSettings:
+    """The settings less the options behind `refused`; a limit is sent by its other name first."""
+    if not refused:
+        return settings
+    changes: dict[str, Any] = {_OPTION_OF[field]: _INSTEAD.get(field) for field in refused}
+    limits = refused & _CHAT_BOUNDS
+    if settings.api == "openai_chat" and len(limits) == 1:
+        (other,) = _CHAT_BOUNDS - limits
+        changes |= {"max_tokens": settings.max_tokens, "max_tokens_name": other}
+    return replace(settings, **changes)
+
+
+# A model behind an endpoint; it sends each call once, and `retrying` decides what comes next.
 
 
 class EndpointModel:
@@ -101,3 +338,31 @@ class EndpointModel:
             await self._fleet.close()
         for transport in self._transports:
             await transport.close()
+
+
+def load_client(settings: ModelSettings) -> None:
+    """Import what `open_model` and its calls need, so that processes that are forked share it."""
+    if settings.api in RELAYED:
+        dialect_of(settings.api)
+        load_words()
+
+
+def open_model(
+    settings: ModelSettings,
+    *,
+    api_key: str | RenewableKey,
+    on_retry: Callable[[Retry], None],
+    gate: CallAdmission | None = None,
+    say: Callable[[str], None] | None = None,
+    share: Share | None = None,
+    fleets: MutableMapping[str, Fleet] | None = None,
+) -> RetryingModel:
+    """A model ready to be asked, in the running event loop; see `RetryingModel`.
+
+    `say` shows a message to the user, if no other process has shown it; None: to the log. `share`
+    is the part of this process in a run of several. `fleets` has the replicas of endpoints that
+    several models share, and gets new ones.
+    """
+    adapter = EndpointModel(settings, api_key, say, share, fleets)
+    known = api_key if isinstance(api_key, str) else ""
+    return RetryingModel(adapter, settings, api_key=known, on_retry=on_retry, gate=gate)

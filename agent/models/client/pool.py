@@ -46,7 +46,7 @@ class ModelPool:
     def get(self, settings: ModelSettings) -> RetryingModel:
         """The model of some settings, ready to be asked."""
         if (model := self._open.get(settings)) is None:
-            from agent.models.client.open_model import open_model  # the client and a dialect
+            from agent.models.client.endpoint import open_model  # the client and a dialect
 
             model = self._open[settings] = open_model(
                 settings,

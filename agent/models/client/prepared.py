@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from yarl import URL
 
-from agent.models.bodies.dialect import dialect_of
 from agent.models.client.key_command import RenewableKey, key_of_command
 from agent.models.connection import Connection
+from agent.models.dialects.dialect import dialect_of
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent.messages.message import Message
-from agent.models.bodies.assembly import Assembly
+from agent.models.dialects.dialect import Assembly
 from agent.models.model import (
     HOUR_TTL,
     NOTHING_POINTED,

@@ -16,9 +16,8 @@ from agent.models.admission import CallAdmission, CostEstimate
 from agent.models.client.relayed import RelayRequest
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
-from agent.models.model import Adapter, Completion, ModelSettings, Request
+from agent.models.model import Adapter, Completion, ModelSettings, Request, StreamEvent
 from agent.models.prices import Reserves, priced
-from agent.models.stream_events import StreamEvent
 
 log = logging.getLogger(__name__)
 

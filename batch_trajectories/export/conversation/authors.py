@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agent.messages.message import USER_TURN, user_key
 from batch_trajectories.export.conversation.own_work import Own, first_reply
 from batch_trajectories.export.conversation.turns import Author, Entry, Said, Turn
-from batch_trajectories.runs.store.record_types import (
+from batch_trajectories.records.record_types import (
     InnerRecord,
     Record,
     StoredBlocks,

@@ -10,18 +10,18 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agent.messages.reasoning import split_inline_reasoning
+from agent.messages.message import split_inline_reasoning
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.row_json import read_arguments
-from batch_trajectories.export.conversation.tools import names_of, without_reserved
+from batch_trajectories.export.conversation.turns import names_of, without_reserved
 from batch_trajectories.export.conversation.validity import (
     Reason,
     Rejected,
     check_conversation,
     final_answer_call,
 )
-from batch_trajectories.runs.store.checks import ended_by_wrong_answer
-from batch_trajectories.runs.store.record_types import Record, StoredCall, StoredMessage, Tools
+from batch_trajectories.records.checks import ended_by_wrong_answer
+from batch_trajectories.records.record_types import Record, StoredCall, StoredMessage, Tools
 
 
 class Told(NamedTuple):

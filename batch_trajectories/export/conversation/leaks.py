@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch_trajectories.basics.text import clip
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.record_types import Record, StoredMessage
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.record_types import Record, StoredMessage
 
 Reason = Literal["other_commits", "project_download", "checker_files"]
 

@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.row_json import compact_json
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.runs.store.record_types import Record, StoredMessage
+from batch_trajectories.records.record_types import Record, StoredMessage
 
 COUNTS = (
     *("interrupted_calls", "workspace_lost", "rewritten_calls"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from agent.messages.reasoning import hides_reasoning, split_inline_reasoning
-from batch_trajectories.runs.store.record_types import (
+from agent.messages.message import hides_reasoning, split_inline_reasoning
+from batch_trajectories.records.record_types import (
     Record,
     StoredConversation,
     StoredMessage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.runs.store.checks import (
+from batch_trajectories.records.checks import (
     BY_TURN,
     MAIN,
     THRESHOLD,
@@ -13,7 +13,7 @@ from batch_trajectories.runs.store.checks import (
     judgement_of,
     rewards_of,
 )
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.records.record_types import Record
 
 
 def reward_of(record: Record, name: str | None = None) -> float | None:

@@ -17,7 +17,7 @@ import orjson
 
 from batch_trajectories.basics.exact_json import has_long_digits, within_64_bits
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.runs.store.record_types import StoredCall
+from batch_trajectories.records.record_types import StoredCall
 
 _TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
 _CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.runs.store.record_types import Record, StoredConversation, StoredMessage
+from batch_trajectories.records.record_types import Record, StoredConversation, StoredMessage
 
 _UNSPACED = (
     "\u0e00-\u0eff"  # Thai, Lao

@@ -6,14 +6,15 @@ They refer to each other in no cycles, so the garbage collector need not know th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tolerance import Flaw
-from batch_trajectories.runs.store.record_types import Record, StoredTurn, Tools
+from batch_trajectories.records.record_types import Record, StoredTurn, Tools
 
 Author = Literal["model", "other_model", "prompt", "parent", "context", "simulated_user", "runtime"]
 """Who wrote a message: this run's model, another model that an agent called, the row, the parent
@@ -151,3 +152,45 @@ def _holds_null(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return value is None or (isinstance(value, list) and any(map(_holds_null, value)))
+
+
+# Values computed once per list of tools, which many conversations share.
+#
+# Records that are read together hold the same list if they were offered the same tools.
+
+T = TypeVar("T")
+
+_MOST = 64
+_made: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
+"""Lists of tools with their results. Holding a list keeps its `id` from being reused."""
+
+
+def once(tools: Tools, make: Callable[[Tools], T]) -> T:
+    """The result of `make(tools)`, computed once for each list object."""
+    key = id(tools), make
+    known = _made.get(key)
+    if known is None:
+        if len(_made) >= _MOST:
+            _made.clear()
+        known = _made[key] = tools, make(tools)
+    made: T = known[1]
+    return made
+
+
+def names_of(tools: Tools) -> frozenset[str]:
+    """The names of tools."""
+    return once(tools, _names)
+
+
+def without_reserved(tools: Tools) -> Tools:
+    """The tools without those that end a conversation; the same list if it has none."""
+    return once(tools, _without_reserved)
+
+
+def _names(tools: Tools) -> frozenset[str]:
+    return frozenset(tool["function"]["name"] for tool in tools)
+
+
+def _without_reserved(tools: Tools) -> Tools:
+    others = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
+    return others if len(others) < len(tools) else tools

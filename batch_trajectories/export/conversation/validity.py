@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 
 from agent.state.final_answer import FINAL_ANSWER, finish_in
-from batch_trajectories.runs.store.record_types import StoredCall, StoredMessage
+from batch_trajectories.records.record_types import StoredCall, StoredMessage
 
 
 class Reason(StrEnum):

@@ -17,7 +17,8 @@ import orjson
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.basics.startup import rare_garbage_collection
+from batch_trajectories.basics.process import rare_garbage_collection
+from batch_trajectories.engine.run_dir import read_run_json, versions_of
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
@@ -25,21 +26,18 @@ from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.dataset.runs import Read, Source, SourceRecords
 from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
-from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
+from batch_trajectories.export.filters.contamination import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
-from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.export.record_order import Seen
 from batch_trajectories.export.rows.files import Export, Loaded, Why, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
-from batch_trajectories.export.statistics import Statistics
-from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.export.statistics.counts import KeyCounts, Statistics
+from batch_trajectories.records.record_types import Record
 
 if TYPE_CHECKING:
-    from batch_trajectories.export.dataset.choice import Choice
-    from batch_trajectories.export.dataset.lengths import TokenLengths
+    from batch_trajectories.export.dataset.choice import Choice, TokenLengths
 
 SCHEMA_VERSION = 1
 
@@ -166,7 +164,7 @@ class _Making:
         )
         self._lengths: TokenLengths | None = None
         if filters.tokenizer is not None:
-            from batch_trajectories.export.dataset.lengths import TokenLengths
+            from batch_trajectories.export.dataset.choice import TokenLengths
 
             self._lengths = TokenLengths(Path(filters.tokenizer), recipe.style)
         elif filters.max_length or filters.min_length:

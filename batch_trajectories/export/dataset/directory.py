@@ -16,14 +16,22 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from batch_trajectories.basics.console import say
-from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, help_for_write
+from batch_trajectories.basics.bucket import Bucket, bring_all
+from batch_trajectories.basics.console import LongWork, say
+from batch_trajectories.basics.errors import (
+    ConfigError,
+    EnvironmentStop,
+    help_for_write,
+    machine_failures_as_stops,
+)
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
@@ -32,7 +40,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.format import format_named
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Nowhere, Staging, Written
-from batch_trajectories.runs.store.files import (
+from batch_trajectories.records.files import (
     StorageError,
     alone_in,
     make_directory,
@@ -330,3 +338,54 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
 def _paths(manifest: Mapping[str, Any]) -> list[str]:
     listed = [file["path"] for file in listed_files(manifest)]
     return [path for path in sorted([*listed, MANIFEST]) if path not in _STAYS]
+
+
+# A dataset at a URL: made in a temporary directory, then sent whole, its manifest last.
+
+
+@contextmanager
+def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
+    """A directory for the dataset at a URL; with `writes` it replaces that at the end.
+
+    Else it holds that one. In the bucket, the manifest says that the dataset is unfinished until
+    all files are there. Raises `ConfigError` where the URL has other objects, and `BucketFailed`.
+    """
+    bucket = Bucket(url.rstrip("/"), of_files=True)
+    with TemporaryDirectory(prefix="batch-trajectories-") as name, machine_failures_as_stops():
+        directory = Path(name) / "dataset"
+        if not writes:
+            bring_all(url, directory)
+            yield directory
+            return
+        old = _paths_at(bucket)
+        yield directory
+        if (directory / MANIFEST).exists():  # else there was nothing to export
+            _send(bucket, directory, old)
+
+
+def _paths_at(bucket: Bucket) -> set[str]:
+    """The files of the dataset at a URL. Raises `ConfigError` if something else is there."""
+    content = bucket.read(MANIFEST)
+    if content is None:
+        if there := bucket.files():
+            raise ConfigError(
+                f"{bucket.url}: holds {there[0].name} but no dataset; name another --output"
+            )
+        return set()
+    with TemporaryDirectory(prefix="batch-trajectories-") as directory:
+        Path(directory, MANIFEST).write_bytes(content)
+        return paths_in(read_manifest(Path(directory)))
+
+
+def _send(bucket: Bucket, directory: Path, old: set[str]) -> None:
+    paths = paths_in(read_manifest(directory))
+    gone = old - paths
+    total = sum((directory / path).stat().st_size for path in paths)
+    with LongWork(f"sending {bucket.url}", total=total, unit="B") as work:
+        bucket.send(MANIFEST, orjson.dumps(under_way(old | paths)))
+        for path in sorted(paths):
+            bucket.send(path, directory / path)
+            work.advance((directory / path).stat().st_size)
+        bucket.remove(sorted(gone))
+        bucket.send(MANIFEST, directory / MANIFEST)
+    say_removed(bucket.url, gone)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.engine.run_totals import owed, stopping_rule
 from batch_trajectories.export.record_order import RecordOrder
-from batch_trajectories.export.reward_statistics import chance_of_pass
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.directory.owed import owed, stopping_rule
-from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.export.statistics.rewards import chance_of_pass
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.scores import Scores
 
 Read = Callable[[int], Record]
 """Reads the record of a task by its number. Raises `UnreadableRecord`."""

@@ -7,13 +7,113 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path, PurePath
 from typing import Any
 
-from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.conversation.texts import texts_of, user_texts, words_of
-from batch_trajectories.export.filters.evaluation_sets import OPTION, EvaluationSet, texts_in
+import orjson
+
+from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import ConfigError, DatasetError, missing
+from batch_trajectories.dataset.kept_dataset import rows_of_source
+from batch_trajectories.dataset.lines import TOO_LONG
+from batch_trajectories.dataset.source import HUB_PREFIX, DataSource, has_rows, source_of
+from batch_trajectories.export.conversation.texts import strings_in, texts_of, user_texts, words_of
 from batch_trajectories.export.rows.filter_options import Filters
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.records.record_types import Record
+
+# The questions of benchmarks, from all that can be a dataset, and from plain text.
+
+OPTION = "filters.evaluation_files"
+
+
+class EvaluationSet:
+    """The rows of one benchmark."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is a path or `hf:...`. Raises `ConfigError`, or `EnvironmentStop` for a hub."""
+        self.path = Path(name)
+        self.name = name if name.startswith(HUB_PREFIX) else PurePath(name).name
+        self.revision: str | None = None
+        """The commit of a dataset of the hub."""
+        self._source: DataSource | None = None
+        if name.startswith(HUB_PREFIX) or self.path.is_dir() or has_rows(self.path.name):
+            self._source = _checked(lambda: source_of(Path(name)))
+            if self._source.hub is not None:
+                from batch_trajectories.dataset.source import revision_of
+
+                hub = self._source.hub
+                self.revision = _checked(lambda: revision_of(hub))
+
+    def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Number and columns of each row; lines of text have the column `text`.
+
+        Raises as the constructor does.
+        """
+        with LongWork(f"reading {self.name}", unit="rows") as work:
+            try:
+                for number, row in self._read():
+                    work.advance()
+                    yield number, row
+            except DatasetError as error:
+                raise ConfigError(f"{OPTION}: {error}") from error
+            except OSError as error:
+                raise ConfigError(
+                    f"{OPTION}: {error.filename or self.path}: cannot read these evaluation "
+                    f"questions: {error.strerror or error}"
+                ) from error
+
+    def _read(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        source = self._source
+        if source is None:
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    yield number, {"text": self._decoded(line, number)}
+            return
+        if source.tasks:
+            # Also those that could not run here.
+            for number, task in enumerate(source.tasks, start=1):
+                told = task.path / "instruction.md"
+                text = self._decoded(told.read_bytes(), number) if told.is_file() else ""
+                yield number, {"id": task.id, "instruction": text}
+            return
+        for number, row in enumerate(rows_of_source(source, set(), self.revision), start=1):
+            if isinstance(row, bytes):
+                row = self._parsed(row, number)
+            yield number, row if isinstance(row, dict) else {"text": row}
+
+    def _decoded(self, text: bytes, number: int) -> str:
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise self._no_question("UTF-8", number) from error
+
+    def _parsed(self, line: bytes, number: int) -> Any:
+        if line == TOO_LONG:
+            raise self._no_question("short enough", number)
+        try:
+            return orjson.loads(line) if line.strip() else {}
+        except orjson.JSONDecodeError as error:
+            raise self._no_question("JSON", number) from error
+
+    def _no_question(self, kind: str, number: int) -> ConfigError:
+        return ConfigError(
+            f"{OPTION}: {self.path}:{number}: not {kind}, so it is not a question; fix or remove "
+            "that line"
+        )
+
+
+def texts_in(row: Mapping[str, Any], columns: Iterable[str] | None) -> Iterator[str]:
+    """All texts of a row, or of some of its columns."""
+    for name in row if columns is None else columns:
+        yield from strings_in(row.get(name))
+
+
+def _checked(read: Any) -> Any:
+    try:
+        return read()
+    except DatasetError as error:
+        raise ConfigError(f"{OPTION}: {error}") from error
+
 
 _ESCAPE = re.compile(r"\\[bfnrt]")
 """An escape in arguments and results that are JSON; its letter is not part of the next word."""
@@ -232,3 +332,65 @@ def _words(text: str) -> list[str]:
 
 def _runs(words: Sequence[str], length: int) -> Iterator[int]:
     return map(hash, zip(*(islice(words, n, None) for n in range(length)), strict=False))
+
+
+# Exact and near duplicates of earlier conversations.
+
+_PERMUTATIONS = 128
+_SEED = 1
+
+
+def said_in(record: Record) -> tuple[str, ...]:
+    """All texts of a conversation, without ids and times."""
+    return tuple(_said(record, with_results=True))
+
+
+class NearDuplicates:
+    """Finds conversations with nearly the same words as an earlier one.
+
+    The word triples of user and model texts are compared, without tool results.
+    Memory grows with the conversations, by about a kilobyte each.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        """`threshold` is the least Jaccard similarity. Raises `ConfigError` without rensa."""
+        try:
+            import rensa
+        except ImportError as error:
+            raise missing("filters.near_duplicates", "quality") from error
+        self._rensa = rensa
+        self._threshold = threshold
+        # The index proposes candidates, from well below the threshold on.
+        bands = next(
+            (b for b in (8, 16, 32, 64) if (1 / b) ** (b / _PERMUTATIONS) <= threshold - 0.1), 64
+        )
+        self._index = rensa.RMinHashLSH(threshold, _PERMUTATIONS, bands)
+        self._kept: list[tuple[Any, str]] = []
+        """Sketch and id."""
+
+    def earlier(self, record: Record) -> str | None:
+        """The id of an earlier near duplicate; without one this record is remembered."""
+        words = words_of(" ".join(_said(record, with_results=False)))
+        triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
+        sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)
+        sketch.update(sorted(triples))
+        proposed: list[int] = sorted(self._index.query(sketch))
+        for key in proposed:
+            other, name = self._kept[key]
+            if sketch.jaccard(other) >= self._threshold:
+                return name
+        self._index.insert(len(self._kept), sketch)
+        self._kept.append((sketch, record.id))
+        return None
+
+
+def _said(record: Record, *, with_results: bool) -> list[str]:
+    said: list[str] = []
+    for message in record.messages:
+        role = message.role
+        if role == "system" or (role == "tool" and not with_results):
+            continue
+        said += (role, message.content, message.reasoning or "")
+        for call in message.tool_calls:
+            said += (call.function.name, call.function.arguments)
+    return said

@@ -28,12 +28,13 @@ from batch_trajectories.export.conversation.tolerance import ANYWHERE, PARTS, TA
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.format import RowFormat
-from batch_trajectories.runs.store.record_parts import KEPT_OF_STEPS, StoredUsage
-from batch_trajectories.runs.store.record_types import (
+from batch_trajectories.records.record_types import (
+    KEPT_OF_STEPS,
     InnerRecord,
     Record,
     StoredConversation,
     StoredTurn,
+    StoredUsage,
 )
 
 SCHEMA_VERSION = "ATIF-v1.8"

@@ -12,7 +12,7 @@ from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
-from batch_trajectories.runs.store.scores import score_key
+from batch_trajectories.records.scores import score_key
 
 
 def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:

@@ -32,11 +32,10 @@ from batch_trajectories.export.conversation.row_json import (
 )
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import ANYWHERE, NO_OBJECT, Flaw, Tolerance
-from batch_trajectories.export.conversation.tools import once
-from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
+from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn, once
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.format import RowFormat
-from batch_trajectories.runs.store.record_types import StoredMessage, Tools
+from batch_trajectories.records.record_types import StoredMessage, Tools
 
 _NO_REASONING = "<think>\n</think>\n"
 """Begins a turn without reasoning, so that every turn begins with a think block."""

@@ -17,8 +17,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.export.rows.format import Copies, Format
-from batch_trajectories.export.rows.row_files import Hashing, MakeWriter
-from batch_trajectories.export.rows.tables import RowTables
+from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
 
 
 def datasets_writer(format: Format, lists_tools: bool) -> MakeWriter:

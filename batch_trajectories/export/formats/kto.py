@@ -11,8 +11,8 @@ from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.scores import verdict_of
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.scores import verdict_of
 
 if TYPE_CHECKING:
     from batch_trajectories.export.rows.recipe import Preference

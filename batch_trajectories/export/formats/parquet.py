@@ -10,8 +10,7 @@ from typing import Any
 from batch_trajectories.export.conversation.row_json import write_json
 from batch_trajectories.export.rows.format import Copies, Format
 from batch_trajectories.export.rows.messages import with_arguments_as_text
-from batch_trajectories.export.rows.row_files import Hashing, MakeWriter
-from batch_trajectories.export.rows.tables import RowTables
+from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
 
 
 def parquet_writer(format: Format, lists_tools: bool) -> MakeWriter:

@@ -9,7 +9,7 @@ import orjson
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat, Why
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.records.record_types import Record
 
 
 def prediction_of(record: Record) -> dict[str, str]:

@@ -17,10 +17,9 @@ from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.files import FormatFiles, Loaded, OwnFormat, Why
-from batch_trajectories.export.rows.row_files import Hashing, MakeWriter
-from batch_trajectories.export.rows.tables import RowTables
-from batch_trajectories.runs.store.checks import expected_column
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
+from batch_trajectories.records.checks import expected_column
+from batch_trajectories.records.record_types import Record
 
 DATA_SOURCE = "data_source"
 """The column of the dataset that names the source of a prompt; without it, it is the run."""

@@ -29,8 +29,8 @@ from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat, Why
-from batch_trajectories.runs.store.checks import BY_TURN
-from batch_trajectories.runs.store.record_types import (
+from batch_trajectories.records.checks import BY_TURN
+from batch_trajectories.records.record_types import (
     DiscardedReply,
     InnerRecord,
     Record,
@@ -39,7 +39,7 @@ from batch_trajectories.runs.store.record_types import (
 )
 
 if TYPE_CHECKING:
-    from batch_trajectories.export.masking.masks import Masked, Masks
+    from batch_trajectories.export.masking import Masked, Masks
 
 MAIN_THREAD = "main"
 """The `thread` of a conversation that is not a subagent's."""

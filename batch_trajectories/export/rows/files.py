@@ -6,23 +6,148 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import orjson
 
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.conversation.style import styled
-from batch_trajectories.export.conversation.turns import Conversation, Turn, has_null_arguments
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.turns import (
+    Conversation,
+    Entry,
+    Said,
+    Turn,
+    has_null_arguments,
+    names_of,
+)
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.masking.options import NOT_PASSED
+from batch_trajectories.export.masking import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
-from batch_trajectories.export.rows.late_keys import LateKeys
-from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, RowLines, SplitFiles
-from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.records.record_types import Record
+
+# Splits that `datasets` refuses as JSON lines, because their messages get further keys late.
+#
+# It fixes the columns by what it reads first of a file. Messages that all have the same keys
+# there become structs, into which no further key fits; those with different keys become JSON.
+
+_READ_FIRST = 10 << 20
+"""Bytes that `datasets` reads at first (`chunksize` of its reader of JSON, 5.2)."""
+
+
+@dataclass
+class _Split:
+    size: int = 0
+    """Bytes of the rows so far."""
+    keys: dict[str, set[frozenset[str]]] = field(default_factory=dict)
+    """The keys that messages have, by column, of columns in which all have the same."""
+    is_late: bool = False
+
+
+class LateKeys:
+    """Watches the rows of one format."""
+
+    def __init__(self, columns: Mapping[str, str], *, shard_bytes: int | None) -> None:
+        """`columns` are names and kinds, of which `messages` is watched."""
+        self._columns = [name for name, kind in columns.items() if kind == "messages"]
+        self._first = min(_READ_FIRST, shard_bytes or _READ_FIRST)
+        self._splits: dict[str, _Split] = {}
+
+    def add(self, split: str, line: bytes) -> None:
+        """Look at a row that is written next."""
+        if (seen := self._splits.get(split)) is None:
+            seen = self._splits[split] = _Split(keys={name: set() for name in self._columns})
+        if seen.keys:
+            row = orjson.loads(line)
+            for name, keys in list(seen.keys.items()):
+                keys.update(map(frozenset, row[name]))
+                if len(keys) > 1:
+                    seen.is_late |= seen.size >= self._first
+                    del seen.keys[name]
+        seen.size += len(line)
+
+    def splits(self) -> list[str]:
+        """The splits that are refused."""
+        return sorted(split for split, seen in self._splits.items() if seen.is_late)
+
+
+# Conversations cut into one for each turn of the model, for templates that strip old reasoning.
+#
+# Such templates (Qwen3 and others) show the reasoning of turns since the last user message only.
+# In a row of the whole conversation earlier turns would be learnt without their reasoning.
+
+
+def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversation]:
+    """For each turn with loss, the conversation up to it, without its results.
+
+    Turns before the last user message lose their reasoning. With the style `field` they keep it, so
+    that the template decides; with `last` all turns of the context lose it, with `none` all turns.
+    The record's id gets the number of the turn: `#t3`, and `#t3.2` for the second part of a turn
+    whose calls are split. Replies that the model later saw without the newlines around their text
+    stand so in the context.
+    """
+    whole = styled(conversation, style.with_reasoning(None))
+    seen = _trimmed if conversation.record.view_trimmed else _as_it_is
+    replies = conversation.replies_by_turn
+    entries = list(whole.entries)
+    last_user = 0
+    before, part = 0, 1
+    for place, entry in enumerate(entries):
+        if isinstance(entry, Said):
+            if style.reasoning != "field":
+                entries[last_user:place] = map(_without_reasoning, entries[last_user:place])
+            last_user = place
+            continue
+        part = part + 1 if entry.number == before else 1
+        before = entry.number
+        if not entry.has_loss:
+            continue
+        name = f"{entry.number}.{part}" if part > 1 else f"{entry.number}"
+        metadata: dict[str, Any] = {**whole.metadata, "turn": entry.number}
+        if made := replies.get(entry.number):
+            metadata["finish_reason"] = made[-1].finish_reason
+        cut = msgspec.structs.replace(
+            whole,
+            entries=[*map(seen, entries[:place]), msgspec.structs.replace(entry, results=())],
+            record=msgspec.structs.replace(whole.record, id=f"{whole.record.id}#t{name}"),
+            metadata=metadata,
+            num_tool_calls=len(entry.calls),
+            is_for_turn=True,
+        )
+        yield styled(cut, style)
+
+
+def content_of(conversation: Conversation) -> Hashable:
+    """What a row teaches: equal for rows that differ only in ids and metadata."""
+    said = tuple(map(_content, conversation.entries))
+    return conversation.system, names_of(conversation.tools), said
+
+
+def _content(entry: Entry) -> Hashable:
+    if isinstance(entry, Said):
+        return entry.text
+    calls = tuple((call.name, call.arguments) for call in entry.calls)
+    results = tuple(result.content for result in entry.results)
+    return entry.reasoning, entry.text, calls, results
+
+
+def _as_it_is(entry: Entry) -> Entry:
+    return entry
+
+
+def _trimmed(entry: Entry) -> Entry:
+    if isinstance(entry, Turn):
+        return msgspec.structs.replace(entry, text=entry.text.strip("\n"))
+    return entry
+
+
+def _without_reasoning(entry: Entry) -> Entry:
+    return msgspec.structs.replace(entry, reasoning="") if isinstance(entry, Turn) else entry
+
 
 _OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
 """Why a row of a turn is left out, and not its conversation."""
@@ -212,7 +337,7 @@ class _RowFiles(CandidateFiles):
         self._not_passed = 0
         self._segments = None
         if recipe.segments:
-            from batch_trajectories.export.segments.rows import SegmentRows
+            from batch_trajectories.export.segments import SegmentRows
 
             self._per_turn = recipe.per_turn or not format.marks_loss
             self._segments = SegmentRows(

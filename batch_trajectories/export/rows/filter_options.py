@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from agent.options import NonNegativeInt, PositiveInt, split_commas
 from agent.state.trajectory import Status
 from batch_trajectories.export.conversation.tolerance import Tokens
-from batch_trajectories.runs.store.checks import EXPECTED
+from batch_trajectories.records.checks import EXPECTED
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]

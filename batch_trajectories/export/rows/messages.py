@@ -24,10 +24,9 @@ from batch_trajectories.export.conversation.row_json import (
 )
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
-from batch_trajectories.export.conversation.tools import once
-from batch_trajectories.export.conversation.turns import Call, Conversation, Entry, Said, Turn
+from batch_trajectories.export.conversation.turns import Call, Conversation, Entry, Said, Turn, once
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.runs.store.record_types import Tools
+from batch_trajectories.records.record_types import Tools
 
 EMPTY_THINK = "<think>\n</think>"
 """A think block without words, as it follows a generation prompt that opens one."""

@@ -23,7 +23,16 @@ from pydantic import (
 
 from agent.options import MAX_COUNT, PositiveFloat, PositiveInt, Seed, split_commas
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
+from batch_trajectories.basics.validation import (
+    UNKNOWN_KEY,
+    Mistake,
+    did_you_mean,
+    mistakes_in,
+    path_beside,
+    place_beside,
+)
+from batch_trajectories.config.loading import place_in, read_mapping
+from batch_trajectories.config.option_types import AcceptedRows
 from batch_trajectories.export.conversation.style import (
     REASONING_KEY,
     Arguments,
@@ -37,7 +46,7 @@ from batch_trajectories.export.conversation.style import (
     ToolsForm,
 )
 from batch_trajectories.export.conversation.tolerance import NO_OBJECT, Tolerance, accepted
-from batch_trajectories.export.masking.options import NOT_PASSED, WITHOUT_BOUNDS, Mask
+from batch_trajectories.export.masking import NOT_PASSED, WITHOUT_BOUNDS, Mask
 from batch_trajectories.export.rows.filter_options import (
     AnswerCheck,
     Filters,
@@ -46,14 +55,43 @@ from batch_trajectories.export.rows.filter_options import (
 )
 from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
-from batch_trajectories.export.rows.recipe_paths import with_paths
 from batch_trajectories.export.templates.fitting import Fit, Fitting
-from batch_trajectories.runs.config.loading import place_in, read_mapping
-from batch_trajectories.runs.config.option_types import AcceptedRows
-from batch_trajectories.runs.store.checks import THRESHOLD
+from batch_trajectories.records.checks import THRESHOLD
 
 if TYPE_CHECKING:
-    from batch_trajectories.export.masking.masks import Masks
+    from batch_trajectories.export.masking import Masks
+
+
+# Paths in the file of a recipe, which are relative to it.
+
+
+def with_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """What a recipe's file in `directory` holds, with its paths as seen from here.
+
+    Functions and templates, which can also be in modules and packages, are looked for there first.
+    """
+    made = dict(loaded)
+    if isinstance(filters := loaded.get("filters"), dict):
+        made["filters"] = _of_filters(filters, directory)
+    if isinstance(mask := loaded.get("mask"), dict) and "function" in mask:
+        made["mask"] = {**mask, "function": place_beside(mask["function"], directory)}
+    if isinstance(fit := loaded.get("fit"), dict) and isinstance(fit.get("template"), str):
+        made["fit"] = {**fit, "template": path_beside(fit["template"], directory)}
+    return made
+
+
+def _of_filters(filters: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    made = dict(filters)
+    if isinstance(tokenizer := filters.get("tokenizer"), str):
+        made["tokenizer"] = str(directory / tokenizer)
+    if isinstance(files := filters.get("evaluation_files"), list):
+        made["evaluation_files"] = [
+            str(file) if str(file).startswith("hf:") else str(directory / str(file))
+            for file in files
+        ]
+    if isinstance(answer := filters.get("answer"), dict) and "function" in answer:
+        made["answer"] = {**answer, "function": place_beside(answer["function"], directory)}
+    return made
 
 
 def _format_name(name: str) -> str:
@@ -271,7 +309,7 @@ class Recipe(BaseModel):
         """What masks turns, None if nothing does. Raises `ConfigError`."""
         if self.mask is None:
             return None
-        from batch_trajectories.export.masking.masks import Masks
+        from batch_trajectories.export.masking import Masks
 
         return Masks(self.mask, threshold=self.preference.threshold, reward_name=self.reward_name)
 

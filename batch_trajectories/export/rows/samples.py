@@ -16,8 +16,8 @@ from batch_trajectories.export.conversation.turns import Conversation, Said, Tur
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, Why
 from batch_trajectories.export.rows.messages import messages_of, tools_column
-from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.record_types import Tools
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.record_types import Tools
 
 
 @dataclass(frozen=True, slots=True)

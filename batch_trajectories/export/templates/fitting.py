@@ -47,8 +47,7 @@ class Fitting:
 
     def __init__(self, fit: Fit, reasoning_key: str) -> None:
         """Raises `ConfigError`."""
-        from batch_trajectories.export.templates.names import find
-        from batch_trajectories.export.templates.rendering import load_chat
+        from batch_trajectories.export.templates.rendering import find, load_chat
 
         found = find(fit.template)
         if len(found) != 1:
@@ -65,7 +64,7 @@ class Fitting:
                     f"fit.max_length counts tokens: {self._template.path} has no tokenizer.json "
                     "beside it; give the directory of a tokenizer"
                 )
-            from batch_trajectories.export.templates.token_counts import Tokens
+            from batch_trajectories.export.templates.rendering import Tokens
 
             self._tokens = Tokens(self._template.tokenizer)
         self._turns = self._masked = self._left_out = 0

@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.scores import score_key
+from batch_trajectories.records.tasks import task_key
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.report.page.writer import training_form
-from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.scores import score_key
-from batch_trajectories.runs.store.tasks import task_key
 
 FORMAT = 2
 """Raise it when columns change: indexes of earlier formats are made again."""

@@ -13,13 +13,13 @@ from typing import Any
 import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
 from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.health import HEALTH_CHECKS, Health, problems_in
-from batch_trajectories.export.reward_statistics import RewardStatistics
-from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
-from batch_trajectories.runs.store.failures import NO_LIMIT, failures_by_class, stored_failures
-from batch_trajectories.runs.store.files import read_json, replace_file
-from batch_trajectories.runs.store.reader import SomeRecords, over_records
+from batch_trajectories.export.statistics.health import HEALTH_CHECKS, Health, problems_in
+from batch_trajectories.export.statistics.rewards import RewardStatistics
+from batch_trajectories.records.failures import NO_LIMIT, failures_by_class, stored_failures
+from batch_trajectories.records.files import read_json, replace_file
+from batch_trajectories.records.reader import SomeRecords, over_records
 
 NAME = "facts.json"
 

@@ -22,14 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.export.training_files import style_of_run
-from batch_trajectories.runs.directory.run_dir import read_run_json
-from batch_trajectories.runs.store.checksum import DamagedLine
-from batch_trajectories.runs.store.files import alone_in, make_directory
-from batch_trajectories.runs.store.record_types import decode_record
-from batch_trajectories.runs.store.records import lines_from
-from batch_trajectories.runs.store.scores import NAME as SCORES
-from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.records.files import DamagedLine, alone_in, make_directory
+from batch_trajectories.records.record_types import decode_record
+from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.scores import NAME as SCORES
+from batch_trajectories.records.scores import Scores
 from batch_trajectories.view.index.columns import FORMAT, SCHEMA, LinePlace, batch_of, values_of
 
 RANGE_BYTES = 8 << 20

@@ -17,13 +17,13 @@ from aiohttp import web
 from agent.gateway.relay import Relay, Route
 from agent.gateway.server import KEEPALIVE_S, Gateway
 from agent.messages.message import Event, ExchangeEvent
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.model import ModelSettings
 from agent.state.trajectory import Trajectory
-from testing.fake_dialects import CHAT, MESSAGES
-from testing.fake_responses import RESPONSES
-from testing.fake_script import JSON, Dialect, Reply
-from tests.running import PATIENCE_S
+from tests.fakes.fake_dialects import CHAT, MESSAGES
+from tests.fakes.fake_responses import RESPONSES
+from tests.fakes.fake_script import JSON, Dialect, Reply
+from tests.helpers.running import PATIENCE_S
 
 KEY = "sk-real-key-of-the-endpoint"
 PATHS = {

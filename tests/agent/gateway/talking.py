@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.messages.message import Event
-from agent.models.bodies.dialect import read_reply
+from agent.models.dialects.dialect import read_reply
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
+from agent.wires.base import Wire
 from agent.wires.threads import Threads
 from agent.wires.wire import Volatile, WireRequest
-from agent.wires.wire_base import Wire
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json
 

@@ -10,12 +10,16 @@ import pytest
 from agent.messages.message import OUT_OF_PLACE, Event, reply_in
 from agent.state.trajectory import Trajectory
 from batch_trajectories.api.stored_run import conversations_in_flight
-from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.maintenance.fork import NotForkable, events_until
-from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies, usable_prefix
-from batch_trajectories.runs.store.journal_writer import JournalWriter
-from batch_trajectories.runs.store.tasks import task_key
-from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.supervisor.budget import BudgetLog, spent_before
+from batch_trajectories.maintenance.fork import NotForkable, events_until
+from batch_trajectories.records.journal import (
+    Inflight,
+    JournalWriter,
+    read_journaled_replies,
+    usable_prefix,
+)
+from batch_trajectories.records.tasks import task_key
 from tests.agent.gateway.talking import ChatTalk, Recording, Said
 
 PROMPT = "Count."

@@ -13,16 +13,16 @@ from aiohttp import web
 
 from agent.messages.message import AgentRestartedEvent
 from agent.messages.tokens import has_ids
-from agent.models.bodies.dialect import read_reply
-from agent.models.bodies.token_ids import with_tokens
+from agent.models.dialects.dialect import read_reply
+from agent.models.dialects.token_ids import with_tokens
 from agent.models.model import ModelSettings
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
-from testing.fake_tokens import Template, add_tokens, refusal
 from tests.agent.gateway.relaying import ask, events_of, relayed, reply_of, stream
 from tests.agent.gateway.talking import JSON, ChatTalk, Recording, Said, Talk
-from tests.stored import token_turns_of
+from tests.fakes.fake_tokens import Template, add_tokens, refusal
+from tests.helpers.stored import token_turns_of
 
 PROMPT = "Count the files."
 SETTINGS = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True)

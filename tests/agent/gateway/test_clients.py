@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from agent.models.bodies.dialect import read_reply
-from agent.wires.wire_base import Wire
+from agent.models.dialects.dialect import read_reply
+from agent.wires.base import Wire
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json
 from tests.agent.gateway.talking import TALKS, Said
-from tests.answering import Handler, listening
+from tests.helpers.answering import Handler, listening
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages.parts import EARLIER, kind_of_part, parts_of
+from agent.messages.message import EARLIER, kind_of_part, parts_of
 from agent.wires.reading import without_earlier
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES

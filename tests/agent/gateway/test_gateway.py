@@ -17,7 +17,7 @@ from aiohttp import web
 from agent.gateway.answers import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.model import ModelSettings, Price
 from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, reply_of, until
 

@@ -17,7 +17,7 @@ from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.messages.message import Event
 from agent.models.model import Price
 from agent.wires.lines import lines_of
-from agent.wires.wire_plain import CompletionsWire, EmbeddingsWire
+from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
 from tests.agent.gateway.relaying import Play, ask, relayed, stream, whole
 
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 10.0, 1.0, 1.0)}}

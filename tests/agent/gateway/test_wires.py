@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.models.bodies.dialect import dialect_of, read_reply
-from agent.models.stream_events import ignored
+from agent.models.dialects.dialect import dialect_of, read_reply
+from agent.models.model import ignored
+from agent.wires.base import Wire
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
-from agent.wires.wire_base import Wire
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from agent.models.sdk_clients import _open
-from tests.answering import Handler, listening
+from tests.helpers.answering import Handler, listening
 
 CALLS_PER_TOKEN = 100
 

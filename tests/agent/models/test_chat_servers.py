@@ -9,10 +9,8 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.dialects import openai_chat
-from agent.models.dialects.openai_chat import to_api, to_api_messages
-from agent.models.dialects.openai_chat_stream import ChatAssembly
-from agent.models.model import Completion, ModelSettings, Request
-from agent.models.stream_events import StreamEvent
+from agent.models.dialects.openai_chat import ChatAssembly, to_api, to_api_messages
+from agent.models.model import Completion, ModelSettings, Request, StreamEvent
 
 JSON = dict[str, Any]
 

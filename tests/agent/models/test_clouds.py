@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.resolve import read_key, resolve_model
 from agent.models.sdk_clients import UnusableClient
-from batch_trajectories.runs.config.endpoint_config import EndpointConfig
+from batch_trajectories.config.endpoint_config import EndpointConfig
 from run_agent import AIAgent
 from tests.agent.models import cloud_clients
 from tests.agent.models.cloud_clients import CALLS_PER_TOKEN, Seen, cloud

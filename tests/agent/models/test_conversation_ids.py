@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent.messages.message import Message
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.client.prepared import with_session
 from agent.models.client.relayed import RelayRequest
 from agent.models.conversation_id import id_of_task, id_within, new_run_key
@@ -21,9 +21,9 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.providers import OWN_SERVERS_HEADERS, PROVIDERS, SESSION_HEADERS
 from agent.models.resolve import resolve_model
-from batch_trajectories.runs.config.endpoint_config import read_endpoints
+from batch_trajectories.config.endpoint_config import read_endpoints
 from tests.agent.models.test_unsupported_options import PATHS, REPLIES
-from tests.answering import JSON, Handler, listening
+from tests.helpers.answering import JSON, Handler, listening
 
 ID = "0123456789abcdef0123456789abcdef"
 QUESTION = Message(role="user", content="hi")

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from agent.messages.message import FinishReason
-from agent.models.bodies.dialect import read_reply
+from agent.models.dialects.dialect import read_reply
 from agent.models.endpoint_words import find_phrase, load_tables, load_words
 from agent.models.error_bodies import error_behind_200, find_error, read_error, refusal_of
 from agent.models.errors import RULES, ModelError

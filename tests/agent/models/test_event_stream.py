@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.models.client.event_stream import EventSplitter, EventTooLarge
+from agent.models.client.reply_bodies import EventSplitter, EventTooLarge
 
 STREAM = (
     b"data: one\n\n: still here\n\nevent: x\ndata: two\ndata:three\nid: 1\n\n"

@@ -13,14 +13,14 @@ import orjson
 import pytest
 
 from agent.models.batches.calls import open_batches
-from agent.models.bodies.dialect import DIALECTS
 from agent.models.client.endpoint import EndpointModel
+from agent.models.dialects.dialect import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.keys import MARK, Key
 from agent.models.model import ModelSettings, Request
 from tests.agent.models.by_dialect import SAMPLES
-from tests.answering import Handler, listening
-from tests.running import run, write_prompts
+from tests.helpers.answering import Handler, listening
+from tests.helpers.running import run, write_prompts
 
 KEY = "sk-canary/Zq7+Xw_0123456789"
 PIECE = KEY[:8]

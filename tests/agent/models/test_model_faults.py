@@ -14,14 +14,13 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
-from agent.models.bodies.dialect import DIALECTS
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.reply_bodies import MAX_REPLY_BYTES
+from agent.models.dialects.dialect import DIALECTS
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request
-from agent.models.stream_events import StreamEvent
-from testing.fake_endpoint import FakeEndpoint
-from testing.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
+from agent.models.model import Completion, ModelSettings, Request, StreamEvent
+from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
 
 TOOLS = [
     {

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given as given_any
 from hypothesis import strategies as st
 
-from agent.messages.message import Message
-from agent.messages.reasoning import split_inline_reasoning
+from agent.messages.message import Message, split_inline_reasoning
 from agent.models.batches.calls import has_batches
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
@@ -28,8 +27,8 @@ from agent.models.prices import is_known, price
 from agent.models.resolve import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.scripted import parse_script
 from batch_trajectories.basics.exact_json import is_nested_too_deep
-from batch_trajectories.runs.config.endpoint_config import EndpointConfig
-from tests.answering import answering
+from batch_trajectories.config.endpoint_config import EndpointConfig
+from tests.helpers.answering import answering
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
 ANTHROPIC = dataclasses.replace(SETTINGS, api="anthropic_messages")

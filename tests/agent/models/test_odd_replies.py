@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from agent.messages.message import Message
-from agent.models.bodies.dialect import dialect_of, read_asked, read_reply
+from agent.models.dialects.dialect import dialect_of, read_asked, read_reply
 from agent.models.error_bodies import error_behind_200, refusal_of
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings
+from agent.models.model import Completion, ModelSettings, ignored
 from agent.models.parsing import load_object
-from agent.models.stream_events import ignored
 from agent.state.events import Clock, reply_event
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json

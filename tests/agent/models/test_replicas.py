@@ -16,15 +16,15 @@ import pytest
 from agent.messages.message import Message
 from agent.models.client import fleet as fleet_module
 from agent.models.client import replicas as replicas_module
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.client.replicas import FAILING_S, GONE, LIVE_S, Replicas
 from agent.models.client.retrying import RetryingModel
 from agent.models.connection import Connection, Replication, Share
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
-from batch_trajectories.runs.config.endpoint_config import EndpointConfig, read_endpoints
+from batch_trajectories.config.endpoint_config import EndpointConfig, read_endpoints
 from tests.agent.models.test_unsupported_options import REPLIES
-from tests.answering import Handler
+from tests.helpers.answering import Handler
 
 URLS = [f"http://10.0.0.{n}:8000/v1" for n in range(12)]
 NOT_REACHED = ModelError("connection", "refused", was_sent=False)

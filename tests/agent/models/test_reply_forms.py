@@ -17,16 +17,14 @@ from typing import Any
 import pytest
 
 from agent.messages.message import Message
-from agent.models.bodies.dialect import DIALECTS
 from agent.models.client import reply_bodies
-from agent.models.client.endpoint import EndpointModel
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import EndpointModel, open_model
 from agent.models.client.retrying import RetryingModel
+from agent.models.dialects.dialect import DIALECTS
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request
-from agent.models.stream_events import ignored
+from agent.models.model import Completion, ModelSettings, Request, ignored
 from tests.agent.models.by_dialect import SAMPLES
-from tests.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S
 
 JSON = dict[str, Any]
 EACH = pytest.mark.parametrize("api", DIALECTS)

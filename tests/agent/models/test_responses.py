@@ -15,18 +15,15 @@ import orjson
 import pytest
 
 from agent.messages.message import Message
-from agent.models.client.endpoint import EndpointModel
-from agent.models.client.open_model import open_model
-from agent.models.dialects.openai_responses import API, read_reply, request_body
-from agent.models.dialects.openai_responses_stream import ResponsesAssembly
+from agent.models.client.endpoint import EndpointModel, open_model
+from agent.models.dialects.openai_responses import API, ResponsesAssembly, read_reply, request_body
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request
+from agent.models.model import Completion, ModelSettings, Request, StreamEvent, StreamHandler
 from agent.models.resolve import resolve_model, resolve_sibling
-from agent.models.stream_events import StreamEvent, StreamHandler
 from agent.state.events import make_ids_unique
 from run_agent import AIAgent
 from tests.agent.models.test_streaming import held, nobody, told
-from tests.answering import Handler, listening
+from tests.helpers.answering import Handler, listening
 
 KEY = "sk-secret-123"
 SETTINGS = ModelSettings(name="m", api=API, base_url="http://x/v1", key_env=None)

@@ -19,14 +19,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
-from agent.models.bodies.dialect import DIALECTS, dialect_of
 from agent.models.client.endpoint import EndpointModel
+from agent.models.dialects.dialect import DIALECTS, dialect_of
 from agent.models.error_bodies import error_behind_200, refusal_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from tests.agent.models.by_dialect import SAMPLES
-from tests.answering import Handler, answering, listening
-from tests.running import run, write_prompts
+from tests.helpers.answering import Handler, answering, listening
+from tests.helpers.running import run, write_prompts
 
 KEY = "sk-ant-of-the-test-0123456789"
 TOOLS = [

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.models.bodies.dialect import dialect_of, read_reply
+from agent.models.dialects.dialect import dialect_of, read_reply
 from agent.models.errors import ModelError
-from agent.models.model import Completion
-from agent.models.stream_events import ignored
+from agent.models.model import Completion, ignored
 
 JSON = dict[str, Any]
 MANY = settings(max_examples=4 * settings.default.max_examples)  # type: ignore[union-attr]

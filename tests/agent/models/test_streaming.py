@@ -15,13 +15,19 @@ import pytest
 from agent.messages.message import Message
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects import anthropic_messages, openai_chat
-from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
-from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.dialects.anthropic_messages import MessagesAssembly
+from agent.models.dialects.openai_chat import ChatAssembly
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request
+from agent.models.model import (
+    Completion,
+    ModelSettings,
+    Request,
+    StreamEvent,
+    StreamHandler,
+    guarded,
+)
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.models.stream_events import StreamEvent, StreamHandler, guarded
-from testing.fake_endpoint import FakeEndpoint
+from tests.fakes.fake_endpoint import FakeEndpoint
 
 DIALECTS = ("openai_chat", "anthropic_messages")
 KEY = "sk-secret-123"

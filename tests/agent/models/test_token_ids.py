@@ -23,12 +23,12 @@ from agent.messages.tokens import (
     token_turns,
 )
 from agent.models.batches import calls
-from agent.models.bodies.dialect import read_asked
 from agent.models.dialects import openai_chat
-from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.dialects.dialect import read_asked
+from agent.models.dialects.openai_chat import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
-from batch_trajectories.runs.store.record_parts import StoredTokens
+from batch_trajectories.records.record_types import StoredTokens
 from tests.agent.models.test_unsupported_options import ask, openai_error, refusing, serving
 
 JSON = dict[str, Any]

@@ -8,21 +8,19 @@ from typing import Any
 
 import pytest
 
-from agent.flat.convert import from_messages, parse_openai_response, to_messages
-from agent.flat.convert import to_openai_messages as flat_to_openai
-from agent.messages.message import Message
-from agent.messages.reasoning import hides_reasoning
-from agent.models.bodies.unknown_fields import merge
+from agent.flat import from_messages, parse_openai_response, to_messages
+from agent.flat import to_openai_messages as flat_to_openai
+from agent.messages.message import Message, hides_reasoning
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
-from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
-from agent.models.dialects.openai_chat import to_api, to_api_messages
-from agent.models.dialects.openai_chat_stream import ChatAssembly
-from agent.models.dialects.openai_responses_stream import ResponsesAssembly
+from agent.models.dialects.anthropic_messages import MessagesAssembly
+from agent.models.dialects.dialect import merge
+from agent.models.dialects.openai_chat import ChatAssembly, to_api, to_api_messages
+from agent.models.dialects.openai_responses import ResponsesAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.views.react import read_completion
 from agent.views.views import compact
-from tests.answering import JSON, answering
-from tests.running import lines, run, write_rows
+from tests.helpers.answering import JSON, answering
+from tests.helpers.running import lines, run, write_rows
 
 SIGNED = {"google": {"thought_signature": "c2lnbmF0dXJl"}}
 LOGPROBS = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agent.messages.message import Message
-from agent.models.client.open_model import open_model
+from agent.models.client.endpoint import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from tests.answering import JSON, answering
+from tests.helpers.answering import JSON, answering
 
 Refuse = Callable[[JSON], JSON | None]
 """The error for a request body; None where it is taken."""

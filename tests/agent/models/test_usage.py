@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.messages.message import MOST_TOKENS
-from agent.models.bodies.dialect import dialect_of, read_reply
+from agent.models.dialects.dialect import dialect_of, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Price
 from agent.models.prices import price

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.basics.locked import locked
+from batch_trajectories.basics.process import locked
 from batch_trajectories.basics.text import in_a_line
 from toolsets.images.names import ImageError
 from toolsets.sandbox.base import Pull, SandboxError
@@ -133,7 +133,7 @@ def save_image(engine: str, image: str, directory: Path) -> None:
 
     Does nothing where one there has this name. Raises `ImageError` with the engine's words.
     """
-    from toolsets.images.layouts import add_to_layout  # they read archives, which few runs need
+    from toolsets.images.archives import add_to_layout  # they read archives, which few runs need
     from toolsets.images.store import ImageStore
 
     def save(archive: Path) -> None:

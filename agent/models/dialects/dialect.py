@@ -1,0 +1,286 @@
+"""A dialect: how an API has its requests written and its replies read; all of them by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Set
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, get_args
+
+import orjson
+
+from agent.messages.message import FinishReason, Message, Usage
+from agent.models.endpoint_words import ending_of
+from agent.models.error_bodies import error_behind_200, find_error, quote
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request, StreamHandler
+from agent.models.parsing import load_object, text_or_none
+from agent.models.providers import ONLY_RELAYED, Api
+from agent.models.usage import hour_writes_in, reported_cost
+
+# A reply that arrives in parts: passing them on and putting them together.
+#
+# An assembly gives the very body that the endpoint would have sent in one piece. So there is one
+# way to read a reply, and records do not depend on streaming.
+
+
+class Assembly(Protocol):
+    """Puts one streamed reply together."""
+
+    has_reason: bool
+    """The parts so far say why the reply ended; only counts of tokens may follow."""
+    is_over: bool
+    """The stream has said that nothing more follows."""
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Take the next part, which may also be a whole reply."""
+        ...
+
+    def finish(self) -> bytes:
+        """The body of the whole reply.
+
+        If the stream was cut, it reads as cut. If a part cannot be understood, it is an error that
+        says so: a reply never has less than its stream.
+        """
+        ...
+
+
+def incomplete(reason: str, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a reply that cannot be put together; `reply` says what it cost."""
+    costs = {key: reply[key] for key in ("id", "model", "usage") if reply.get(key)}
+    return {**costs, "error": {"code": "malformed_stream", "message": reason}}
+
+
+class Growing:
+    """A JSON object whose texts arrive in parts: adding to a text must not copy what is there."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = dict(fields)
+        self._texts: dict[str, list[str]] = {}
+
+    def append(self, key: str, text: str) -> None:
+        """Add to the text under `key`; one that was there from the start is its beginning."""
+        if key not in self._texts:
+            start = self.fields.get(key)
+            self._texts[key] = [start] if isinstance(start, str) else []
+        self._texts[key].append(text)
+
+    def build(self) -> dict[str, Any]:
+        """The object as it is now."""
+        return self.fields | {key: "".join(parts) for key, parts in self._texts.items()}
+
+
+def to_body(reply: Mapping[str, Any]) -> bytes:
+    """The body; where parts held halves of an emoji, escaped to ASCII, which joins them."""
+    try:
+        return orjson.dumps(reply)
+    except TypeError:
+        return json.dumps(reply).encode()
+
+
+class Dialect(NamedTuple):
+    """Requests and replies of one API."""
+
+    path: str
+    """Of a request, below the root of the endpoint."""
+    headers: Callable[[ModelSettings, str], dict[str, str]]
+    """Of every request, with the key in them."""
+    body: Callable[[ModelSettings, Request], dict[str, Any]]
+    """Of one request, to be sent as JSON."""
+    read: Callable[[bytes], Completion]
+    """Reads the body of a reply; raises `ModelError`."""
+    usage: Callable[[Mapping[str, Any]], Usage | None]
+    """The token counts in such a body, even if other parts of it are wrong."""
+    assembly: Callable[[StreamHandler], Assembly]
+    """Puts a streamed reply together, and passes its parts to the handler."""
+
+
+RELAYED = get_args(Api)
+"""All dialects, by their names in `ModelSettings.api`."""
+
+DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
+"""The dialects of our own requests."""
+
+
+@cache
+def dialect_of(api: str) -> Dialect:
+    """The dialect that `ModelSettings.api` names; its module is imported by the first call."""
+    if api not in RELAYED:
+        raise ValueError(f"no such API: {api!r}")
+    dialect = import_module(f"agent.models.dialects.{api}").DIALECT
+    assert isinstance(dialect, Dialect)
+    return dialect
+
+
+def read_asked(
+    settings: ModelSettings, body: bytes, request: Mapping[str, Any] | None = None
+) -> Completion:
+    """The reply to a request of ours; see `read_reply`. `request` is its body, if at hand."""
+    completion = read_reply(settings.api, body)
+    if not settings.token_ids:
+        return completion
+    from agent.models.dialects.token_ids import with_tokens
+
+    return with_tokens(completion, settings, request)
+
+
+def read_reply(api: str, body: bytes) -> Completion:
+    """What the body of a reply says in the dialect `api`.
+
+    Raises `ModelError`, which has what was charged for the reply where the body says that.
+    """
+    dialect = dialect_of(api)
+    try:
+        return dialect.read(body)
+    except ModelError as error:
+        if error.kind == "malformed":
+            error = _explained(error, body)
+        with suppress(ModelError):
+            reply = load_object(body)
+            error.paid = _paid(dialect, reply)
+            error.had_begun = error.kind == "overloaded" or any(map(reply.get, _OUTPUTS))
+        raise error from None
+
+
+def _explained(error: ModelError, body: bytes) -> ModelError:
+    """The error that the body itself reports, else the error with a quote of the body."""
+    try:
+        reply = load_object(body)
+    except ModelError:
+        return error  # it has the quote already
+    if reply.get("error"):
+        return error  # it is that error
+    if (reported := find_error(reply)) is not None:
+        return error_behind_200(reported, "a 200 reply")
+    return ModelError("malformed", f"{error}: {quote(body)}")
+
+
+_OUTPUTS = ("choices", "content", "output", "candidates")
+"""Where the APIs have what a model has written."""
+
+
+def _paid(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
+    """The reply without its text, None if its body has no token counts."""
+    usage = dialect.usage(reply)
+    if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
+        return None
+    return Completion(
+        message=Message(role="assistant", content=""),
+        finish_reason="stop",
+        usage=usage,
+        model=text_or_none(reply.get("model") or reply.get("modelVersion")),
+        response_id=text_or_none(reply.get("id") or reply.get("responseId")),
+        cost_usd=reported_cost(reply),
+        hour_cache_writes=hour_writes_in(reply, usage),
+    )
+
+
+# Why a reply ended, in the same words for every API.
+
+
+class ReplyEnding(NamedTuple):
+    """Why a reply ended."""
+
+    reason: FinishReason
+    unknown: Mapping[str, Any]
+    """The API's own word under its own name, if the table of words lacks it; else empty."""
+
+    @property
+    def word(self) -> str | None:
+        """The unknown word; None if it is known."""
+        return next(iter(self.unknown.values()), None)
+
+
+def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
+    """Read the word with which an API says why `message` ended; `field` is where it stood.
+
+    A word that the table of words lacks counts as a usual end, and is kept. Raises
+    `ModelError("malformed")` if there is no word, which is how a cut reply looks, if the word says
+    that the server broke the reply off, or if the reply has nothing beside an unknown word.
+    """
+    ending = ending_of(word)
+    if ending is not None and ending != "cut":
+        return ReplyEnding(ending, {})
+    has_calls = bool(message.get("tool_calls"))
+    is_empty = not (has_calls or message["content"].strip())
+    if ending == "cut":
+        raise ModelError("malformed", f"the server broke the reply off: its {field} is {word!r}")
+    if not isinstance(word, str) or not word.strip() or is_empty:
+        raise ModelError("malformed", f"the reply's {field} is {word!r}")
+    return ReplyEnding("tool_calls" if has_calls else "stop", {field: word})
+
+
+# The fields of a reply that are not read: kept as they came, whole or in parts.
+#
+# Parts are merged by one rule. Objects are merged field by field. Lists of tokens (`token_ids`,
+# and all in `logprobs`) are joined; of other lists, one that begins with what is there takes its
+# place, and any other is added to it. Texts that are known to come in pieces are joined. Of
+# anything else the last that says something counts.
+
+_TOKENS = frozenset({"logprobs", "token_ids", "completion_token_ids", "output_token_ids"})
+"""Where each part of a stream brings the tokens of that part."""
+
+_PIECES = frozenset({("audio", "data"), ("audio", "transcript"), ("function_call", "arguments")})
+"""Texts that come in pieces, by the object that they belong to."""
+
+
+def unknown_in(fields: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
+    """The fields that are not `known`, except null and empty ones."""
+    if fields.keys() <= known:
+        return {}
+    return {key: value for key, value in fields.items() if key not in known and _is_set(value)}
+
+
+def uncounted_in(usage: Any, known: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """Counts of usage beyond the `known` ones, except zeros.
+
+    `known` has the names of counts, and for one that is an object those of its own.
+    """
+    if not isinstance(usage, dict):
+        return {}
+    uncounted: dict[str, Any] = {}
+    for key, value in usage.items():
+        if isinstance(value, dict):
+            value = uncounted_in(value, dict.fromkeys(known.get(key, ()), ()))
+        elif key in known:
+            continue
+        if value:
+            uncounted[key] = value
+    return uncounted
+
+
+def extra_of(**parts: Any) -> dict[str, Any] | None:
+    """The parts that are not empty, None if all are; see `Completion.extra`."""
+    return {name: part for name, part in parts.items() if part} or None
+
+
+def merge(kept: dict[str, Any], given: Mapping[str, Any], place: str = "") -> None:
+    """Add a part to what came before, by the rule above. `place` is the object that both are."""
+    for key, value in given.items():
+        before = kept.get(key)
+        # All within an object of tokens belongs to them.
+        inside = place if place in _TOKENS else key
+        if isinstance(value, dict):
+            kept[key] = before if isinstance(before, dict) else {}
+            merge(kept[key], value, inside)
+        elif isinstance(value, list):
+            _merge_list(kept, key, value, are_tokens=inside in _TOKENS)
+        elif isinstance(before, str) and isinstance(value, str) and (place, key) in _PIECES:
+            kept[key] = before + value
+        elif _is_set(value) or key not in kept:
+            kept[key] = value
+
+
+def _merge_list(kept: dict[str, Any], key: str, value: list[Any], *, are_tokens: bool) -> None:
+    before = kept.get(key)
+    if not isinstance(before, list) or (not are_tokens and value[: len(before)] == before):
+        if value or not isinstance(before, list):
+            kept[key] = list(value)
+    else:
+        before.extend(value)
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value) or isinstance(value, bool | int | float)

@@ -1,0 +1,159 @@
+"""OpenAI chat completions, as agents speak it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent.messages.message import Message
+from agent.models.dialects.openai_chat import API, flat_text, read_message
+from agent.models.errors import ModelError
+from agent.models.parsing import object_of
+from agent.wires.base import SERVER_ERROR, Wire, sse
+from agent.wires.reading import (
+    CallsInOrder,
+    Layout,
+    Schemas,
+    custom_tool,
+    function_tool,
+    objects_in,
+    placeholder,
+)
+from agent.wires.wire import WireError
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.exact_json import objects_among
+
+_READ_ELSEWHERE = frozenset(
+    {
+        *("model", "messages", "tools", "stream", "stream_options"),
+        # The following identify the caller and control where prompts are cached or stored.
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("store", "user"),
+    }
+)
+_REASONING = ("reasoning_content", "reasoning")
+
+
+class ChatWire(Wire):
+    """See `Wire`."""
+
+    api = API
+    call_path = "/chat/completions"
+    headers = frozenset({"openai-beta"})
+    limits: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+    server_field = "web_search_options"
+    closing = b"data: [DONE]\n\n"
+    ends = ("finish_reason",)
+
+    def __init__(self) -> None:
+        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")
+
+    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """See `Wire.messages_of`."""
+        return None, objects_in(body.get("messages"), "messages")
+
+    def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `Wire.tools_of`."""
+        tools = objects_in(body.get("tools") or [], "tools")
+        return [*tools, {"type": "web_search_options"}] if self.server_field in body else tools
+
+    def whole(self, body: Mapping[str, Any]) -> bytes:
+        """See `Wire.whole`. Clients expect fields of a whole reply that a stream does not have."""
+        return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
+
+    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+        """See `Wire.stream_of`."""
+        head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
+        usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
+        deltas = [delta for choice in choices for delta in _deltas_of(choice)]
+        events = [sse({**head, "choices": [delta]}) for delta in deltas]
+        for choice in choices:
+            ends = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
+            events.append(sse({**head, "choices": [{**ends, "delta": {}}]}))
+        if usage is not None:
+            events.append(sse({**head, "choices": [], "usage": usage}))
+        return [*events, self.closing]
+
+    def last_event(self, data: str) -> bool:
+        """See `Wire.last_event`. Clients can act on the finish reason already."""
+        return self.is_closing(data) or super().last_event(data)
+
+    def is_closing(self, data: str) -> bool:
+        """See `Wire.is_closing`."""
+        return data.strip() == "[DONE]"
+
+    def is_end(self, event: Any) -> bool:
+        """See `Wire.is_end`."""
+        return any(choice.get("finish_reason") for choice in event.get("choices") or [])
+
+    def stream_error(self, status: int, kind: str, message: str) -> bytes:
+        """See `Wire.stream_error`. opencode repeats calls that fail with this code."""
+        code = SERVER_ERROR if status >= 500 else kind
+        return b"data: " + self.error(status, code, message) + b"\n\n"
+
+
+def _deltas_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A choice as parts of a stream, without its end.
+
+    One part, of which clients read the reasoning first. Where the text came first, it is a part of
+    its own: agents keep the order in their summaries.
+    """
+    message = dict(object_of(choice, "message"))
+    if calls := objects_among(message.get("tool_calls")):
+        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+    others = {key: choice[key] for key in choice if key not in ("message", "finish_reason")}
+    order = [key for key in message if key in ("content", *_REASONING) and message[key]]
+    deltas = [message]
+    if order[0:1] == ["content"] and len(order) > 1:
+        deltas = [{"role": "assistant", "content": message.pop("content")}, message]
+    place = {"index": choice.get("index", 0)}
+    first, *rest = ({**place, "delta": delta, "finish_reason": None} for delta in deltas)
+    return [{**others, **first}, *rest]
+
+
+def _read_part(raw: dict[str, Any], calls: CallsInOrder) -> list[Message]:
+    match raw.get("role"):
+        case "system" | "developer":
+            return [_with_parts(Message(role="system", content=""), raw.get("content"))]
+        case "user":
+            return [_with_parts(Message(role="user", content=""), raw.get("content"))]
+        case "assistant":
+            try:
+                return [read_message(raw)]
+            except ModelError as error:
+                raise WireError(str(error)) from error
+        case "tool":
+            id = str(raw.get("tool_call_id") or "")
+            result = Message(
+                role="tool", tool_call_id=id, name=calls.name(id), content="", is_error=False
+            )
+            return [_with_parts(result, raw.get("content"))]
+        case role:
+            raise WireError(f"its role is {role!r}; known: system, user, assistant, tool")
+
+
+def _with_parts(message: Message, content: Any) -> Message:
+    """The message with this content: a text, or parts of which some are not text."""
+    if isinstance(content, list) and (others := [part for part in content if _is_other(part)]):
+        content = [placeholder(part) if _is_other(part) else part for part in content]
+        message["provider_blocks"] = {"api": API, "blocks": others}
+    message["content"] = flat_text(content)
+    return message
+
+
+def _is_other(part: Any) -> bool:
+    return isinstance(part, dict) and not isinstance(part.get("text"), str)
+
+
+def _read_tool(tool: Mapping[str, Any]) -> Schemas:
+    """Functions; also custom tools, whose input is free text."""
+    match tool.get("type"):
+        case "function":
+            function = object_of(tool, "function")
+            name, description = str(function.get("name") or ""), function.get("description")
+            schema = function_tool(name, description, function.get("parameters"))
+            return [{**schema, "function": {**function, **schema["function"]}}]
+        case "custom":
+            return [custom_tool(object_of(tool, "custom"))]
+        case kind:
+            return str(kind)

@@ -1,0 +1,243 @@
+"""A model on loopback that has an agent run two commands, and keeps every request."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from agent.gateway.server import server_of
+from agent.models.dialects import anthropic_messages, gemini, openai_chat, openai_responses
+from agent.wires.base import Wire
+from agent.wires.wire import WireError, WireRequest
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
+
+# Replies of a model in each API that agents speak.
+
+_COMMAND_FIELDS = ("command", "cmd", "commands", "script")
+"""What tools call the command that they run."""
+
+_FILLERS: Mapping[str, Any] = {
+    **{"string": "check", "boolean": False, "integer": 10_000, "number": 10_000},
+    **{"array": [], "object": {}},
+}
+"""Values of further required arguments, by their types. As a number: milliseconds to wait."""
+
+
+class MadeCall(NamedTuple):
+    """A call that a reply makes."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+def new_call(name: str, arguments: dict[str, Any]) -> MadeCall:
+    """A call with an id as no other has, like those of real models."""
+    return MadeCall(f"call_{secrets.token_hex(8)}", name, arguments)
+
+
+def command_call(tools: Sequence[Mapping[str, Any]], command: str) -> MadeCall | None:
+    """The call that runs a command; None if no tool (OpenAI form) takes one."""
+    for tool in tools:
+        function = tool["function"]
+        schema = function.get("parameters") or {}
+        properties = schema.get("properties") or {}
+        field = next((name for name in _COMMAND_FIELDS if name in properties), None)
+        if field is None:
+            continue
+        is_list = properties[field].get("type") == "array"
+        arguments: dict[str, Any] = {field: ["bash", "-c", command] if is_list else command}
+        for name in schema.get("required") or ():
+            if name not in arguments:
+                arguments[name] = _filler(properties.get(name) or {})
+        return new_call(function["name"], arguments)
+    return None
+
+
+def _filler(schema: Mapping[str, Any]) -> Any:
+    if choices := schema.get("enum"):
+        return choices[0]
+    kind = schema.get("type")
+    return _FILLERS.get(kind if isinstance(kind, str) else "string", "check")
+
+
+def reply_body(api: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
+    """The whole body of a reply with a text and calls."""
+    return _BODIES[api](f"check_{secrets.token_hex(8)}", model, text, calls)
+
+
+def _chat(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": _json(given)}}
+            for id, name, given in calls
+        ]
+    finish = "tool_calls" if calls else "stop"
+    return {
+        **{"id": id, "object": "chat.completion", "created": int(time.time()), "model": model},
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20},
+    }
+
+
+def _messages(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        for call in calls
+    ]
+    return {
+        **{"id": id, "type": "message", "role": "assistant", "model": model, "content": blocks},
+        **{"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None},
+        "usage": {"input_tokens": 10, "output_tokens": 10},
+    }
+
+
+def _responses(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
+    said = {"type": "output_text", "text": text, "annotations": []}
+    message = {"type": "message", "id": f"msg_{id}", "status": "completed", "role": "assistant"}
+    output: list[dict[str, Any]] = [{**message, "content": [said]}] if text else []
+    output += [
+        {
+            **{"type": "function_call", "id": f"fc_{call.id}", "status": "completed"},
+            **{"call_id": call.id, "name": call.name, "arguments": _json(call.arguments)},
+        }
+        for call in calls
+    ]
+    return {
+        **{"id": id, "object": "response", "created_at": int(time.time()), "model": model},
+        **{"status": "completed", "error": None, "incomplete_details": None, "output": output},
+        "usage": {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20},
+    }
+
+
+def _gemini(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"text": text}] if text else []
+    parts += [{"functionCall": {"name": call.name, "args": call.arguments}} for call in calls]
+    content = {"role": "model", "parts": parts}
+    return {
+        "candidates": [{"content": content, "finishReason": "STOP", "index": 0}],
+        "usageMetadata": {
+            **{"promptTokenCount": 10, "candidatesTokenCount": 10, "totalTokenCount": 20},
+        },
+        **{"modelVersion": model, "responseId": id},
+    }
+
+
+def _json(value: Any) -> str:
+    return exact_json.dumps(value).decode()
+
+
+_BODIES = {
+    openai_chat.API: _chat,
+    anthropic_messages.API: _messages,
+    openai_responses.API: _responses,
+    gemini.API: _gemini,
+}
+
+
+COMMANDS = ("echo checked > check.txt && cat check.txt", "cat check.txt && echo again")
+"""What the model has the agent run, one command per reply."""
+
+ANSWER = "Both commands have run."
+"""The final answer."""
+
+_CLOSE_S = 2.0
+"""For replies in flight when it closes; 0 would be no limit."""
+
+_TITLE = "Check"
+"""What requests get in which the agent offers no tools, such as those for a title."""
+
+
+class AnsweredCall(NamedTuple):
+    """A model call of the agent, and what was replied."""
+
+    wire: Wire
+    body: dict[str, Any]
+    read: WireRequest
+    text: str
+    calls: tuple[MadeCall, ...]
+
+
+class CheckEndpoint:
+    """Answers by the number of commands whose results a request has."""
+
+    def __init__(self, final_command: str | None) -> None:
+        """`final_command` is run instead of an answer by agents that end by a call."""
+        self.requests: list[AnsweredCall] = []
+        """Those that were answered, in order."""
+        self.has_all_results = asyncio.Event()
+        """A request has the results of all commands. It waits for `may_end`."""
+        self.may_end = asyncio.Event()
+        self._final_command = final_command
+        self._steps: dict[str, int] = {}
+        """By id, after how many commands a reply came."""
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """Listen on a free port of 127.0.0.1; gives the URL."""
+        server = server_of(self._handle)
+        listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            listener.close()
+            await server.shutdown(_CLOSE_S)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.raw_path
+        wire, operation = next(
+            ((wire, what) for wire in WIRES.values() if (what := wire.operation("POST", path))),
+            (None, "other"),
+        )
+        if wire is None or request.method != "POST" or operation == "other":
+            return web.json_response({"data": [], "object": "list"})
+        body = exact_json.loads(await request.read())
+        if operation == "count_tokens":
+            return web.json_response({"input_tokens": 10, "totalTokens": 10})
+        try:
+            read = wire.read(path, body)
+        except WireError as error:
+            return web.Response(status=400, body=wire.error(400, "bad_request", str(error)))
+        return await self._answer(request, wire, body, read)
+
+    async def _answer(
+        self, request: web.BaseRequest, wire: Wire, body: dict[str, Any], read: WireRequest
+    ) -> web.StreamResponse:
+        step = self._steps.get(read.follows, 0) + sum(
+            message["role"] == "tool" for message in read.messages
+        )
+        text, call = self._due(read, step)
+        if read.tools and step >= len(COMMANDS):
+            self.has_all_results.set()
+            await self.may_end.wait()
+        calls = () if call is None else (call,)
+        reply = reply_body(wire.api, read.model, text, calls)
+        self._steps[reply.get("id", "")] = step
+        self.requests.append(AnsweredCall(wire, body, read, text, calls))
+        if not read.is_stream:
+            return web.Response(body=wire.whole(reply), content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(wire.stream_of(reply)))
+        await response.write_eof()
+        return response
+
+    def _due(self, read: WireRequest, step: int) -> tuple[str, MadeCall | None]:
+        """The text and the call of the next reply."""
+        if not read.tools:
+            return _TITLE, None
+        if step < len(COMMANDS):
+            call = command_call(read.tools, COMMANDS[step])
+            return ("" if call else ANSWER), call
+        if self._final_command is not None:
+            return "", command_call(read.tools, self._final_command)
+        return ANSWER, None

@@ -1,0 +1,90 @@
+"""The config of an audit: that of a run, without its model, agent and conversations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from batch_trajectories.config.run_config import RunConfig
+
+# The steps of an audit by the number of the sample: more repetitions only add samples.
+
+Name = Literal["untouched", "reference", "leak", "tamper"]
+
+WAYS = ("conftest", "startup", "path")
+"""How an agent forges a result: a plugin of pytest, code that each Python runs at its start, and
+programs with the names of those that a check calls or that it runs from the workspace."""
+
+
+class AuditStep(NamedTuple):
+    """What one sample of a row does."""
+
+    name: Name
+    repetition: int = 1
+    way: str = ""
+    """Of `tamper`: one of `WAYS`."""
+
+
+_ONCE = (
+    AuditStep("untouched"),
+    AuditStep("reference"),
+    AuditStep("leak"),
+    *(AuditStep("tamper", 1, w) for w in WAYS),
+)
+_REPEATED: tuple[Name, ...] = ("untouched", "reference")
+
+
+def step_of(sample: int) -> AuditStep:
+    """The step of a sample, from 0."""
+    if sample < len(_ONCE):
+        return _ONCE[sample]
+    repetition, which = divmod(sample - len(_ONCE), len(_REPEATED))
+    return AuditStep(_REPEATED[which], repetition + 2)
+
+
+def samples_of(repeats: int) -> int:
+    """Samples per row, if its check runs this often with and without the solution."""
+    return len(_ONCE) + len(_REPEATED) * (repeats - 1)
+
+
+SAME_IN_RUNS = (
+    *("workspace", "workdir", "docker_image", "check_in", "check_network"),
+    *("network", "check_expected", "command_timeout_s"),
+)
+"""Options that decide what a task is, beside its row: a verdict holds for runs with the same."""
+
+TAKEN = (
+    *SAME_IN_RUNS,
+    *("dataset_file", "columns", "rows", "run_name", "output_dir", "max_samples", "shard"),
+    *("on_bad_row", "seed", "sandbox", "images", "container_engine", "pull", "env_from"),
+    *("command_memory_mb", "max_processes", "workspace_mb", "batch_size", "num_workers"),
+    *("concurrency", "executor", "ray_address", "worker_resources", "ray_storage"),
+    *("ray_scratch_dir", "grace_s", "heartbeat_timeout_s", "log_level"),
+)
+"""Options of a run that its audit, and `check`, have too."""
+
+
+def audited(config: RunConfig, *, repeats: int) -> RunConfig:
+    """The config of an audit of the tasks of a run. Options of conversations have no effect."""
+    return without_model(config, num_samples=samples_of(repeats))
+
+
+def without_model(config: RunConfig, **changes: Any) -> RunConfig:
+    """The config of a run that judges tasks or conversations of another, and calls no model.
+
+    Repeating a step is a step of its own: there is one attempt.
+    """
+    taken = {name: getattr(config, name) for name in TAKEN if name in config.model_fields_set}
+    return RunConfig.model_construct(
+        **{
+            name: taken.get(name, field.get_default(call_default_factory=True))
+            for name, field in RunConfig.model_fields.items()
+        }
+        | {
+            "model": "scripted",
+            "audit": True,
+            "row_setup": True,
+            "enabled_toolsets": ("none",),
+            "max_attempts": 1,
+        }
+        | changes
+    )

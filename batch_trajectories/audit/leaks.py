@@ -1,0 +1,284 @@
+"""Look for the solution of a task where an agent could read it, before it has done anything.
+
+Looked through are the prompt, all text files of the workspace or its image, packages and other
+archives, and the objects of git repositories, of the workspace's own without those of HEAD's
+files. What counts is text that only a solved workspace has: of a patch, what its hunks make of a
+file. Compiled files are not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from lzma import LZMAError
+from typing import NamedTuple
+
+from batch_trajectories.audit.reference import Made, Reference
+from batch_trajectories.dataset.row import RowTask
+from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
+from toolsets.builtin.terminal import sandbox_of
+from toolsets.context import ToolContext
+from toolsets.sandbox.image_files import ImageFiles
+from toolsets.workspace.workspace import PathError
+
+_LEAST = 16
+"""Characters, without spaces, of a text that is not there by chance."""
+_MAX_FILE_BYTES = 8 << 20
+_MAX_ARCHIVE_BYTES = 32 << 20
+_MAX_MEMBER_BYTES = 4 << 20
+_MAX_UNPACKED_BYTES = 512 << 20
+"""Of an archive: what it unpacks to has no other limit."""
+_MOST = 20
+"""Files and objects that are named."""
+_MOST_CANDIDATES = 500
+"""Objects that have a line of the solution."""
+_NOT_FILES = ("/proc/", "/sys/", "/dev/")
+_ARCHIVES = (".whl", ".zip", ".egg", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
+_TIMEOUT_S = 1800.0
+_LABELLED = (
+    r"(?:\b(?:answer|solution|result|output|expected|target|label|key|truth|response|reply)s?\b"
+    r"[^\n.]{{0,20}}?(?:\bis\b|\bare\b|\bwith\b|=|:|->|\u2192)|<(?:answer|solution)>|####|\\boxed\{{)"
+    r"[\s\"'`*($]*{}(?!\w|\.\d)"
+)
+"""An answer that is called one, also as datasets mark theirs (`#### 42`, `\\boxed{42}`)."""
+_WORDS = r"(?<!\w){}(?!\w|\.\d)"
+_LEAST_OF_WORDS = 4
+"""Characters of an answer that is not in a prompt by chance; of a number one more."""
+_NEAR_CHARS = 80
+"""How far from a choice its mark is looked for."""
+_OFFERED = re.compile(
+    r"\b(?:one of|which of|either|choose|select|pick|choices?|options?|alternatives?)\b", re.I
+)
+_BEFORE_A_CHOICE = re.compile(
+    r"(?:(?:^|\n)[ \t]*(?:[-*]|\(?\w{1,2}[.):])|\bor(?:\s+(?:an?|the))?|[/|])[\s\"'`*(]*$", re.I
+)
+_AFTER_A_CHOICE = re.compile(r"[\"'`*)]*\s*(?:or\b|[/|])", re.I)
+
+# Prints candidates: objects with a new line of the solution. A header of git is before each object.
+_GIT = r"""export LC_ALL=C GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*'
+lines=$1 store=$2 most=$3
+command -v git >/dev/null && command -v find >/dev/null || exit 0
+mkdir -p "$store" || exit 0
+own=$(git rev-parse --absolute-git-dir 2>/dev/null)
+find / -xdev '(' -path /proc -o -path /sys -o -path /dev ')' -prune -o -name HEAD -type f -print \
+    2>/dev/null | while IFS= read -r head; do
+    repository=${head%/HEAD}
+    [ -d "$repository/objects" ] && [ -d "$repository/refs" ] || continue
+    git --git-dir="$repository" cat-file --batch-all-objects \
+        --batch-check='%(objectname) %(objecttype)' 2>/dev/null |
+        sed -n 's/ blob$//p' >"$store/blobs"
+    if [ "$repository" = "$own" ]; then
+        git ls-tree -r HEAD 2>/dev/null | sed 's/^[0-9]* blob \([0-9a-f]*\).*/\1/' >"$store/known"
+        grep -vxFf "$store/known" "$store/blobs" >"$store/left"
+        mv "$store/left" "$store/blobs"
+    fi
+    git --git-dir="$repository" cat-file --batch <"$store/blobs" 2>/dev/null |
+        grep -aE -e '^[0-9a-f]{40,64} blob [0-9]+$' -e "$lines" |
+        sed -nE -e '/^[0-9a-f]{40,64} blob [0-9]+$/{h;d;}' -e 'g;p' | cut -d' ' -f1 | sort -u |
+        while read -r blob; do
+            git --git-dir="$repository" cat-file blob "$blob" >"$store/$blob"
+            printf '%s %s\n' "$blob" "$repository"
+        done
+done | head -n "$most"
+"""
+
+
+class Sought(NamedTuple):
+    """A text that only a solved workspace or the check has."""
+
+    what: str
+    path: str
+    """The file that has it when the task is solved."""
+    parts: tuple[tuple[str, ...], ...]
+    """Lines that follow one another; all parts are in one file."""
+    literal: str
+    """Its longest new line."""
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text, or one side of it as a diff, has all parts, whatever the space around."""
+        if self.literal not in text:
+            return False
+        lines = text.splitlines()
+        sides = (lines, _side(lines, "+"), _side(lines, "-"))
+        return any(
+            all(_joined(part) in side for part in self.parts)
+            for side in (_joined(_stripped(some)) for some in sides)
+        )
+
+
+async def find_leaks(
+    context: ToolContext, row: RowTask, reference: Reference | None, expected: str | None
+) -> list[dict[str, str]]:
+    """Where the solution, or a file of the check, can be read: `what` in words, and `where`.
+
+    Raises `SetupFailed` where no sandbox starts, or the search takes too long.
+    """
+    prompt = "\n".join(message["content"] for message in row.opening)
+    solution = _of_reference(reference)
+    leaks = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
+    if expected is not None and says(prompt, expected):
+        leaks.append({"what": "the prompt says the expected answer", "where": "prompt"})
+    sought = [*solution, *_of_check(row)]
+    if sought:
+        leaks += await asyncio.to_thread(lambda: [*_in_files(context, sought)])
+    if solution:
+        leaks += await _in_objects(context, solution)
+    return leaks[:_MOST]
+
+
+def _of_reference(reference: Reference | None) -> list[Sought]:
+    texts = {} if reference is None else reference.texts()
+    return [*_seekable("the solution", texts)]
+
+
+def _of_check(row: RowTask) -> list[Sought]:
+    """The files of the check that the row itself does not give to the model."""
+    check = row.check
+    if row.setup is None or check is None:
+        return []
+    shown = set(row.setup.files.values())
+    sought: list[Sought] = []
+    for path, content in check.files.items():
+        if content in shown:
+            continue
+        text = content.decode(errors="replace")
+        is_patch = path.endswith((".patch", ".diff"))
+        texts = Reference(patch=text).texts() if is_patch else {"": Made([text], text.splitlines())}
+        sought += _seekable(f"{path} of the check", texts)
+    return sought
+
+
+def _seekable(what: str, texts: Mapping[str, Made]) -> Iterator[Sought]:
+    """Those texts that are long enough to be recognized."""
+    for path, made in texts.items():
+        parts = [tuple(_stripped(text.splitlines())) for text in made.texts]
+        known = [line for part in parts for line in part]
+        if sum(len(re.sub(r"\s", "", line)) for line in known) >= _LEAST:
+            literal = max(_stripped(made.added) or known, key=len)
+            yield Sought(what, path, tuple(part for part in parts if part), literal)
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "\n" + "".join(f"{line}\n" for line in lines)
+
+
+def _side(lines: Iterable[str], mark: str) -> Iterator[str]:
+    """Of the lines of a diff, those before (`-`) or after it (`+`)."""
+    return (line[1:] for line in lines if line[:1] in (mark, " "))
+
+
+def _stripped(lines: Iterable[str]) -> list[str]:
+    """Lines that are not empty, without the space around them."""
+    return [line for line in map(str.strip, lines) if line]
+
+
+def says(prompt: str, expected: str) -> bool:
+    """Whether a prompt has the expected answer, other than by chance or as one of several choices.
+
+    By chance it may have a short word or a number; those count only where they are called the
+    answer. Case and the amount of space do not matter, as in the comparison.
+    """
+    words = expected.split()
+    if not words:
+        return False
+    answer = r"\s+".join(map(re.escape, words))
+    if re.search(_LABELLED.format(answer), prompt, re.I):
+        return True
+    is_number = re.fullmatch(r"[-+$]?[\d.,\s]+%?", expected.strip()) is not None
+    if len("".join(words)) < _LEAST_OF_WORDS + is_number or _OFFERED.search(prompt):
+        return False
+    return any(
+        not _BEFORE_A_CHOICE.search(prompt[max(0, found.start() - _NEAR_CHARS) : found.start()])
+        and not _AFTER_A_CHOICE.match(prompt[found.end() : found.end() + _NEAR_CHARS])
+        for found in re.finditer(_WORDS.format(answer), prompt, re.I)
+    )
+
+
+def _leak(where: str, sought: Sought) -> dict[str, str]:
+    return {"what": f"{where} has {sought.what}", "where": where}
+
+
+def _in_files(context: ToolContext, sought: Sequence[Sought]) -> Iterator[dict[str, str]]:
+    files = context.workspace
+    top = "/" if isinstance(files, ImageFiles) else "."
+
+    def is_text(path: str) -> bool:
+        return not path.startswith(_NOT_FILES) and "/.git/" not in f"/{path}"
+
+    literals = [one.literal.encode() for one in sought]
+    for path, content in files.contents(top, is_text, *literals, max_bytes=_MAX_FILE_BYTES):
+        text = content.decode(errors="replace")
+        for one in sought:
+            # What the solution makes may be there already; what it brings from outside may not.
+            if (path != one.path or path.startswith("/")) and one.is_in(text):
+                yield _leak(path, one)
+    archives = [
+        entry.path
+        for entry in files.walk(top)
+        if entry.kind == "file"
+        and entry.path.endswith(_ARCHIVES)
+        and is_text(entry.path)
+        and entry.size_bytes <= _MAX_ARCHIVE_BYTES
+    ]
+    for path in archives:
+        try:
+            content = files.read_bytes(path, _MAX_ARCHIVE_BYTES)
+        except PathError:
+            continue  # it may not be read, also not by an agent
+        for name, member in _members(content):
+            for one in sought:
+                if one.is_in(member.decode(errors="replace")):
+                    yield _leak(f"{path}: {name}", one)
+
+
+def _members(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """The files in an archive, of each the first bytes; what cannot be read is left out."""
+    file = io.BytesIO(content)
+    left = _MAX_UNPACKED_BYTES
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                for name in archive.namelist():
+                    with archive.open(name) as member:
+                        found = member.read(_MAX_MEMBER_BYTES)
+                    yield name, found
+                    if (left := left - len(found)) < 0:
+                        return
+            return
+        file.seek(0)
+        with tarfile.open(fileobj=file) as tar:
+            for item in tar:
+                if (left := left - item.size) < 0:  # to skip it is to unpack it
+                    return
+                if item.isreg() and (opened := tar.extractfile(item)) is not None:
+                    yield item.name, opened.read(_MAX_MEMBER_BYTES)
+    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, RuntimeError, ValueError):
+        return  # damaged, or encrypted: nobody can read it
+    except (KeyError, LZMAError, zlib.error):
+        return  # damaged
+
+
+async def _in_objects(context: ToolContext, sought: Sequence[Sought]) -> list[dict[str, str]]:
+    """Objects of git that have the solution, in images; elsewhere no repository is brought."""
+    files = context.workspace
+    if not isinstance(files, ImageFiles):
+        return []
+    store = f"/tmp/.objects-{files.root.name[:16]}"
+    lines = "\n".join(re.sub(r"([\\.\[\]*^$+?(){}|])", r"\\\1", one.literal) for one in sought)
+    argv = ["sh", "-c", _GIT, "sh", lines, store, str(_MOST_CANDIDATES)]
+    result = await sandbox_of(context).exec(argv, timeout_s=_TIMEOUT_S)
+    if result.timed_out:
+        raise SetupFailed(f"the search of git objects timed out after {_TIMEOUT_S:.0f} s")
+    places = []
+    for line in result.stdout.splitlines():
+        blob, _, repository = line.partition(" ")
+        content = await asyncio.to_thread(files.read_bytes, f"{store}/{blob}", _MAX_FILE_BYTES)
+        text = content.decode(errors="replace")
+        places += [_leak(f"object {blob[:12]} of {repository}", x) for x in sought if x.is_in(text)]
+    await run_command(context, ["rm", "-rf", "--", store])
+    return places

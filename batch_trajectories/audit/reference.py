@@ -1,0 +1,116 @@
+"""The reference solution of a row, which only audits read.
+
+Rows files make the column `reference` (their key of that name): an object with any of
+
+    patch    a diff for `git apply`; `reverse`: true applies it backwards
+    commit   what R2E-Gym knows of the commit that solved the task (`parsed_commit_content`)
+    files    {path: content}, as in the column `files`
+    command  run when patch and files are there; `env` are its variables
+
+Other rows have the columns `solution` (files) or `solution_command`. With --check_expected, the
+answer `expected` is the solution.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from batch_trajectories.dataset.row_files import read_files
+from batch_trajectories.dataset.row_image import read_env
+
+COLUMN = "reference"
+_KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
+
+
+class Made(NamedTuple):
+    """What a solution turns a file into."""
+
+    texts: list[str]
+    """Texts that the file then contains; of a patch, each hunk with its context."""
+    added: list[str]
+    """The added lines."""
+
+
+class Reference(NamedTuple):
+    """How a task is solved."""
+
+    patch: str | None = None
+    is_reversed: bool = False
+    files: Mapping[str, bytes] = {}
+    removed: tuple[str, ...] = ()
+    """Files that the solution does not have."""
+    command: str | None = None
+    env: Mapping[str, str] = {}
+
+    def texts(self) -> dict[str, Made]:
+        """What only a solved workspace has, by file."""
+        patch = self.patch or ""
+        made = dict(_made_by(patch, is_reversed=self.is_reversed))
+        texts = {path: content.decode(errors="replace") for path, content in self.files.items()}
+        return made | {path: Made([text], text.splitlines()) for path, text in texts.items()}
+
+
+def read_reference(
+    columns: Mapping[str, Any], *, inside: bool, variables: Collection[str] = ()
+) -> Reference | None:
+    """Read the columns of a row; None where it has no solution. Raises `ValueError`.
+
+    See `runs.dataset.row_setup.read_row_setup` for `inside` and `variables`.
+    """
+    raw = columns.get(COLUMN)
+    name = COLUMN
+    if not isinstance(raw, dict) or not raw.keys() <= _KEYS:
+        # A column of this name in a dataset of another kind may hold anything.
+        solution, command = columns.get("solution"), columns.get("solution_command")
+        raw, name = {}, "solution"
+        if isinstance(solution, dict):
+            raw["files"] = solution
+        if isinstance(command, str):
+            raw["command"] = command
+    patch, command = raw.get("patch"), raw.get("command")
+    files, removed = _of_commit(raw.get("commit"), inside=inside)
+    files |= read_files(raw.get("files"), name, inside=inside)
+    if not isinstance(patch, str | None) or not isinstance(command, str | None):
+        raise ValueError(f"`{name}`: patch and command must be text")
+    if not (patch and patch.strip()) and not files and not removed and not command:
+        return None
+    env = read_env(raw.get("env"), f"{name}.env", variables)
+    return Reference(patch or None, raw.get("reverse") is True, files, removed, command, env)
+
+
+def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """The files of a commit, and those that it removes."""
+    changes = raw.get("file_diffs") if isinstance(raw, dict) else None
+    files: dict[str, str] = {}
+    removed = []
+    for change in changes if isinstance(changes, list) else ():
+        try:
+            path, content = change["header"]["file"]["path"], change["new_file_content"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"`{COLUMN}.commit`: a file lacks {error}") from error
+        if isinstance(content, str) and content:
+            files[path] = content
+        else:
+            removed.append(path)
+    return read_files(files, f"{COLUMN}.commit", inside=inside), tuple(removed)
+
+
+def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, Made]]:
+    """For each file of a patch, the result of the hunks that add lines."""
+    mark = "-" if is_reversed else "+"
+    for of_file in re.split(r"^diff ", patch, flags=re.MULTILINE):
+        header, *hunks = re.split(r"^@@[^\n]*\n", of_file, flags=re.MULTILINE)
+        made = Made([], [])
+        for hunk in hunks:
+            lines = hunk.splitlines()
+            if new := [line[1:] for line in lines if line.startswith(mark)]:
+                texts = [line[1:] for line in lines if line[:1] in (mark, " ", "")]
+                made.texts.append("\n".join(texts))
+                made.added.extend(new)
+        name = re.search(
+            rf"^{'---' if is_reversed else r'[+]{3}'} (?:[ab]/)?([^\t\n]*)", header, re.M
+        )
+        if made.texts:
+            yield name[1] if name else "", made

@@ -1,0 +1,57 @@
+"""Apply the reference solution of a row to its workspace."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from batch_trajectories.audit.reference import Reference
+from batch_trajectories.basics.text import clip
+from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command, write_files
+from toolsets.builtin.terminal import sandbox_of
+from toolsets.context import ToolContext
+
+_SHOWN = 2000
+# `safe.directory`: the files may belong to another user than commands. Outside of a repository
+# `git apply` works on the files alone.
+_APPLY = (
+    "export LC_ALL=C GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*'; "
+    'cd "$(git rev-parse --show-toplevel 2>/dev/null || pwd)" && '
+    'git apply --whitespace=nowarn "$@" -'
+)
+
+
+class NotApplied(Exception):
+    """The reference solution of a row cannot be applied."""
+
+
+async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | None:
+    """Solve a task as its row says; how the command of the solution ended, if it has one.
+
+    Raises `NotApplied` with the reason. The exit code of the command does not count: the check
+    says whether the task is solved.
+    """
+    try:
+        if reference.patch is not None:
+            options = ["--reverse"] if reference.is_reversed else []
+            await apply_patch(context, reference.patch.encode(), *options)
+        await write_files(context, reference.files)
+        if reference.removed:
+            await run_command(context, ["rm", "-rf", "--", *reference.removed])
+        if reference.command is not None:
+            exports = "".join(f"export {k}={shlex.quote(v)}; " for k, v in reference.env.items())
+            result = await run_command(context, reference.command, exports)
+            said = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            if result.timed_out:
+                raise NotApplied(f"it timed out after {result.duration_s:.0f} s: {said}")
+            return {"exit_code": result.exit_code, "said": said}
+    except SetupFailed as error:
+        raise NotApplied(str(error)) from error
+    return None
+
+
+async def apply_patch(context: ToolContext, patch: bytes, *options: str) -> None:
+    """Change the repository that holds a workspace. Raises `NotApplied`."""
+    result = await sandbox_of(context).exec(["sh", "-c", _APPLY, "sh", *options], stdin=patch)
+    if result.exit_code != 0:
+        raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_SHOWN)}")

@@ -1,0 +1,309 @@
+"""One verdict per row of an audit, with its evidence: tasks.jsonl, derived from the records.
+
+A line has `id`, `verdict`, `why` (text), `defects` (all verdicts that apply, the first is the
+verdict), `digest` (see `task_digest`), `image` (its `reference` and `digest`), `times` (seconds of
+the longest set-up and check) and `steps`: what each step found, in the order of `steps.step_of`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import orjson
+
+from batch_trajectories.audit.audited import Name, step_of
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.text import clip, in_a_line
+from batch_trajectories.dataset.column_names import (
+    CHAT_COLUMNS,
+    HISTORY_COLUMNS,
+    INSIDE_COLUMNS,
+    SETUP_COLUMNS,
+)
+from batch_trajectories.dataset.row_image import image_columns
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.records.files import open_temporary, temporary_for
+from batch_trajectories.records.reader import open_index, read_record
+from batch_trajectories.records.record_types import Record
+
+# Whether a check passed although no test ran, by what test runners print at the end.
+#
+# The forms are those of pytest, unittest, `go test`, `cargo test` and jest; a check that prints
+# none of them is not judged.
+
+_SKIPPED = frozenset(("skip", "skipped", "ignored", "xskip"))
+
+_PYTEST = re.compile(
+    r"^=* ?((?:no tests ran|\d+ (?:passed|failed|skipped|deselected|errors?|warnings?|xpassed|"
+    r"xfailed))[^\n]*?) in [\d.:]+s?\b",
+    re.MULTILINE,
+)
+_FALLBACK = re.compile(
+    r"\b(?:pytest|py\.test)\b(?:[^|;&\n]|>&)*\|\|(?!\s*(?:true|:|exit 0)\s*(?:[;)\n]|$))"
+)
+"""A command that runs another program where pytest fails, as it does where it finds no test."""
+
+_UNITTEST = re.compile(r"^Ran (\d+) tests? in [^\n]*\s+OK(?: \(([^)\n]*)\))?", re.MULTILINE)
+_GO = re.compile(r"^(?:ok|\?)\s+\S+\s+(?:\(cached\)|[\d.]+s)?\s*(\[no test[^\]]*\])?", re.MULTILINE)
+_GO_TESTS = re.compile(r"^\s*--- (PASS|FAIL|SKIP):", re.MULTILINE)
+_CARGO = re.compile(r"^test result: ok\. (\d+) passed;", re.MULTILINE)
+_JEST = re.compile(r"^Tests: +([^\n]*\btotal)", re.MULTILINE)
+
+
+def why_hollow(check: dict[str, Any], command: str = "") -> str | None:
+    """Why a check that passed has tested nothing, None if it has or nothing shows it.
+
+    `check` is the result of `run_check`, `command` what it ran: where pytest found no test and
+    another program took its place, that program decided.
+    """
+    statuses = (check.get("tests") or {}).get("statuses")
+    if statuses:
+        skipped = {status for status in statuses if status.lower() in _SKIPPED}
+        return "all its tests were skipped" if skipped == statuses.keys() else None
+    output = f"{check.get('stdout') or ''}\n{check.get('stderr') or ''}"
+    summaries = [*_summaries(output)]
+    if not summaries or not all(is_hollow for _, is_hollow in summaries):
+        return None
+    last = summaries[-1][0]
+    if "skipped" not in last and _FALLBACK.search(command):
+        return None
+    return f"no test ran: {last}"
+
+
+def _summaries(output: str) -> list[tuple[str, bool]]:
+    """What each runner printed last, and whether it says that no test ran."""
+    summaries = []
+    for match in _PYTEST.finditer(output):
+        counts = match[1]
+        summaries.append((counts, not re.search(r"passed|failed|xfailed|error", counts)))
+    for match in _UNITTEST.finditer(output):
+        skipped = re.search(r"skipped=(\d+)", match[2] or "")
+        is_hollow = int(match[1]) == (int(skipped[1]) if skipped else 0)
+        summaries.append((" ".join(match[0].split()), is_hollow))
+    of_go = [match for match in _GO.finditer(output) if match[1] or match[0].startswith("ok")]
+    if of_go:
+        tests = set(_GO_TESTS.findall(output))
+        is_hollow = tests == {"SKIP"} or (not tests and all(match[1] for match in of_go))
+        summaries.append((" ".join(of_go[-1][0].split()), is_hollow))
+    for match in _CARGO.finditer(output):
+        summaries.append((match[0], match[1] == "0"))
+    for match in _JEST.finditer(output):
+        summaries.append((match[0], "passed" not in match[1] and "failed" not in match[1]))
+    return summaries
+
+
+TASKS_FILE = "tasks.jsonl"
+SOUND, NO_REFERENCE = "sound", "no_reference"
+
+WHAT_TO_DO = {
+    SOUND: "use them",
+    "setup_fails": "repair `files`, `setup` or the image: no conversation can begin",
+    "no_check": "add `check`, or `expected` with --check_expected: nothing says what is right",
+    "too_slow": "raise `check.timeout_s` or --command_timeout_s, or make it faster",
+    "flaky": "find what differs between repetitions: time, order, network, random numbers",
+    "all_skipped": "install what the tests need, or name other tests: a pass means nothing",
+    "passes_untouched": "make the check fail before the work: a reward is given for nothing",
+    "reference_fails": "repair the check or the image: perhaps nobody can pass",
+    "leaks_fix": "remove what is named from the image or the prompt: the solution can be read",
+    "forgeable": "judge in a fresh copy (check.in: fresh), or bring tests and programs with it; "
+    "what it runs from the workspace is the model's to write",
+    NO_REFERENCE: "add `solution`, `solution_command` or `reference` to prove that it can pass",
+}
+"""Verdicts, the most serious first, with what the user can do."""
+
+_NEAR = 0.8
+"""A check that takes this share of its time limit is too slow on a busy machine."""
+_SHOWN = 1500
+_LEAKS_SHOWN = 3
+_STEPS = get_args(Name)
+
+
+class TaskVerdict(NamedTuple):
+    """What an audit says of one row."""
+
+    verdict: str
+    why: str
+
+
+def task_digest(columns: Mapping[str, Any]) -> str:
+    """16 hex digits over what makes a task: prompt, set-up, image and check."""
+    names = ["prompt", *CHAT_COLUMNS, "expected", "target", *SETUP_COLUMNS, *HISTORY_COLUMNS]
+    names += [*INSIDE_COLUMNS, *image_columns(columns)]
+    present = {name: columns[name] for name in sorted({*names}) if columns.get(name) is not None}
+    content = exact_json.dumps(present, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def write_verdicts(run_dir: Path, scan: Scan) -> Counter[str]:
+    """Write tasks.jsonl; rows by verdict. Raises what `open_index` raises."""
+    counts: Counter[str] = Counter()
+    path = run_dir / TASKS_FILE
+    temporary = temporary_for(path)
+    with open_temporary(temporary, path) as file:
+        for line in verdict_lines(run_dir, scan):
+            counts[line["verdict"]] += 1
+            file.write(exact_json.dumps(line) + b"\n")
+    temporary.replace(path)
+    return counts
+
+
+def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
+    """The lines of tasks.jsonl from the records, in the order of the dataset.
+
+    A row whose steps have not all ended has no line. Raises what `open_index` raises.
+    """
+    with open_index(run_dir) as (index, records):
+        for row in range(scan.rows):
+            parts = []
+            for sample in range(scan.num_samples):
+                key = scan.key(row * scan.num_samples + sample)
+                if (entry := index.get(key)) is None:
+                    break
+                record = read_record(records, entry.offset, entry.length, key)
+                parts.append(_part_of(record))
+            else:
+                yield _line_of(record.prompt_id, parts)
+
+
+def speaks_against(part: Mapping[str, Any]) -> bool:
+    """Whether a step ended differently from that of a sound row."""
+    if part.get("error") is not None:
+        return True
+    if "not_tried" in part:
+        return False
+    match part["step"]:
+        case "leak":
+            return bool(part.get("found"))
+        case "reference":
+            return bool(part["has_reference"]) and _outcome(part) != "passed"
+    return _outcome(part) != "failed"
+
+
+def _part_of(record: Record) -> dict[str, Any]:
+    """The fields of a step's record that a verdict needs."""
+    step = step_of(record.sample)
+    part: dict[str, Any] = {"step": step.name}
+    part |= {"way": step.way} if step.way else {"repetition": step.repetition}
+    part |= record.audit or {}
+    if step == step_of(0):
+        part |= {"digest": task_digest(record.row), "image": record.image}
+    if record.error is not None:
+        message = clip(record.error.message or "", max_chars=_SHOWN)
+        part["error"] = {"class": record.error.error_class, "message": message}
+    if record.check is not None:
+        part["check"] = record.as_dict()["check"]
+        command = part.get("command") or ""
+        is_pass = part["check"].get("passed")
+        part["hollow"] = why_hollow(part["check"], command) if is_pass else None
+    return part
+
+
+def _line_of(id_: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    defects = [*_defects_of(parts)]
+    defects.sort(key=lambda defect: [*WHAT_TO_DO].index(defect.verdict))
+    first = defects[0] if defects else TaskVerdict(SOUND, "")
+    times = {
+        "setup_s": max((part.get("setup_s", 0.0) for part in parts), default=0.0),
+        "check_s": max((_check(part).get("duration_s", 0.0) for part in parts), default=0.0),
+    }
+    return {
+        "id": id_,
+        **first._asdict(),
+        "defects": list(dict.fromkeys(defect.verdict for defect in defects)),
+        "digest": parts[0].pop("digest"),
+        "image": parts[0].pop("image"),
+        "times": times,
+        "steps": list(parts),
+    }
+
+
+def _check(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a step's check; empty if the check did not run."""
+    return part.get("check") or {}
+
+
+def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
+    """Everything that is wrong with a row."""
+    for part in parts:
+        if (error := part.get("error")) is not None:
+            too_slow = error["class"] == "setup_failed" and " timed out" in error["message"]
+            yield TaskVerdict("too_slow" if too_slow else "setup_fails", _last(error["message"]))
+            return
+    by_step = {name: [part for part in parts if part["step"] == name] for name in _STEPS}
+    untouched, solved = by_step["untouched"], by_step["reference"]
+    if not untouched[0]["is_judged"]:
+        yield TaskVerdict("no_check", "no check, and no expected answer that is compared")
+        return
+    has_reference = solved[0]["has_reference"]
+    for part in parts:
+        message = _check(part).get("error") or ""
+        if "it timed out" in message:
+            yield TaskVerdict("too_slow", f"{_named(part)}: {message}")
+        elif (limit := part.get("limit_s")) and _check(part).get("duration_s", 0) > _NEAR * limit:
+            took = _check(part)["duration_s"]
+            yield TaskVerdict("too_slow", f"{_named(part)}: {took:.1f} s of {limit:g} s")
+    groups = [untouched, *([solved] if has_reference else [])]
+    for group in groups:
+        outcomes = [_outcome(part) for part in group]
+        if len(set(outcomes)) > 1:
+            yield TaskVerdict("flaky", f"{group[0]['step']}: {', '.join(outcomes)}")
+    passed = [part for group in groups for part in group if _outcome(part) == "passed"]
+    if passed and all(part.get("hollow") for part in passed):
+        yield TaskVerdict("all_skipped", f"{_named(passed[0])}: {passed[0]['hollow']}")
+    if _outcome(untouched[0]) == "passed":
+        yield TaskVerdict("passes_untouched", f"passed without any work: {_ended(untouched[0])}")
+    if has_reference and _outcome(solved[0]) != "passed":
+        yield TaskVerdict("reference_fails", _ended(solved[0]))
+    leaks = [leak for part in by_step["leak"] for leak in part.get("found", ())]
+    if leaks:
+        yield TaskVerdict("leaks_fix", "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]))
+    # Where the untouched workspace passes, no forged file is needed.
+    forged = [part for part in by_step["tamper"] if _outcome(part) == "passed"]
+    if forged and _outcome(untouched[0]) != "passed":
+        ways = ", ".join(part["way"] for part in forged)
+        yield TaskVerdict("forgeable", f"passed by forged files: {ways}")
+    if not has_reference:
+        yield TaskVerdict(NO_REFERENCE, "nothing says how it is solved")
+
+
+def _outcome(part: Mapping[str, Any]) -> str:
+    """How a step was judged: `passed`, `failed`, or the kind of its failure to be judged."""
+    if part.get("answer_passes") is not None and not _check(part):
+        return "passed" if part["answer_passes"] else "failed"
+    has_passed = _check(part).get("passed")
+    return "no result" if has_passed is None else "passed" if has_passed else "failed"
+
+
+def _named(part: Mapping[str, Any]) -> str:
+    return str(part["step"]) + (f" {part['way']}" if "way" in part else "")
+
+
+def _ended(part: Mapping[str, Any]) -> str:
+    """How the check of a step ended, in a line."""
+    if (why := part.get("not_applied")) is not None:
+        return f"the solution cannot be applied: {_last(why)}"
+    check = _check(part)
+    return how_it_ended(check) if check else "by the answer alone"
+
+
+def how_it_ended(check: Mapping[str, Any]) -> str:
+    """How a check ended, in a line; `check` is the result of `run_check`."""
+    if check.get("error"):
+        return in_a_line(check["error"])
+    tests = check.get("tests") or {}
+    if wrong := tests.get("first_wrong"):
+        shown = ", ".join(f"{name} {status}" for name, status in list(wrong.items())[:3])
+        return f"{tests['wrong']} of {tests['expected']} tests: {shown}"
+    said = _last(check.get("stderr") or "") or _last(check.get("stdout") or "")
+    return f"exit code {check.get('exit_code')}" + (f": {said}" if said else "")
+
+
+def _last(text: str) -> str:
+    """The last line that is not empty."""
+    lines = text.strip().splitlines()
+    return clip(lines[-1].strip(), max_chars=300) if lines else ""

@@ -1,0 +1,257 @@
+"""Process a batch job: create the batch, wait for it, fetch its results.
+
+A creation that was interrupted, by a crash or by the network, may have succeeded. Then the job
+first searches the provider's batches for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+from agent.models.batches.base import Batches, LostBatch, Undecided
+from agent.models.batches.calls import read_reply
+from agent.models.errors import ModelError
+from agent.models.model import ModelSettings
+from agent.models.prices import price, priced
+from batch_trajectories.batch_api.batch_log import BatchJob, BatchLog
+
+log = logging.getLogger(__name__)
+
+_POLL_S = (0.2, 60.0)
+_POLL_PART = 0.1
+"""The time between polls is this share of the batch's age, within these limits."""
+
+_SETTLE_S = 5.0
+_SETTLE_BYTES_PER_S = 10**6
+"""How long an interrupted creation may take to appear: longer for large batches."""
+
+_KEPT_S = 29 * 86400
+"""How long providers keep results."""
+
+_LOOK_S = 0.5
+"""How often a delayed job checks whether it may be sent."""
+
+_PAUSE_S = (1.0, 60.0)
+_NO_ROOM_S = (30.0, 600.0)
+
+T = TypeVar("T")
+
+
+class BatchDelivery:
+    """Processes the jobs of one model."""
+
+    def __init__(
+        self,
+        batch_log: BatchLog,
+        settings: ModelSettings,
+        api: Batches,
+        *,
+        known: Iterable[str],
+        patience_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`known` are the batches of existing jobs. An endpoint that fails for longer than
+        `patience_s` stops the run."""
+        self.api = api
+        self.not_before = 0.0
+        """No job is sent before this time (monotonic clock)."""
+        self.max_calls = api.max_items
+        """Maximum calls per job."""
+        self._log = batch_log
+        self._settings = settings
+        self._known = set(known)
+        self._under_way: set[BatchJob] = set()
+        self._patience_s = patience_s
+        self._say = say
+        self._no_room_s = _NO_ROOM_S[0]
+
+    async def process(self, job: BatchJob) -> None:
+        """Process a job until it is collected, failed or void.
+
+        Raises `ModelError` and `StorageError`; the job then keeps its last state on disk.
+        """
+        if job.state == "gathered":
+            while (wait_s := self.not_before - time.monotonic()) > 0:
+                await asyncio.sleep(min(wait_s, _LOOK_S))
+            await self._create(job)
+        elif job.state == "sending":
+            await self._look_for(job)
+        if job.state == "created":
+            self._under_way.add(job)
+            try:
+                await self._wait_for(job)
+            finally:
+                self._under_way.discard(job)
+        if job.state == "created":
+            await self._collect(job)
+
+    async def _create(self, job: BatchJob) -> None:
+        items = self._log.items_file(job)
+        upload = await self._retrying(lambda: self.api.upload(items))
+
+        async def create() -> str | None:
+            self._log.note(job, "sending", upload=upload, bytes=job.size)
+            try:
+                return await self.api.create(job.name, items, upload)
+            except ModelError as error:
+                if not (error.may_have_cost or error.kind == "overloaded"):
+                    self._log.note(job, "void")
+                    raise
+                log.warning("creating a batch: %s; searching for it", error)
+            return None
+
+        batch = await self._retrying(create)
+        if batch is None:
+            await self._look_for(job)
+        else:
+            self._note_created(job, batch)
+            log.info("batch %s: %d calls to %s", batch, len(job.ids), job.model)
+        items.unlink(missing_ok=True)
+
+    async def _look_for(self, job: BatchJob) -> None:
+        """Search for a batch that may have been created although its id did not arrive."""
+        lost = LostBatch(job.name, job.upload, frozenset(map(job.sent_id, job.ids)), job.sent_at)
+        began = time.monotonic()
+        settle_s = _SETTLE_S + job.size / _SETTLE_BYTES_PER_S
+        # If the clock was set back, `sent_at` is in the future.
+        settles_at = began + min(settle_s, settle_s - (time.time() - job.sent_at))
+        while True:
+            if is_last := time.monotonic() >= settles_at:
+                await self._retrying(lambda: self.api.withdraw(job.upload))
+            try:
+                batch = await self._retrying(lambda: self.api.find(lost, self._known))
+            except Undecided:
+                await self._wait_part_of(time.monotonic() - began)
+                continue
+            if batch is not None:
+                self._note_created(job, batch)
+                log.info("batch %s: found again, %d calls", batch, len(job.ids))
+                return
+            if is_last:
+                self._log.note(job, "void")
+                return
+            await asyncio.sleep(min(1.0, max(0.0, settles_at - time.monotonic())))
+
+    async def _wait_for(self, job: BatchJob) -> None:
+        """Wait until a batch is over. It has failed if none of its calls was made."""
+        while True:
+            try:
+                state = await self._retrying(lambda: self.api.state(job.batch))
+            except ModelError as error:
+                if error.kind != "not_found":
+                    raise
+                if time.time() - job.created_at < _KEPT_S:
+                    message = (
+                        f"{error}; the endpoint does not know batch {job.batch}. Use the key and "
+                        "base URL that created it. To give it up and make its calls again, remove "
+                        "batches.jsonl from the run directory"
+                    )
+                    error.args = (message,)
+                    raise
+                self._log.note(job, "failed", why="the provider no longer has it")
+                return
+            if state.is_for_want_of_room:
+                self._no_room(job, state.failure)
+                self._log.note(job, "void")
+                return
+            if state.failure:
+                self._say(f"batch {job.batch} failed, its calls are made live: {state.failure}")
+                self._log.note(job, "failed", why=state.failure)
+                return
+            if state.is_over:
+                return
+            await self._wait_part_of(time.time() - job.sent_at)
+
+    async def _collect(self, job: BatchJob) -> None:
+        """Fetch the results, and note their cost."""
+        replies, cost_usd, saved_usd, unpriced = await self._retrying(lambda: self._fetch(job))
+        self._log.note(
+            job,
+            "collected",
+            batch=job.batch,
+            replies=replies,
+            failed=len(job.ids) - replies,
+            cost_usd=cost_usd,
+            saved_usd=saved_usd,
+            unpriced=unpriced,
+            seconds=max(0.0, time.time() - job.sent_at),
+        )
+        self._no_room_s = _NO_ROOM_S[0]
+        log.info("batch %s: %d of %d replies", job.batch, replies, len(job.ids))
+
+    async def _fetch(self, job: BatchJob) -> tuple[int, float, float, int]:
+        ids = frozenset(job.ids)
+        replies = unpriced = 0
+        cost_usd = saved_usd = 0.0
+        results = self._log.begin_results(job)
+        try:
+            async for result in self.api.results(job.batch):
+                id = job.own_id(result.id)
+                if id is None or id not in ids or not results.add(replace(result, id=id)):
+                    continue
+                if result.reply is None:
+                    continue
+                replies += 1
+                cost, full = _costs(result.reply, self._settings)
+                if cost is None or full is None:
+                    unpriced += 1
+                else:
+                    cost_usd += cost
+                    saved_usd += full - cost
+            results.keep()
+        finally:
+            results.close()
+        return replies, cost_usd, saved_usd, unpriced
+
+    def _note_created(self, job: BatchJob, batch: str) -> None:
+        self._log.note(job, "created", batch=batch)
+        self._known.add(batch)
+
+    # Waiting.
+
+    async def _retrying(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a request; retry temporary failures."""
+        failing_since = time.monotonic()
+        pause_s = _PAUSE_S[0]
+        while True:
+            try:
+                return await call()
+            except ModelError as error:
+                failed_s = time.monotonic() - failing_since
+                is_enough = failed_s >= self._patience_s and error.kind != "rate_limited"
+                if error.action != "retry" or is_enough:
+                    raise
+                wait_s = min(_PAUSE_S[1], max(pause_s, error.retry_after_s or 0.0))
+                log.info("batches: %s: %s; again in %.0f s", error.kind, error, wait_s)
+                await asyncio.sleep(wait_s)
+                pause_s = min(_PAUSE_S[1], 2 * pause_s)
+
+    async def _wait_part_of(self, age_s: float) -> None:
+        await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_PART * age_s)))
+
+    def _no_room(self, job: BatchJob, why: str) -> None:
+        """Delay all jobs for a while; if this was the only one, it was too large."""
+        if self._under_way == {job}:
+            self.max_calls = max(1, min(self.max_calls, len(job.ids) // 2))
+        if time.monotonic() < self.not_before:
+            return
+        self._say(
+            f"no room for a batch of {len(job.ids):,} calls now; the next, of at most "
+            f"{self.max_calls:,}, in {self._no_room_s:.0f} s: {why}"
+        )
+        self.not_before = time.monotonic() + self._no_room_s
+        self._no_room_s = min(_NO_ROOM_S[1], 2 * self._no_room_s)
+
+
+def _costs(reply: bytes, settings: ModelSettings) -> tuple[float | None, float | None]:
+    """The cost of a reply, and its cost if it had been made live."""
+    try:
+        completion = read_reply(reply, settings)
+    except ModelError:
+        return None, None
+    return priced(completion, settings, by_batch=True).cost_usd, price(completion, settings)

@@ -1,0 +1,180 @@
+"""A model whose calls go to the parent, which gathers them into batches.
+
+The id of a call is the same after a crash: it is made from the task, the question, and how often
+the task has asked it. The journal has it beside the reply. So a call whose reply was not journaled
+is requested again with the same id, and gets the result of its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import orjson
+
+from agent.messages.message import Event
+from agent.models.batches.calls import body_of, read_reply
+from agent.models.client.retrying import RetryingModel
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.prices import priced
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.messages import item_id, name_of
+from batch_trajectories.engine.worker.budget_share import WorkerBudget
+from batch_trajectories.engine.worker.call_limiter import CallLimiter
+
+
+class BatchAnswer(NamedTuple):
+    """The parent's answer to a call."""
+
+    how: str
+    """"reply"; "live": call the endpoint directly; "again": request the call again."""
+    reply: bytes
+
+
+class BatchApiClient:
+    """Requests the calls of a worker from the parent and waits for the answers."""
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        """`send(type, payload, **fields)` sends to the parent."""
+        self._send = send
+        self._waiting: dict[str, asyncio.Future[BatchAnswer]] = {}
+        self._is_stopping = False
+
+    async def ask(
+        self, id: str, settings: ModelSettings, body: bytes, reserve: Cost | None = None
+    ) -> BatchAnswer:
+        """Have a call made in a batch, with `reserve` set aside for it; raises `Stopped`."""
+        if self._is_stopping:
+            raise Stopped
+        answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = answer
+        amount = None if reserve is None else reserve.to_json()
+        self._send("ask", body, id=id, model=name_of(settings), most=amount)
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(id, None)
+
+    def on_answer(self, id: str, how: str, reply: bytes) -> None:
+        """The parent has answered."""
+        answer = self._waiting.get(id)
+        if answer is not None and not answer.done():
+            answer.set_result(BatchAnswer(how, reply))
+
+    def stop(self) -> None:
+        """Stop all calls that wait or come; the next start finds their batches again."""
+        self._is_stopping = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(Stopped())
+
+
+class BatchApiModel:
+    """A model of one conversation, called in batches, or live if the parent says so."""
+
+    def __init__(
+        self,
+        live: RetryingModel,
+        *,
+        client: BatchApiClient,
+        limiter: CallLimiter,
+        budget: WorkerBudget,
+        task: bytes,
+        used: set[str],
+        held: dict[str, Cost],
+    ) -> None:
+        """`limiter` limits live calls, and is notified when the endpoint answers.
+
+        `used` are the ids of the task's calls with replies, `held` the amounts that earlier starts
+        have reserved for others; this class updates both.
+        """
+        self._live = live
+        self._settings = live.asked
+        self._client = client
+        self._limiter = limiter
+        self._budget = budget
+        self._task = task
+        self._used = used
+        self._held = held
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. Raises `Stopped`."""
+        # Not the request body: options of the transport may change between starts.
+        question = exact_json.dumps(
+            [name_of(self._settings), request.messages, request.tools, request.tool_choice],
+            option=orjson.OPT_SORT_KEYS,
+        )
+        time = 0
+        while (id := item_id(self._task, question, time)) in self._used:
+            time += 1
+        self._used.add(id)
+        try:
+            with request.deadline.waiting() if request.deadline is not None else nullcontext():
+                completion = await self._by_batch(id, request)
+            if completion is None:
+                completion = await self._live.complete(request)
+        except BaseException:
+            self._used.discard(id)
+            raise
+        return replace(completion, batch_item=id)
+
+    async def _by_batch(self, id: str, request: Request) -> Completion | None:
+        """The reply from a batch, with its price; None if there is none."""
+        reserve, estimate = Cost(), None
+        if self._budget.is_kept:
+            estimate = self._live.reserves.estimate(request, by_batch=True)
+            reserve = self._budget.worst_case_of(self._live.reserves.worst_case(estimate))
+            held = self._held.pop(id, None)
+            if held is not None and held.covers(reserve):
+                self._budget.take_over(reserve)
+            else:
+                await self._budget.reserve(reserve)
+        may_cost, completion = True, None  # after a stop, the call may still be in a batch
+        try:
+            answer = await self._ask(id, request, reserve if self._budget.is_kept else None)
+            may_cost = answer.how == "reply"
+            completion = self._read(answer.reply, request) if may_cost else None
+            if estimate is not None and completion is not None:
+                self._live.reserves.learn(estimate, completion)
+        finally:
+            if self._budget.is_kept:
+                if may_cost:
+                    self._budget.settle(reserve, completion)
+                else:
+                    self._budget.release(reserve)
+        return completion
+
+    async def _ask(self, id: str, request: Request, reserve: Cost | None) -> BatchAnswer:
+        while True:
+            body = body_of(request, self._live.settings)
+            answer = await self._client.ask(id, self._settings, body, reserve)
+            if answer.how != "again":
+                return answer
+
+    def _read(self, reply: bytes, request: Request) -> Completion | None:
+        """The completion; None if the reply is unusable, and the call is then made live."""
+        try:
+            completion = read_reply(reply, self._settings)
+        except ModelError as error:
+            if error.paid is not None and request.on_unreadable is not None:
+                request.on_unreadable(priced(error.paid, self._settings, by_batch=True))
+            return None
+        self._limiter.has_answered = True
+        return priced(completion, self._settings, by_batch=True)
+
+
+def items_in(events: Iterable[Event]) -> set[str]:
+    """The ids of batch calls whose replies are in the journal."""
+    ids = set()
+    for event in events:
+        while event["kind"] == "sub":
+            event = event["event"]
+        if event["kind"] == "reply" and "batch_item" in event:
+            ids.add(event["batch_item"])
+    return ids

@@ -1,0 +1,94 @@
+"""Agents that run as commands: presets, and the options of a run that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from agent.gateway.command_agent import CommandAgent
+from agent.models.model import ModelSettings
+from agent.options import LIMITS, AgentOptions, parse_json
+from batch_trajectories.basics.presets import preset_or_path
+from batch_trajectories.basics.validation import path_beside
+from batch_trajectories.config.endpoints import is_secret
+
+DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
+"""Of options whose usual defaults are for conversations of this program."""
+
+_NOT_OF_AGENTS = (
+    *("system_prompt", "temperature", "top_p", "extra_body", "reasoning_effort"),
+    *("stream_replies", "script_file", "enabled_toolsets", "disabled_toolsets", "tools", "mcp"),
+    *("distribution", "forks", "web_allow", "docker_image", "batch_api"),
+)
+"""Options of a run that mean nothing, because the agent writes its own requests and has its own
+tools."""
+
+
+def agent_of(value: Any) -> CommandAgent:
+    """The agent that a preset's name, a YAML file, JSON or a mapping describes.
+
+    Raises `ValueError`, also `ValidationError`.
+    """
+    return CommandAgent.model_validate(_read(value))
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        return parse_json(value)
+    path, _ = preset_or_path(value, "agents")
+    # Only where an agent is named: --help does without YAML.
+    from batch_trajectories.basics.yaml_file import read_yaml
+
+    loaded = read_yaml(path, "agent")
+    if isinstance(loaded, dict) and loaded.keys() == {"agent"}:
+        loaded = loaded["agent"]  # as in a config file
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: must have `key: value` lines, such as command and speaks")
+    return {"name": path.stem, **with_programs(loaded, path.parent)}
+
+
+def with_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """An agent that a file in `directory` holds: its `programs` are looked for there first."""
+    programs = loaded.get("programs")
+    if not isinstance(programs, list):
+        return dict(loaded)
+    placed = [path_beside(p, directory) if isinstance(p, str) else p for p in programs]
+    return {**loaded, "programs": placed}
+
+
+def check_options(agent: CommandAgent, given: Collection[str]) -> None:
+    """Raise `ValueError` if an option of `given`, not at its default, means nothing to `agent`."""
+    allowed = {*LIMITS, *(["simulated_user"] if agent.continues else ())}
+    if "simulated_user" in given and not agent.continues:
+        raise ValueError(f"simulated_user: {agent.why_one_message}")
+    own = [name for name in AgentOptions.model_fields if name not in allowed]
+    for name in (*own, *_NOT_OF_AGENTS):
+        if name in given:
+            raise ValueError(
+                f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "
+                f"and has its own tools; leave {name} out, or set it in the agent's own "
+                "configuration (`command`, `env`, `files`)"
+            )
+    for name, text in agent.env.items():
+        if is_secret(text or ""):
+            raise ValueError(
+                f"agent.env.{name}: seems to hold a secret, which would be in the sandbox and in "
+                "files; models are called with the run's own key (--key_env), outside of it"
+            )
+
+
+def model_asked(
+    agent: CommandAgent,
+    settings: ModelSettings,
+    aliases: Mapping[str, ModelSettings],
+    requested: str,
+) -> ModelSettings | None:
+    """The model for a name that an agent asks for; None if it is not one of the run's."""
+    if requested in (settings.name, settings.reference):
+        return settings
+    names = [name for name in agent.aliases if fnmatchcase(requested, name)]
+    return aliases[max(names, key=len)] if names else None

@@ -1,0 +1,315 @@
+"""An entry of `endpoints`: where it is, its credentials, and options for its models.
+
+Imported only where a config has endpoints, so that `--help` need not wait for it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from agent.models.connection import (
+    DIRECT,
+    HEALTH_PATH,
+    KEY_REFRESH_S,
+    Connection,
+    Replication,
+    proxy_for,
+)
+from agent.models.model import ModelSettings, endpoint_id
+from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
+from agent.models.resolve import Endpoint, habits_of, root_of
+from agent.options import Float, PositiveFloat, PositiveInt
+from batch_trajectories.basics.validation import HOLDS_SECRET, did_you_mean
+from batch_trajectories.config.endpoints import (
+    BaseUrl,
+    Effort,
+    ExtraBody,
+    PriceConfig,
+    is_secret,
+    names_secret,
+    to_prices,
+)
+
+NO_ID = "none"
+"""The value of `session_header` with which no request names its conversation."""
+
+_OF_REPLICAS = ("health_path", "replica_max_in_flight", "replica_rpm")
+"""Options of an endpoint of several replicas."""
+
+_OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
+"""Options of an endpoint that override those of the run and affect the data."""
+
+
+def _check_proxy(value: str) -> str:
+    if value == DIRECT:
+        return value
+    if urlsplit(value).username is not None:
+        raise PydanticCustomError(
+            HOLDS_SECRET,
+            "must hold no password, which would be written into files; give such a proxy as "
+            "HTTPS_PROXY in the environment",
+        )
+    proxy_for("http://localhost", value)  # raises where that is no HTTP proxy
+    return value
+
+
+def _no_secret(where: str, advice: str) -> AfterValidator:
+    """Refuses names and values that look like credentials."""
+
+    def check(values: dict[str, Any]) -> dict[str, Any]:
+        for name, value in values.items():
+            if names_secret(name) or is_secret(str(value)):
+                msg = f"{where} {name!r} seems to hold a secret, and a config is written into files"
+                raise PydanticCustomError(
+                    HOLDS_SECRET,
+                    "{msg}: {advice}",
+                    {"msg": msg, "advice": advice.replace("NAME", name)},
+                )
+        return values
+
+    return AfterValidator(check)
+
+
+_OF_THE_BODY = {"connection", "content-encoding", "content-length", "transfer-encoding"}
+"""Headers that would make a request unreadable if they did not fit it."""
+
+
+_OF_CREDENTIALS = {"authorization", "api-key", "x-api-key", "host", "content-type", "accept"}
+
+
+def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
+    if bad := [name for name in headers if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)]:
+        raise ValueError(f"{bad[0]!r} cannot be the name of a header")
+    if bad := [name for name in headers if name.lower() in _OF_THE_BODY]:
+        raise ValueError(f"{bad[0]!r} describes the body of a request; this program sets it")
+    if bad := [
+        value for value in headers.values() if not (value.isascii() and value.isprintable())
+    ]:
+        raise ValueError(f"{bad[0]!r} cannot be the value of a header")
+    return headers
+
+
+def _check_session_header(name: str) -> str:
+    _check_header_names({name: ""})
+    if name.lower() in _OF_CREDENTIALS:
+        raise ValueError(f"{name!r} is the header of a key; choose one that a router reads")
+    return name
+
+
+def _none_for_false(value: Any) -> Any:
+    return NO_ID if value is False else value  # YAML reads `off` and `no` as false
+
+
+def _split_command(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _check_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    if any(map(is_secret, command)):
+        raise PydanticCustomError(
+            HOLDS_SECRET,
+            "seems to hold a secret, and a config is written into files; read it from a variable",
+        )
+    return command
+
+
+def _check_client(value: str) -> str:
+    if value not in CLIENTS and not re.fullmatch(r".+:\w+", value):
+        hint = did_you_mean(value, CLIENTS)
+        raise ValueError(
+            f"must be {', '.join(CLIENTS)} or MODULE:FUNCTION{f'; {hint}' if hint else ''}"
+        )
+    return value
+
+
+_Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_BY_VARIABLE = "name the variable that holds it, as headers_env: {NAME: VARIABLE}"
+Headers = Annotated[
+    dict[str, str], AfterValidator(_check_header_names), _no_secret("header", _BY_VARIABLE)
+]
+HeadersEnv = Annotated[dict[str, _Variable], AfterValidator(_check_header_names)]
+Query = Annotated[
+    dict[str, str],
+    _no_secret("parameter", "send it as a header, whose variable headers_env names"),
+]
+Command = Annotated[
+    tuple[str, ...], BeforeValidator(_split_command), AfterValidator(_check_command)
+]
+SessionHeader = Annotated[
+    str, BeforeValidator(_none_for_false), AfterValidator(_check_session_header)
+]
+ClientOptions = Annotated[
+    dict[str, str | int | float | bool],
+    _no_secret("argument", "set the variable that the client reads, or key_env"),
+]
+
+
+class EndpointConfig(BaseModel):
+    """One entry of `endpoints`. Options that it leaves out are those of the run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    base_url: BaseUrl | None = None
+    """None only with `client`, which knows it, and with `base_urls`."""
+    base_urls: tuple[BaseUrl, ...] = ()
+    """Instead of `base_url`: those of several replicas with the same models, without a router."""
+    health_path: str = Field(HEALTH_PATH, pattern=r"^(/\S*|none)$")
+    """Where each of `base_urls` tells of its health, at its root; "none": only calls tell."""
+    replica_max_in_flight: PositiveInt | None = None
+    """The most calls at once at each of `base_urls`, beside `max_in_flight` for all of them."""
+    replica_rpm: PositiveFloat | None = None
+    api: Api | None = None
+    """None: that of the known provider with this URL, else openai_chat."""
+    key_env: str | None = Field(
+        None, min_length=1, validation_alias=AliasChoices("key_env", "api_key_env")
+    )
+    """Environment variable that holds the API key. None: a known provider's own at its URL, and
+    elsewhere "none": no key is sent unless it is named."""
+    headers: Headers = {}
+    """Sent with every request, such as {anthropic-beta: ...}; no secrets."""
+    headers_env: HeadersEnv = {}
+    """Headers, each with the environment variable that holds its value. With them and without
+    `key_env`, no other credentials are sent."""
+    session_header: SessionHeader | None = None
+    """The header in which each request has the id of its conversation, or "none" to send no id.
+    None: those that the provider reads; see `agent.models.providers`."""
+    query: Query = {}
+    """Parameters of every URL, such as {api-version: ...}; no secrets."""
+    key_command: Command = ()
+    """A program that prints the key; run at the start, after `key_refresh_s`, and after a 401."""
+    key_refresh_s: PositiveFloat = KEY_REFRESH_S
+    proxy: Annotated[str, AfterValidator(_check_proxy)] | None = None
+    """An HTTP proxy in place of what the environment says, or "none"."""
+    client: Annotated[str, AfterValidator(_check_client)] | None = None
+    """azure, bedrock, vertex, foundry, or MODULE:FUNCTION, which returns a client of the openai or
+    anthropic package: its URL and credentials are used."""
+    client_options: ClientOptions = {}
+    """Arguments for that client; no secrets."""
+    provider: str | None = None
+    """Id of the provider in the price table, if neither URL nor model name determines it."""
+    prices: dict[str, PriceConfig] = {}
+    """Prices of its models, by the endpoint's names for them."""
+    temperature: Float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: Float | None = Field(None, gt=0, le=1)
+    max_tokens: PositiveInt | None = None
+    reasoning_effort: Effort | None = None
+    extra_body: ExtraBody = None
+    max_in_flight: PositiveInt | None = None
+    rpm: PositiveFloat | None = None
+    tpm: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _is_reachable(self) -> EndpointConfig:
+        if self.client is None and self.base_url is None and not self.base_urls:
+            raise ValueError("base_url: missing; only with `client` can it be left out")
+        if self.base_urls and (self.base_url is not None or self.client is not None):
+            raise ValueError("base_urls: not with base_url or client; give one of them")
+        if repeated := [url for url in self.base_urls if self.base_urls.count(url) > 1]:
+            raise ValueError(f"base_urls: {repeated[0]} is there twice")
+        # A stored config has every field, also those with their defaults.
+        fields = type(self).model_fields
+        given = [name for name in _OF_REPLICAS if getattr(self, name) != fields[name].default]
+        if given and not self.base_urls:
+            raise ValueError(f"{given[0]}: only with `base_urls`")
+        if self.client is None and self.client_options:
+            raise ValueError("client_options: only with `client`")
+        if self.client is not None and self.key_command:
+            raise ValueError("key_command: not with `client`, which has its own credentials")
+        if self.key_command and self.key_env not in (None, NO_KEY):
+            raise ValueError("key_command and key_env both say where the key is; give one")
+        return self
+
+    def to_endpoint(self) -> Endpoint:
+        """For `resolve_model`."""
+        known = self.provider_row
+        options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
+        if known:
+            options |= habits_of(known)
+        if self.session_header == NO_ID:
+            options |= {"session_headers": (), "cache_key_apis": ()}
+        elif self.session_header is not None:
+            options["session_headers"] = (self.session_header,)
+        if self.prices:
+            options["endpoint_prices"] = to_prices(self.prices)
+        replication = None
+        if self.base_urls:
+            replication = Replication(
+                tuple(root_of(url, self._api or "") for url in self.base_urls),
+                self.health_path,
+                self.replica_max_in_flight,
+                self.replica_rpm,
+            )
+        arguments = dict(self.client_options)
+        if self.client is not None and self.base_url is not None:
+            arguments["base_url"] = self.base_url
+        api = self._api
+        has_own = bool(self.headers_env or self.key_command or self.client)
+        return Endpoint(
+            api,
+            root_of(self.url, api) if self.url and api else "",
+            self.key_env or (known.key_env if known and not has_own else NO_KEY),
+            self.provider or (known.prices if known else None),
+            options,
+            Connection(
+                headers=self.headers,
+                headers_env=self.headers_env,
+                query=self.query,
+                key_command=self.key_command,
+                key_refresh_s=self.key_refresh_s,
+                proxy=self.proxy,
+                client=self.client,
+                client_options=arguments,
+                replication=replication,
+            ),
+        )
+
+    def is_of(self, settings: ModelSettings) -> bool:
+        """Whether calls of a model count against the limits of this entry."""
+        own = self.to_endpoint()
+        if self.client is not None:
+            return (own.connection, own.key_env) == (settings.connection, settings.key_env)
+        return endpoint_id(own.base_url, own.key_env, own.connection) == settings.endpoint
+
+    def meaning(self) -> dict[str, Any]:
+        """The options that affect the data, JSON-ready."""
+        api = self._api or (self.provider_row.api if self.provider_row else None)
+        return {"api": api, **{name: getattr(self, name) for name in _OF_MODELS}}
+
+    @property
+    def url(self) -> str | None:
+        """The URL by which the endpoint is known; with `base_urls` the first."""
+        return self.base_urls[0] if self.base_urls else self.base_url
+
+    @property
+    def provider_row(self) -> Provider | None:
+        """The row of the table that it is an endpoint of."""
+        return PROVIDERS.get(self.client) if self.client else provider_at(self.url or "")
+
+    @property
+    def _api(self) -> Api | None:
+        if self.api is not None or self.client is not None:
+            return self.api
+        return self.provider_row.api if self.provider_row else "openai_chat"
+
+
+_ENTRIES = TypeAdapter(dict[str, EndpointConfig])
+
+
+def read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
+    """The entries of a config by name. Raises `ValidationError`."""
+    return _ENTRIES.validate_python(entries)

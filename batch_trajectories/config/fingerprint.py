@@ -1,0 +1,169 @@
+"""The fingerprint of a config: the options that affect the data, and their digest.
+
+All starts of a run need the same fingerprint, so data of different configs are never mixed
+unnoticed. Its key in run.json is `meaning`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+import orjson
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from agent.models.resolve import SCRIPTED
+from agent.options import is_marked
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.option_names import FIXED, with_todays_names
+from batch_trajectories.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from toolsets.mcp.mcp_settings import McpServer
+
+
+def meaning_of(config: RunConfig) -> dict[str, Any]:
+    """The fields of a config that affect the data, JSON-ready and normalized.
+
+    A script counts by its content, tools by the schemas that a model sees; the order in which
+    toolsets are named does not count.
+    """
+    fields = {name: value for name, value in config.to_json().items() if _is_meaning(name)}
+    if config.script_file is not None:
+        fields["script_file"] = hashlib.sha256(config.script_file.read_bytes()).hexdigest()
+    if (distribution := config.toolset_percentages()) is not None:
+        fields["distribution"] = dict(sorted(distribution.items()))
+    if config.tools is not None:
+        fields["tools"] = _digests_of_tools(config.tools)
+    if config.mcp is not None:
+        fields["mcp"] = {
+            name: _meaning_of_server(server) for name, server in config.mcp.items() if server.listed
+        }
+    for name in ("enabled_toolsets", "disabled_toolsets"):
+        fields[name] = fields[name] and sorted(set(fields[name]))
+    if config.models is not None:
+        del fields["model"]
+    if config.agent is not None:
+        fields["agent"] = config.agent.meaning()
+    used = config.model_prefixes()
+    fields["endpoints"] = {
+        name: endpoint.meaning()
+        for name, endpoint in sorted(config.endpoints.items())
+        if name in used
+    }
+    return fields
+
+
+def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
+    """A stored config or fingerprint with the names of options and models of today.
+
+    Earlier versions took models without a provider for those of OpenRouter where no base URL was
+    given.
+    """
+    renamed = with_todays_names(values, is_stored=True)
+    if renamed.get("models"):
+        renamed.pop("model", None)  # a default that was not used
+    if base_url is None and isinstance(renamed.get("models"), dict):
+        renamed["models"] = {_full(name): weight for name, weight in renamed["models"].items()}
+    elif base_url is None and renamed.get("model"):
+        renamed["model"] = _full(renamed["model"])
+    return renamed
+
+
+def _full(model: str) -> str:
+    prefix, colon, _ = model.partition(":")
+    is_full = model == SCRIPTED or (colon and "/" not in prefix)
+    return model if is_full else f"openrouter:{model}"
+
+
+def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint in a run.json, in the form in which fingerprints are compared."""
+    fixed = {name: run["meaning"][name] for name in FIXED.keys() & run["meaning"].keys()}
+    meaning = in_todays_words(run["meaning"], run["config"].get("base_url"))
+    if "continues" not in (run["config"].get("agent") or {"continues": ()}):
+        meaning["repeat_limit"] = 0  # agents had none then, whatever it says
+    return with_defaults(meaning | fixed)
+
+
+def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint with the defaults of options that its version did not have.
+
+    This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
+    for the data only in earlier versions. Compare fingerprints only in this form: a run of an
+    earlier version must not differ by a new option. For stored ones, see `stored_meaning`.
+    """
+    fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
+    given = {"endpoints": {}, **FIXED, **_defaults(fields), **meaning}
+    whole = {
+        name: _completed(value, fields[name].annotation) if name in fields else value
+        for name, value in given.items()
+    }
+    if whole["agent"] is not None:
+        from agent.gateway.command_agent import NO_MEANING
+
+        whole["agent"] = {
+            name: value for name, value in whole["agent"].items() if name not in NO_MEANING
+        }
+    return whole
+
+
+def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+        if not field.is_required()
+    }
+
+
+def _completed(value: Any, annotation: Any) -> Any:
+    """A JSON value with the defaults of the models that its type names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not isinstance(value, dict):
+            return value
+        fields = annotation.model_fields
+        return {
+            name: _completed(item, fields[name].annotation) if name in fields else item
+            for name, item in (_defaults(fields) | value).items()
+        }
+    parts = get_args(annotation)
+    if get_origin(annotation) is dict and isinstance(value, dict):
+        return {name: _completed(item, parts[1]) for name, item in value.items()}
+    if get_origin(annotation) is tuple and isinstance(value, list):
+        return [_completed(item, parts[0]) for item in value]
+    for part in parts:
+        value = _completed(value, part)
+    return value
+
+
+def digest_of(meaning: Mapping[str, Any]) -> str:
+    """16 hex digits over `meaning_of` a config."""
+    canonical = exact_json.dumps(meaning, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(canonical).hexdigest()[:16]
+
+
+def _is_meaning(name: str) -> bool:
+    return is_marked(RunConfig.model_fields[name], "meaning")
+
+
+def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
+    """The digest of the schemas of each of the user's own toolsets."""
+    from toolsets.catalog.custom import load_own, schemas_digest
+
+    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
+
+
+def _meaning_of_server(server: McpServer) -> dict[str, Any]:
+    """The settings of an MCP server that affect the data: not its environment or its address."""
+    tools = [
+        [tool.name, tool.description, tool.input_schema]
+        for tool in sorted(server.listed or (), key=lambda tool: tool.name)
+    ]
+    schemas = exact_json.dumps(tools, option=orjson.OPT_SORT_KEYS)
+    return {
+        "command": list(server.argv),
+        "per_task": server.is_per_task,
+        "tools": hashlib.sha256(schemas).hexdigest(),
+    }

@@ -1,0 +1,653 @@
+"""The config of a run: every option once, with its type, default and help.
+
+Flags and YAML files are read into a `RunConfig`; flags win. Fields declared with `meaning` affect
+the data and are part of the fingerprint (`config/fingerprint.py`); all others may change
+from start to start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+
+from agent.models.providers import FIRST, Api
+from agent.models.resolve import SCRIPTED, with_colon
+from agent.options import (
+    AgentOptions,
+    Float,
+    Int,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    meaning,
+    parse_json,
+)
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.validation import bucket_url
+from batch_trajectories.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
+from batch_trajectories.config.option_types import (
+    AcceptedRows,
+    Endpoints,
+    LocalPath,
+    McpServers,
+    Names,
+    OwnAgent,
+    Place,
+    Resource,
+    Weight,
+    is_text,
+    parse_columns,
+    parse_resources,
+    plain_name,
+    running,
+    shared_place,
+)
+from batch_trajectories.dataset.row import ColumnUse, RowRules
+from batch_trajectories.dataset.shards import plain_shard
+from toolsets.sandbox.base import Engine, Pull, SandboxError, SandboxSettings
+
+if TYPE_CHECKING:
+    from toolsets.catalog.distributions import Distribution
+    from toolsets.net.web_settings import WebSettings
+
+
+# The options of a run about where commands run, what they work on, and how it is judged.
+
+
+class SandboxOptions(AgentOptions):
+    """The options of conversations, and those of sandboxes."""
+
+    sandbox: str = meaning(
+        "bwrap",
+        "Name of the sandbox where commands run (docs/tools.md); local does NOT isolate them.",
+    )
+    docker_image: str | None = meaning(
+        None,
+        "Image for rows without one; without --workspace=image it must contain python3.",
+    )
+    workspace: Literal["directory", "image"] = meaning(
+        "directory",
+        "Work in an empty directory, or in a directory of each row's image.",
+    )
+    workdir: str | None = meaning(
+        None,
+        "With --workspace=image: the workspace of rows without `workdir`; default: the image's.",
+    )
+    images: Place | None = running(
+        None,
+        "Directory of images (OCI layouts, archives of `docker save`) or its URL (s3, gs, az), for "
+        "--sandbox=bwrap --workspace=image.",
+    )
+    container_engine: Engine = running(
+        "docker", "Program that runs the containers of --sandbox=docker."
+    )
+    container_runtime: str | None = running(
+        None, "OCI runtime of these containers, as runsc (gVisor); default: the engine's."
+    )
+    pull: Pull = running(
+        "never", "With --sandbox=docker: whether images that the engine lacks are pulled."
+    )
+    row_setup: bool = meaning(
+        False,
+        "Use each row's columns `files`, `setup`, `cwd` and `check`.",
+    )
+    check_in: Literal["same", "fresh"] = meaning(
+        "same",
+        "Where checks run: the workspace as the model left it, or the image with the diff applied.",
+    )
+    check_network: bool = meaning(
+        False,
+        "Give the checks of rows that ask for it network access.",
+    )
+    env_from: Names = meaning(
+        (),
+        "Variables of this machine that `env` of rows may name as ${NAME}.",
+    )
+    keep_workspaces: PositiveInt | None = running(
+        None,
+        "Keep workspaces that have up to so many MB, so that `check` can judge them again.",
+    )
+    audit: bool = meaning(False, "A run of `check_tasks`: steps in place of conversations.")
+    checked_run: LocalPath | None = running(
+        None, "A run of `check`: the directory of the run whose conversations are judged."
+    )
+    only_sound: str | None = running(
+        None,
+        "Name or directory of an audit (`check_tasks`): use only the rows that it found sound.",
+        min_length=1,
+    )
+    reward: Names = running(
+        (),
+        "Functions that give rewards: MODULE:FUNCTION or FILE.py:FUNCTION (docs/rewards.md).",
+    )
+    reward_timeout_s: PositiveFloat = running(60.0, "Time limit of a reward function.")
+    command_memory_mb: PositiveInt = meaning(
+        2048, "Memory limit of a conversation's commands, per process and in total."
+    )
+    max_processes: PositiveInt = meaning(512, "Process limit of a conversation's commands.")
+    workspace_mb: PositiveInt = meaning(4096, "Size limit of a workspace.")
+    network: bool = meaning(False, "Give sandboxed commands network access.")
+
+    @model_validator(mode="after")
+    def _has_images(self) -> SandboxOptions:
+        if not self.is_inside:
+            if self.images is not None or self.workdir is not None:
+                name = "workdir" if self.images is None else "images"
+                raise ValueError(f"{name}: needs --workspace=image")
+            return self
+        if self.workdir is not None and not self.workdir.startswith("/"):
+            raise ValueError("workdir: must be an absolute path")
+        return self
+
+    def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
+        """What sandboxes are to know, with the image of a row in the place of the run's."""
+        return SandboxSettings(
+            image=image or self.docker_image,
+            engine=self.container_engine,
+            runtime=self.container_runtime,
+            images=self.images,
+            pull=self.pull,
+        )
+
+    @property
+    def is_inside(self) -> bool:
+        """The workspace is a directory of an image."""
+        return self.workspace == "image"
+
+    @property
+    def uses_images(self) -> bool:
+        """Whether commands run in container images, whose programs are not this machine's.
+
+        Raises `ConfigError` for a sandbox that is not installed here, as of a stored run.
+        """
+        if self.is_inside:
+            return True
+        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
+
+        try:
+            return sandbox_kind(self.sandbox).needs_image
+        except SandboxError as error:
+            raise ConfigError(str(error)) from error
+
+
+# How many conversations a prompt gets, and from which models: a part of `RunConfig`.
+
+
+class SampleOptions(SandboxOptions):
+    """The options about samples and their models, beside those of conversations and sandboxes."""
+
+    models: Annotated[dict[str, Weight] | tuple[str, ...] | None, BeforeValidator(parse_json)] = (
+        meaning(
+            None,
+            "Several models, {NAME: WEIGHT}, of which each conversation draws one; or the list of "
+            "--escalate_after.",
+            min_length=1,
+        )
+    )
+    escalate_after: PositiveInt | None = meaning(
+        None,
+        "A prompt that failed so many times with one model of the list --models goes to the next "
+        "(docs/stopping.md).",
+    )
+    model_budgets: Annotated[dict[str, PositiveFloat] | None, BeforeValidator(parse_json)] = (
+        running(
+            None,
+            "Dollars by model of --escalate_after, {NAME: USD}: once its conversations have cost "
+            "so much, no further one begins (docs/stopping.md).",
+            min_length=1,
+        )
+    )
+    num_samples: Int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
+    until_passed: PositiveInt | None = running(
+        None,
+        "Samples of a prompt run until so many have passed, at most --num_samples; not for GRPO "
+        "(docs/stopping.md).",
+    )
+    also_failed: Int = running(
+        0, "With --until_passed: and until so many have not passed, for pairs.", ge=0
+    )
+
+    @model_validator(mode="after")
+    def _stops_in_time(self) -> Self:
+        """The options of samples that depend on others; a cascade gives them their defaults."""
+        is_list = isinstance(self.models, tuple)
+        if is_list != (self.escalate_after is not None):
+            raise ValueError(
+                "models: a list of models is a cascade, which needs escalate_after; to draw one "
+                "for each conversation, give {NAME: WEIGHT}"
+                if is_list
+                else "escalate_after: needs models: [SMALL, ..., LARGE], a list in this order"
+            )
+        if self.models is not None and self.escalate_after is not None:
+            if len(set(self.models)) != len(self.models):
+                raise ValueError("models: a model of a cascade is named twice")
+            samples = self.escalate_after * len(self.models)
+            if "num_samples" not in self.model_fields_set:
+                self.__dict__.update(num_samples=samples)
+            if self.until_passed is None:
+                self.__dict__.update(until_passed=1)
+            if (reached := -(-self.num_samples // self.escalate_after)) < len(self.models):
+                raise ValueError(
+                    f"num_samples: {self.num_samples} samples reach only {reached} of "
+                    f"{len(self.models)} models; with escalate_after: {self.escalate_after} give "
+                    f"{samples} or more"
+                )
+        if strange := [
+            name for name in self.model_budgets or () if name not in (self.models or ())
+        ]:
+            raise ValueError(f"model_budgets: {strange[0]!r} is no model of escalate_after")
+        if self.model_budgets is not None and self.escalate_after is None:
+            raise ValueError("model_budgets: needs escalate_after; see max_run_cost_usd")
+        if self.also_failed and self.until_passed is None:
+            raise ValueError("also_failed: needs until_passed")
+        if (least := (self.until_passed or 0) + self.also_failed) > self.num_samples:
+            raise ValueError(
+                f"until_passed: --num_samples={self.num_samples} is the maximum per prompt; give "
+                f"{least} or more"
+            )
+        return self
+
+
+class RunConfig(SampleOptions):
+    """The config of a run: the options of its conversations and its own."""
+
+    if TYPE_CHECKING:
+        # Options may be given as in a config file (a path as text, a tuple as a list), which is
+        # more than their fields hold.
+        def __init__(self, *, dataset_file: str | Path, run_name: str, **options: Any) -> None: ...
+
+    dataset_file: Place = running(
+        ...,
+        "Prompts: JSONL, JSON, CSV, TSV or Parquet (.gz and .zst too), a directory of such or of "
+        "`save_to_disk`, a URL (s3, gs, az), or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = running(
+        {},
+        "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
+    )
+    rows: str | None = running(
+        None,
+        "Kind of rows: a preset such as swe-bench, or the path of a rows file (docs/data.md).",
+        min_length=1,
+    )
+    run_name: Annotated[str, AfterValidator(plain_name)] = running(
+        ..., "Name of the run; the same name resumes it."
+    )
+    output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
+    mirror: Annotated[str, AfterValidator(bucket_url)] | None = running(
+        None, "s3, gs, az or file URL that keeps a copy of the run (docs/scale.md)."
+    )
+    model: str = meaning(
+        "",
+        "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
+        " --base_url.",
+    )
+    endpoints: Endpoints = running(
+        {},
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
+        "models are NAME:MODEL.",
+    )
+    # Not part of the fingerprint: the price of a reply does not change the reply.
+    prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = running(
+        {},
+        "Your prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
+        "cache_write}}.",
+    )
+    base_url: BaseUrl | None = running(None, "Root URL of the endpoint; default: the provider's.")
+    api: Api | None = meaning(
+        None, "API of the endpoint (docs/endpoints.md); default: the provider's."
+    )
+    key_env: str | None = running(
+        None,
+        "Environment variable with the API key; 'none' sends no key.",
+        min_length=1,
+    )
+    agent: OwnAgent = meaning(
+        None,
+        "Your own agent, run as a command: a preset such as claude-code, a YAML file, or JSON "
+        "(docs/agents.md).",
+    )
+    system_prompt: str | None = meaning(None, "System prompt for rows without one.")
+    enabled_toolsets: Names | None = meaning(
+        None,
+        "Toolsets to offer; default: all but browser and web; 'none': no tools.",
+    )
+    disabled_toolsets: Names = meaning((), "Toolsets never to offer.")
+    tools: Names | None = meaning(
+        None,
+        "Your own tools: MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE or an entry point.",
+    )
+    mcp: McpServers = meaning(
+        None,
+        "MCP servers, {NAME: {command or url, ...}}, or a file such as .mcp.json; each is a "
+        "toolset.",
+    )
+    distribution: str | None = meaning(
+        None,
+        "Distribution (name or YAML file) from which each conversation draws its toolsets.",
+    )
+    forks: bool = meaning(False, "Rows continue conversations (column `fork`).")
+    web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
+        "ddgs",
+        "Search provider; tavily and brave need a key.",
+    )
+    web_allow: Names = running(
+        (),
+        "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
+        "NETWORK/BITS.",
+    )
+    temperature: Float | None = meaning(None, "Sampling temperature.", ge=0, allow_inf_nan=False)
+    top_p: Float | None = meaning(None, "Nucleus sampling threshold.", gt=0, le=1)
+    max_tokens: PositiveInt | None = meaning(
+        None, "Token limit per reply (Anthropic: 16,000 if unset)."
+    )
+    extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
+        None, "Object merged into every request body."
+    )
+    reasoning_effort: Effort | None = meaning(None, "Reasoning effort; none: no reasoning.")
+    token_ids: bool = meaning(
+        False,
+        "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
+    )
+    prompt_caching: bool = running(
+        True, "Anthropic: cache the system message, the tools and the history."
+    )
+    script_file: LocalPath | None = meaning(
+        None, "YAML turns of --model=scripted for rows without a script."
+    )
+    require_reasoning: bool = running(
+        False, "Training file: leave out conversations without reasoning."
+    )
+    require_passed: bool = running(
+        False, "Training file: leave out conversations that did not pass."
+    )
+    accept_rows: AcceptedRows = running(
+        (), "Training file: keep rows with these flaws; see docs/export.md."
+    )
+    empty_think: Literal["keep", "omit"] = running(
+        "keep",
+        "Training file: the empty <think> block of turns without reasoning.",
+    )
+    seed: Seed = meaning(0, "Seed of all random choices.")
+    max_samples: PositiveInt | None = running(None, "Use only the first N valid rows.")
+    shard: Annotated[str | None, AfterValidator(plain_shard)] = running(
+        None,
+        "Part of the dataset to run, as i/n with i from 0 to n-1.",
+    )
+    on_bad_row: Literal["skip", "fail"] = running(
+        "skip", "Skip and report invalid rows, or fail before any model call."
+    )
+    batch_size: PositiveInt = running(20, "Maximum prompts assigned to a worker at a time.")
+    num_workers: PositiveInt = running(4, "Worker processes.", le=1024)
+    executor: Literal["local", "ray"] = running(
+        "local", "Run workers on this machine or as Ray actors."
+    )
+    ray_address: str | None = running(
+        None,
+        "Cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one.",
+        min_length=1,
+    )
+    worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = running(
+        {"num_cpus": 1.0},
+        "Resources per Ray worker: num_cpus, memory (bytes), or your own.",
+    )
+    ray_storage: Literal["driver", "shared"] = running(
+        "driver",
+        "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
+    )
+    concurrency: PositiveInt | None = running(
+        None, "Conversations in flight per worker; default: --batch_size."
+    )
+    max_run_cost_usd: PositiveFloat | None = running(
+        None,
+        "Dollar budget of the run over all starts; needs --max_tokens.",
+    )
+    max_run_tokens: PositiveInt | None = running(
+        None, "Token budget of the run over all starts; needs --max_tokens."
+    )
+    max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
+    rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
+    tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
+    shared_limits: Annotated[str, AfterValidator(shared_place)] | None = running(
+        None, "Directory or URL by which runs share rpm, tpm and budgets (docs/scale.md)."
+    )
+    start_in_flight: PositiveInt = running(
+        64, "Initial limit on calls in flight; it then adapts to the endpoint."
+    )
+    batch_api: bool = running(
+        False,
+        "Use the provider's Batch API: about half the price, replies within a day.",
+    )
+    batch_wait_s: PositiveFloat = running(60.0, "Maximum time to collect calls for a batch.")
+    batch_max_requests: PositiveInt = running(50_000, "Maximum calls per batch.")
+    max_attempts: PositiveInt = running(3, "Attempts per conversation over all starts.")
+    command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
+    tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
+    max_rebuild_s: Float = running(
+        300.0, "Limit of rebuilding a workspace after a crash; 0: never.", ge=0, allow_inf_nan=False
+    )
+    attempt_timeout_s: PositiveFloat = running(600.0, "Timeout of one attempt of a model call.")
+    idle_timeout_s: PositiveFloat = running(120.0, "Maximum silence within a streamed reply.")
+    stream_replies: bool = running(
+        False, "Stream replies, for proxies that cut silent connections."
+    )
+    call_attempts: PositiveInt = running(8, "Attempts per model call; rate limits do not count.")
+    call_timeout_s: PositiveFloat = running(3600.0, "Time after which a model call is not retried.")
+    grace_s: Float = running(
+        30.0,
+        "Time for running turns to finish after Ctrl-C or SIGTERM.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    heartbeat_timeout_s: Float = running(
+        60.0,
+        "Silence after which a worker is killed and replaced.",
+        ge=5,
+        allow_inf_nan=False,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options_of_rows(cls, values: Any) -> Any:
+        """Options that the rows file needs, unless they are given."""
+        name = values.get("rows") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name:
+            return values
+        from batch_trajectories.dataset.rows_file import OPTIONS, load_rows_file
+
+        if values.keys() >= {*OPTIONS}:
+            return values  # those of a run on disk, whose rows file may be gone
+        return {**load_rows_file(name).options, **values}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_limits_of_agents(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("agent") is None:
+            return values
+        from batch_trajectories.config.agents import DEFAULTS
+
+        return {**DEFAULTS, **values}
+
+    @model_validator(mode="after")
+    def _has_one_name_per_model(self) -> RunConfig:
+        """`openai/NAME` becomes `openai:NAME`, for the fingerprint, prices and rows."""
+        if self.base_url is None:
+            own, models = self.endpoints, self.models
+            if isinstance(models, dict):
+                models = {with_colon(name, own): models[name] for name in models}
+            elif models:
+                models = tuple(with_colon(name, own) for name in models)
+            self.__dict__.update(
+                model=with_colon(self.model, own),
+                models=models,
+                prices={with_colon(name, own): price for name, price in self.prices.items()},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_with_its_agent(self) -> RunConfig:
+        if self.agent is not None:
+            from batch_trajectories.config.agents import check_options
+
+            given = {
+                name
+                for name, field in type(self).model_fields.items()
+                if getattr(self, name) != field.get_default(call_default_factory=True)
+            }
+            check_options(self.agent, given - ({"docker_image"} if self.uses_images else set()))
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_text(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if not is_text(value):
+                raise ValueError(
+                    f"{key}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
+                )
+        return values
+
+    @model_validator(mode="after")
+    def _selects_once(self) -> RunConfig:
+        if self.models is not None and self.model:
+            raise ValueError("model and models both name the model; give one of them")
+        if isinstance(self.models, dict) and not any(self.models.values()):
+            raise ValueError("models: at least one weight must be above 0")
+        if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
+            raise ValueError("models: scripted cannot be combined with other models")
+        if bad := [name for name in self.endpoints if not name.isidentifier()]:
+            raise ValueError(f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'")
+        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
+            raise ValueError(
+                f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
+            )
+        if self.distribution is not None and self.enabled_toolsets is not None:
+            raise ValueError(
+                "distribution and enabled_toolsets both select toolsets; give one of them"
+            )
+        return self
+
+    @property
+    def agent_options(self) -> AgentOptions:
+        """Only the options of conversations."""
+        return AgentOptions.model_construct(
+            **{name: getattr(self, name) for name in AgentOptions.model_fields}
+        )
+
+    def model_weights(self) -> dict[str, float]:
+        """The models that conversations call, with their weights."""
+        if isinstance(self.models, tuple):
+            return dict.fromkeys(self.models, 1.0)
+        return self.models or {self.model: 1.0}
+
+    def toolset_percentages(self) -> Distribution | None:
+        """The distribution of toolsets; None if all conversations are offered the same."""
+        if self.distribution is None:
+            return None
+        return _load_distribution(self.distribution, self.tools, tuple(self.mcp or ()))
+
+    def selected_toolsets(self) -> tuple[str, ...] | None:
+        """The toolsets that a conversation can be offered; None for all."""
+        if self.agent is not None:
+            return ("none",)  # it has its own tools
+        drawn = self.toolset_percentages()
+        return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
+
+    def web_settings(self) -> WebSettings:
+        """The settings of the web tools. Raises `ValueError`."""
+        from toolsets.net.web_settings import WebSettings
+
+        return WebSettings(
+            cache_dir=self.run_dir / "web_cache",
+            provider=self.web_search_provider,
+            search_url=os.environ.get(f"{self.web_search_provider.upper()}_SEARCH_URL") or None,
+            allow=self.web_allow,
+        )
+
+    def row_rules(
+        self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
+    ) -> RowRules:
+        """How to read the rows of the dataset, for a model of this API."""
+        return RowRules(
+            self.system_prompt,
+            self.agent_options,
+            self._script_use(api),
+            is_priced,
+            None if toolsets is None else frozenset(toolsets),
+            frozenset(self.models) if isinstance(self.models, dict) else None,
+            self.row_setup,
+            self._image_use(),
+            self.forks,
+            agent=self.agent,
+            inside=self.is_inside,
+            network=self.network,
+            check_in=self.check_in,
+            check_network=self.check_network,
+            variables=frozenset(self.env_from),
+        )
+
+    @property
+    def agents_per_worker(self) -> int:
+        """Conversations in flight per worker."""
+        return self.concurrency or self.batch_size
+
+    def model_prefixes(self) -> set[str]:
+        """The prefixes of all model names, before the colon."""
+        user = () if self.simulated_user is None else (self.simulated_user,)
+        own = (agent.model or "" for agent in (*self.subagents, *user))
+        names = [*self.model_weights(), *own]
+        return {name.partition(":")[0] for name in names}
+
+    def _script_use(self, api: str) -> ColumnUse:
+        if api != SCRIPTED or self.audit:
+            return "ignored"
+        return "needed" if self.script_file is None else "allowed"
+
+    def _image_use(self) -> ColumnUse:
+        if not self.uses_images:
+            return "ignored"
+        return "needed" if self.docker_image is None else "allowed"
+
+    @property
+    def conversations(self) -> int:
+        """Conversations in flight in the whole run."""
+        return self.num_workers * self.agents_per_worker
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of this run."""
+        return self.output_dir / self.run_name
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, for run.json; secrets (ephemeral prompt, keys) only as digests."""
+        fields = self.model_dump(mode="json")
+        if self.ephemeral_system_prompt is not None:
+            fields["ephemeral_system_prompt"] = _hidden(self.ephemeral_system_prompt)
+        for server in (fields["mcp"] or {}).values():
+            for key in ("env", "headers"):
+                server[key] = {name: _hidden(text) for name, text in server[key].items()}
+        return fields
+
+
+@lru_cache(maxsize=8)
+def _load_distribution(
+    name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
+) -> Distribution:
+    """Cached because every task needs it; imports here keep `--help` fast."""
+    from toolsets.catalog.custom import load_own
+    from toolsets.catalog.distributions import load_distribution
+    from toolsets.catalog.registry import Toolset, catalog
+
+    added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
+    return load_distribution(name, known=catalog(added))
+
+
+def _hidden(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,0 +1,632 @@
+"""Harbor task directories as rows; configs/rows/harbor.yaml makes rows of a run of them.
+
+A dataset is a directory of task directories, at any depth, or a single one. A row has
+`id` (the path of the directory), `instruction`, `task` (what task.toml holds), `image`, `network`,
+`check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
+`interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
+`collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
+files); where the verifier has a container of its own also `verifier` (see `_verifier`); for audits
+also `solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row
+with `row_error`: it is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+import stat
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from batch_trajectories.basics.text import valid_utf8
+from batch_trajectories.dataset.column_names import ERROR_COLUMN
+
+# What task.toml of a Harbor task says, read one setting at a time (schema 1.4).
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+_MAX_SIZE = 1e15
+_MEGABYTES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024, "": 1 / (1 << 20)}
+
+_MAIN = "main"
+"""The service of a task that is no compose file."""
+_PUBLISHED = "/logs/artifacts"
+
+_HEALTH = {
+    **{"interval_sec": 5, "timeout_sec": 30, "start_period_sec": 0, "start_interval_sec": 5},
+    "retries": 3,
+}
+"""The numbers of a health check, with their defaults."""
+
+_WAIT = """\
+command={command}
+limit=
+! command -v timeout >/dev/null || limit="timeout {timeout_sec}"
+began=$(date +%s)
+failed=0
+until $limit sh -c "$command" >/dev/null 2>&1; do
+    if [ $(($(date +%s) - began)) -lt {start_period_sec:.0f} ]; then
+        sleep {start_interval_sec}
+        continue
+    fi
+    failed=$((failed + 1))
+    if [ "$failed" -ge {retries} ]; then
+        echo "the health check failed $failed times: $command" >&2
+        exit 1
+    fi
+    sleep {interval_sec}
+done
+"""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+_NETWORK_MODES = {"public": True, "no-network": False}
+
+
+class TaskRefused(Exception):
+    """A task cannot run: where, and why."""
+
+    def __init__(self, why: str, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(why)
+        self.keys = keys
+
+
+def network_of(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """Whether an environment has a network. Raises `TaskRefused`, as all here do."""
+    mode = table.get("network_mode")
+    if mode is None:
+        return default
+    if not isinstance(mode, str) or mode not in _NETWORK_MODES:
+        raise TaskRefused(
+            f"{mode} is not supported; say public or no-network", (name, "network_mode")
+        )
+    return _NETWORK_MODES[mode]
+
+
+def by_old_name(environment: Mapping[str, Any]) -> bool:
+    """The same as files of before say it: they have a network unless they refuse it."""
+    return environment.get("allow_internet", True) is not False
+
+
+def limits_of(environment: Mapping[str, Any]) -> dict[str, float]:
+    """CPUs; memory and disk in megabytes, under their names of today and of before."""
+    limits: dict[str, float] = {}
+    if (cpus := environment.get("cpus")) is not None:
+        if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
+            raise TaskRefused(f"{cpus!r} is not a number of CPUs", ("environment", "cpus"))
+        limits["cpus"] = cpus
+    for name, keys in {
+        "memory_mb": ("memory_mb", "memory"),
+        "disk_mb": ("storage_mb", "storage"),
+    }.items():
+        for key in keys:
+            if (raw := environment.get(key)) is not None:
+                size = _SIZE.fullmatch(str(raw).strip())
+                unit = "m" if key.endswith("_mb") else size and size[2].lower()
+                if size is None or not 0 < float(size[1]) < _MAX_SIZE:
+                    raise TaskRefused(f"{raw!r} is not a size", ("environment", key))
+                said = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
+                if limits.get(name, said) != said:
+                    raise TaskRefused(f"{raw!r} is not what `{keys[0]}` says", ("environment", key))
+                limits[name] = said
+    return limits
+
+
+def is_separate(verifier: Mapping[str, Any]) -> bool:
+    """Whether the verifier has a container of its own."""
+    default = "separate" if "environment" in verifier else "shared"
+    return bool(verifier.get("environment_mode", default) == "separate")
+
+
+def network_of_verifier(verifier: Mapping[str, Any], *, default: bool) -> bool:
+    """Whether that container has a network; `default` if it is a copy of the task's."""
+    if (own := verifier.get("environment")) is None:
+        return default
+    return network_of(own, "verifier.environment", default=by_old_name(own))
+
+
+def hooks_of(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The commands that run in the conversation's container before the check."""
+    commands = []
+    for hook in _tables(verifier.get("collect"), ("verifier", "collect")):
+        if hook.get("service", _MAIN) != _MAIN:
+            raise TaskRefused("services of compose are not supported", ("verifier", "collect"))
+        if (user := hook.get("user")) is not None and user != agent.get("user"):
+            raise TaskRefused(f"another user ({user}) is not supported", ("verifier", "collect"))
+        commands.append({"command": hook.get("command"), "timeout_s": hook.get("timeout_sec", 60)})
+    return commands
+
+
+def mcp_servers_of(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
+    """The MCP servers that the agent is told of; of several with a name the last."""
+    keys = ("environment", "mcp_servers")
+    servers = {}
+    for raw in _tables(environment.get("mcp_servers"), keys):
+        name, args = raw.get("name"), raw.get("args", [])
+        transport = raw.get("transport", "sse")
+        transport = "streamable-http" if transport == "http" else transport
+        if not isinstance(name, str) or not name:
+            raise TaskRefused("each needs a `name`", keys)
+        if raw.get("headers"):
+            raise TaskRefused(f"{name}: headers are not supported: no key enters a sandbox", keys)
+        if transport == "stdio":
+            if not isinstance(raw.get("command"), str) or not raw["command"]:
+                raise TaskRefused(f"{name}: stdio needs `command`", keys)
+            if not isinstance(args, list) or not all(isinstance(item, str) for item in args):
+                raise TaskRefused(f"{name}: `args` must be a list of texts", keys)
+            server = {"command": raw["command"], "args": args}
+        elif transport in ("sse", "streamable-http"):
+            url = raw.get("url")
+            host = urlsplit(url).hostname if isinstance(url, str) else None
+            if host is None:
+                raise TaskRefused(f"{name}: {transport} needs `url`", keys)
+            if not has_network and host not in _LOOPBACK:
+                raise TaskRefused(f"{name}: {host} needs a network, which the task has not", keys)
+            server = {"url": url}
+        else:
+            raise TaskRefused(f"{name}: the transport {transport!r} is not known", keys)
+        servers[name] = {"name": name, "transport": transport, **server}
+    return [*servers.values()]
+
+
+def artifacts_of(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The files of the agent's container that a task keeps; where they go on the host is ours."""
+    found = []
+    entries = task.get("artifacts", [])
+    for raw in entries if isinstance(entries, list) else [entries]:
+        entry = {"source": raw} if isinstance(raw, str) else raw
+        if not isinstance(entry, dict) or not isinstance(entry.get("source"), str):
+            raise TaskRefused("must be a list of paths, or of tables with `source`", ("artifacts",))
+        if entry.get("service", _MAIN) != _MAIN:
+            raise TaskRefused("services of compose are not supported", ("artifacts",))
+        exclude = entry.get("exclude", [])
+        if not isinstance(exclude, list) or not all(isinstance(text, str) for text in exclude):
+            raise TaskRefused("`exclude` must be a list of patterns", ("artifacts",))
+        if ".." in entry["source"].split("/"):
+            raise TaskRefused(f"{entry['source']!r} must not contain `..`", ("artifacts",))
+        found.append({"path": entry["source"], "exclude": exclude})
+    return found
+
+
+def with_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a verifier's container gets: also /logs/artifacts, which it always gets."""
+    if any(entry["path"].rstrip("/") == _PUBLISHED for entry in artifacts):
+        return [*artifacts]
+    return [{"path": _PUBLISHED}, *artifacts]
+
+
+def health_command(raw: Any) -> str:
+    """The command that waits until a health check passes, as Docker's HEALTHCHECK does."""
+    keys = ("environment", "healthcheck")
+    if not isinstance(raw, dict) or not isinstance(raw.get("command"), str):
+        raise TaskRefused("must be a table with `command`", keys)
+    numbers = {}
+    for key, default in _HEALTH.items():
+        numbers[key] = value = raw.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e6:
+            raise TaskRefused(f"{value!r} is not a number of seconds or retries", (*keys, key))
+    return _WAIT.format(command=shlex.quote(raw["command"]), **numbers)
+
+
+def _tables(raw: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    tables = [] if raw is None else raw
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise TaskRefused("must be a list of tables", keys)
+    return tables
+
+
+def variables_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The `env` of a table of the verifier. Raises `TaskRefused`."""
+    env = table.get("env", {})
+    if not isinstance(env, dict):
+        raise TaskRefused('`env` must be a table: NAME = "value"', ("verifier",))
+    return env
+
+
+def jsonable(value: Any) -> Any:
+    """Dates of TOML as ISO 8601 text."""
+    match value:
+        case dict():
+            return {key: jsonable(member) for key, member in value.items()}
+        case list():
+            return [jsonable(item) for item in value]
+        case str() | int() | float():
+            return value
+    return value.isoformat()
+
+
+TASK_FILE = "task.toml"
+
+_ENVIRONMENT = "environment"
+_TESTS = "tests"
+_DOCKERFILE = "Dockerfile"
+_TEST = "test.sh"
+_SOLVE = "solve.sh"
+_SHELL = "/bin/sh"
+_MAX_FILES_BYTES = 64 << 20
+_BUILD_TIMEOUT_S = 600.0
+
+_COMPOSE = re.compile(r"(docker-)?compose([.-][\w.-]+)?\.ya?ml")
+
+
+_ACCELERATORS = "leave the key out if the task also runs without them"
+_HOSTS = 'say network_mode = "public" or "no-network"'
+
+_UNSUPPORTED: dict[tuple[str, ...], tuple[str, str]] = {
+    ("environment", "gpus"): ("GPUs", _ACCELERATORS),
+    ("environment", "gpu_types"): ("GPUs", _ACCELERATORS),
+    ("environment", "tpu"): ("TPUs", _ACCELERATORS),
+    ("environment", "skills_dir"): (
+        "skills of a task",
+        "name them as `files` of the agent, and leave the key out",
+    ),
+    ("environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("agent", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("verifier", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("verifier", "environment", "gpus"): ("GPUs", _ACCELERATORS),
+    ("verifier", "environment", "gpu_types"): ("GPUs", _ACCELERATORS),
+    ("verifier", "environment", "tpu"): ("TPUs", _ACCELERATORS),
+    ("verifier", "environment", "healthcheck"): (
+        "health checks of verifiers",
+        "wait at the beginning of tests/test.sh",
+    ),
+    ("verifier", "environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("steps",): ("tasks of several steps", "make a task of each step"),
+}
+"""What a task may name in task.toml, if it is empty: what it means, and what to do instead."""
+
+
+class HarborTask(NamedTuple):
+    """A task directory."""
+
+    path: Path
+    folder: str = ""
+    """Where it is in the dataset's directory, with a slash at its end."""
+
+    @property
+    def id(self) -> str:
+        """What it is called among all."""
+        return self.folder + self.path.name
+
+    @property
+    def dockerfiles(self) -> dict[str, Path]:
+        """What `build_images` builds, by the names of the images: they change with their sources.
+
+        Raises `OSError`.
+        """
+        row = self.row()
+        wanted = {row.get("image"): _ENVIRONMENT, row.get("verifier", {}).get("image"): _TESTS}
+        found = {}
+        for image, folder in wanted.items():
+            dockerfile = self.path / folder / _DOCKERFILE
+            if image and dockerfile.is_file() and image == self._built_image(folder):
+                found[image] = dockerfile
+        return found
+
+    def _built_image(self, folder: str) -> str:
+        name = re.sub(r"[^a-z0-9]+", "-", self.path.name.lower()).strip("-") or "task"
+        if folder == _TESTS:
+            name += "-verifier"
+        digest = blake2b(digest_size=6)
+        for file in sorted(_files_in(self.path / folder)):
+            relative = file.relative_to(self.path).as_posix()
+            status = file.lstat().st_mode
+            if not stat.S_ISREG(status) and not stat.S_ISLNK(status):
+                raise TaskRefused(f"{relative} is neither a file nor a directory")
+            content = os.fsencode(file.readlink()) if file.is_symlink() else file.read_bytes()
+            mode = stat.S_IMODE(status) & 0o111
+            digest.update(os.fsencode(f"{relative}\0{mode:o}\0{len(content)}\0"))
+            digest.update(content)
+        return f"localhost/harbor/{name}:{digest.hexdigest()}"
+
+    @property
+    def build_timeout_s(self) -> float:
+        """How long its image may take to be built."""
+        raw = self._settings().get("environment", {}).get("build_timeout_sec", _BUILD_TIMEOUT_S)
+        return float(raw) if isinstance(raw, int | float) and raw > 0 else _BUILD_TIMEOUT_S
+
+    def row(self, *, with_solution: bool = False) -> dict[str, Any]:
+        """The row of the task, or its id and why it cannot run."""
+        try:
+            row = self._row()
+            if with_solution and (solution := self._solution()) is not None:
+                row["solution"] = solution
+            return row
+        except TaskRefused as refused:
+            reason = str(refused)
+            keys = refused.keys
+        except UnicodeDecodeError as error:
+            reason, keys = f"not UTF-8: {error.reason}", ()
+        except OSError as error:
+            reason, keys = f"{error.filename}: cannot read it: {error.strerror or error}", ()
+        place = f"{self.id}/{TASK_FILE}"
+        if keys:
+            line = _line_of(self.path / TASK_FILE, keys)
+            place += f":{line}: {'.'.join(keys)}" if line else f": {'.'.join(keys)}"
+        return {"id": self.id, ERROR_COLUMN: f"{place}: {reason}"}
+
+    def _row(self) -> dict[str, Any]:
+        task = self._settings()
+        for table in ("environment", "agent", "verifier"):
+            if not isinstance(task.get(table, {}), dict):
+                raise TaskRefused("must be a table", (table,))
+        self._refuse_unsupported(task)
+        environment, agent, verifier = (
+            task.get(name, {}) for name in ("environment", "agent", "verifier")
+        )
+        by_default = network_of(environment, "environment", default=by_old_name(environment))
+        image = self._image(environment, _ENVIRONMENT)
+        row: dict[str, Any] = {
+            "id": self.id,
+            "task": jsonable(task),
+            "image": image,
+            "network": network_of(agent, "agent", default=by_default),
+            "check_network": network_of(verifier, "verifier", default=by_default),
+            "limits": limits_of(environment),
+        }
+        if collect := hooks_of(verifier, agent):
+            row["collect"] = collect
+        if (health := environment.get("healthcheck")) is not None:
+            row["health"] = health_command(health)
+        if servers := mcp_servers_of(environment, has_network=row["network"]):
+            row["mcp_servers"] = servers
+        artifacts = artifacts_of(task)
+        if is_separate(verifier):
+            row["verifier"] = self._verifier(task, image, artifacts)
+            by_default = network_of_verifier(verifier, default=by_default)
+            row["check_network"] = network_of(verifier, "verifier", default=by_default)
+            if not self._brings_tests(verifier.get("environment", {})):
+                row["tests"] = self._tests()
+            user = verifier.get("user")
+        else:
+            row |= {"tests": self._tests(), "interpreter": self._interpreter()}
+            if artifacts:
+                row["artifacts"] = True
+            user = verifier.get("user", "root" if agent.get("user") else None)
+        if user is not None:
+            row["check_user"] = user
+        row["instruction"], canary = self._instruction()
+        return {**row, "canary": canary} if canary else row
+
+    def _settings(self) -> dict[str, Any]:
+        text = self._content(TASK_FILE).decode()
+        try:
+            return tomllib.loads(text)
+        except ValueError as error:  # also of integers that are too long for Python
+            raise TaskRefused(f"not TOML: {error}") from error
+        except RecursionError as error:
+            raise TaskRefused("not TOML: nested too deeply") from error
+
+    def _refuse_unsupported(self, task: Mapping[str, Any]) -> None:
+        for keys, (what, remedy) in _UNSUPPORTED.items():
+            value: Any = task
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value:
+                raise TaskRefused(f"{what} are not supported; {remedy}", keys)
+        environment = task.get("environment", {})
+        verifier = task.get("verifier", {})
+        for table, keys in (
+            (environment, ("environment", "os")),
+            (verifier.get("environment"), ("verifier", "environment", "os")),
+        ):
+            system = table.get("os", "linux") if isinstance(table, dict) else "linux"
+            if str(system).lower() != "linux":
+                raise TaskRefused(f"{system} is not supported", keys)
+        mode = verifier.get("environment_mode", "shared")
+        keys = ("verifier", "environment_mode")
+        if mode not in ("shared", "separate"):
+            raise TaskRefused(f"{mode} verifiers are not supported", keys)
+        if "environment" in verifier and not is_separate(verifier):
+            raise TaskRefused("a shared verifier has no environment of its own", keys)
+        version = str(task.get("schema_version", task.get("version", "1")))
+        if version.partition(".")[0] != "1":
+            raise TaskRefused(f"version {version} of the format is not known", ("schema_version",))
+        self._refuse_compose(_ENVIRONMENT)
+        if (self.path / "steps").exists():
+            raise TaskRefused(
+                "steps/: tasks of several steps are not supported; make a task of each step"
+            )
+        if (self.path / "trajectory.json").exists():
+            raise TaskRefused(
+                "trajectory.json: tasks that continue a conversation are not supported; remove the "
+                "file if the instruction says enough without it"
+            )
+
+    def _refuse_compose(self, folder: str) -> None:
+        for path in sorted((self.path / folder).glob("*")):
+            if _COMPOSE.fullmatch(path.name):
+                raise TaskRefused(
+                    f"{folder}/{path.name}: compose is not supported; have the ENTRYPOINT of one "
+                    "image start the services"
+                )
+
+    def _image(self, environment: Mapping[str, Any], folder: str) -> str:
+        """What an environment names, or what is built from the Dockerfile of its folder."""
+        if image := environment.get("docker_image"):
+            if not isinstance(image, str):
+                raise TaskRefused(f"{image!r} is not the name of an image", ("docker_image",))
+            return image
+        if not (self.path / folder / _DOCKERFILE).is_file():
+            raise TaskRefused(f"no image: neither environment.docker_image nor {folder}/Dockerfile")
+        return self._built_image(folder)
+
+    def _verifier(
+        self, task: Mapping[str, Any], image: str, artifacts: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The verifier's own container.
+
+        `image`, `workdir`, `limits`, `env`, and `artifacts`: what it gets of the conversation's.
+        Without an environment of its own it is a fresh copy of the task's.
+        """
+        own = task["verifier"].get("environment", {})
+        if not isinstance(own, dict):
+            raise TaskRefused("must be a table", ("verifier", "environment"))
+        self._refuse_compose(_TESTS)
+        environment = own if "environment" in task["verifier"] else task.get("environment", {})
+        brings_tests = self._brings_tests(own)
+        return {
+            "image": self._image(own, _TESTS) if brings_tests else image,
+            "workdir": environment.get("workdir"),
+            "limits": limits_of(environment),
+            "env": {**variables_of(environment), **variables_of(task["verifier"])},
+            "artifacts": with_published(artifacts),
+        }
+
+    def _brings_tests(self, own: Mapping[str, Any]) -> bool:
+        """Whether a verifier's container has an image of its own, with the tests in it."""
+        return bool(own.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
+
+    def _instruction(self) -> tuple[str, str]:
+        """The instruction, and the canary lines before it, which are not for the model."""
+        if not (self.path / "instruction.md").exists():
+            raise TaskRefused("instruction.md is missing")
+        lines = self._content("instruction.md").decode().splitlines(keepends=True)
+        first = 0
+        while first < len(lines) and (not lines[first].strip() or _is_canary(lines[first])):
+            first += 1
+        canary = "".join(filter(_is_canary, lines[:first])).strip()
+        text = "".join(lines[first:] if canary else lines).strip()
+        if not text:
+            raise TaskRefused("instruction.md is empty")
+        return text, canary
+
+    def _content(self, name: str) -> bytes:
+        """What a file of the task holds; a link could lead to any file of this machine."""
+        path = self.path / name
+        if path.is_symlink():
+            raise TaskRefused(f"{name} is a link; copy the tasks without links (cp -rL)")
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise TaskRefused(f"{name} is neither a file nor a directory")
+        return path.read_bytes()
+
+    def _tests(self) -> dict[str, Any]:
+        """The files of tests/, which are for the check only."""
+        directory = self.path / "tests"
+        if not (directory / _TEST).is_file():
+            windows = (directory / "test.bat").exists() or (directory / "test.ps1").exists()
+            raise TaskRefused(
+                "tests/test.sh is missing" + ("; windows is not supported" if windows else "")
+            )
+        return self._files("tests", program=_TEST)
+
+    def _solution(self) -> dict[str, Any] | None:
+        """What solves the task: files of solution/, and the command that runs them."""
+        if not (self.path / "solution" / _SOLVE).is_file():
+            return None
+        env = self._settings().get("solution", {}).get("env", {})
+        files = self._files("solution", program=_SOLVE)
+        return {"files": files, "command": f"/solution/{_SOLVE}", "env": env}
+
+    def _files(self, folder: str, *, program: str) -> dict[str, Any]:
+        """The files of a folder of the task by their paths in the container."""
+        directory = self.path / folder
+        files: dict[str, Any] = {}
+        size = 0
+        for path in _files_in(directory):
+            relative = path.relative_to(directory).as_posix()
+            if (shown := valid_utf8(relative)) != relative:
+                raise TaskRefused(f"{folder}/{shown}: its name is not UTF-8")
+            content = self._content(f"{folder}/{relative}")
+            size += len(content)
+            if size > _MAX_FILES_BYTES:
+                raise TaskRefused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
+            is_executable = relative == program or path.stat().st_mode & 0o111 != 0
+            files[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
+        return files
+
+    def _interpreter(self) -> str:
+        """What tests/test.sh needs to be in the image; without a first line `#!` it is a shell."""
+        first = self._content(f"tests/{_TEST}").partition(b"\n")[0]
+        if not first.startswith(b"#!"):
+            return _SHELL
+        if first.endswith(b"\r"):
+            raise TaskRefused(f"tests/{_TEST}: line 1 ends with a carriage return; remove it")
+        words = first[2:].decode(errors="replace").split()
+        if not words:
+            return _SHELL
+        # The variables of the verifier decide where `env` looks for a program.
+        named = [word for word in words[1:] if not word.startswith("-")]
+        if words[0].endswith("/env") and named and not self._has_path() and "=" not in named[0]:
+            return named[0]
+        return words[0]
+
+    def _has_path(self) -> bool:
+        """Whether the verifier has a PATH of its own."""
+        env = self._settings().get("verifier", {}).get("env")
+        return isinstance(env, dict) and "PATH" in env
+
+
+def tasks_in(directory: Path) -> list[HarborTask]:
+    """The tasks of a dataset; none if the directory is not one. Raises `OSError`."""
+    if (directory / TASK_FILE).is_file():
+        return [HarborTask(directory.absolute())]
+    return list(_tasks_beneath(directory, "", {directory.resolve()}))
+
+
+def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[HarborTask]:
+    """Links are followed, and each directory is read once."""
+    for path in sorted(directory.iterdir()):
+        if (path / TASK_FILE).is_file():
+            yield HarborTask(path, folder)
+        elif path.is_dir() and (place := path.resolve()) not in read:
+            read.add(place)
+            yield from _tasks_beneath(path, f"{folder}{path.name}/", read)
+
+
+def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
+    """The files that decide the rows of tasks."""
+    left_out = () if with_solutions else ("solution",)
+    files = []
+    for task in tasks:
+        for path in _files_in(task.path):
+            if path.relative_to(task.path).parts[0] not in left_out and path.is_file():
+                files.append(path)
+    return files
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    """All but directories, sorted; links are not followed."""
+    for root, folders, names in os.walk(directory):
+        folders.sort()
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        yield from (Path(root, name) for name in sorted([*names, *links]))
+
+
+def _line_of(path: Path, keys: tuple[str, ...]) -> int | None:
+    """The line that sets a key, or its table begins at; None if it is written otherwise."""
+    *tables, last = keys
+    table = ""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    for number, line in enumerate(lines, start=1):
+        if header := re.match(r"\s*\[\[?\s*([\w.\-\"' ]+?)\s*\]", line):
+            table = re.sub(r"[\"' ]", "", header[1])
+            if table == ".".join(keys) or table.startswith(".".join(keys) + "."):
+                return number
+        elif (key := re.match(r"\s*([\w.\-]+)\s*=", line)) and (
+            ".".join(filter(None, (table, key[1]))) == ".".join([*tables, last])
+        ):
+            return number
+    return None
+
+
+def _is_canary(line: str) -> bool:
+    return line.lstrip().startswith(("#", "<!--", "//")) and "canary" in line.lower()
+
+
+def _as_content(content: bytes, *, is_executable: bool) -> Any:
+    more = {"executable": True} if is_executable else {}
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode(), **more}
+    return {"text": text, **more} if more else text

@@ -1,0 +1,491 @@
+"""A source as JSONL, written once into the run directory: the dataset of the run from then on.
+
+    dataset-KEY.jsonl  the rows
+    dataset-KEY.json   where they come from: revision, columns, files with sizes and hashes; written
+                       last, so that rows without it were left half written by a crash
+
+KEY is a digest of what was read and how: a source that has changed gets other files, and a start
+that is refused leaves those of a running one alone. Of a hub's dataset the revision that the first
+start found counts for all later ones, which need no network. A start with `fresh` finds it again,
+and appends it to KEY if it is another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b, file_digest
+from operator import itemgetter
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import finalize
+
+import orjson
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import DatasetError, RunLocked
+from batch_trajectories.basics.text import valid_utf8
+from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.source import DataSource, brought, source_of
+from batch_trajectories.records.files import (
+    alone_in,
+    link,
+    make_directory,
+    open_temporary,
+    read_json,
+    replace_json,
+    storage_error,
+    sync_directory,
+    temporary_for,
+)
+
+if TYPE_CHECKING:
+    from batch_trajectories.dataset.file_rows import Row
+    from batch_trajectories.dataset.rows_file import RowsFile
+
+
+ONLY = "only_sound"
+"""The key of what a filter of rows says."""
+
+_FORMAT = 1
+"""Raised when the same source is written in another way."""
+
+_BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
+
+
+class RowFilter(Protocol):
+    """Says which rows are kept, and counts them."""
+
+    digest: str
+    """Over what decides."""
+
+    def takes(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row is kept."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the description of the dataset; has `digest`."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class KeptDataset:
+    """The JSONL file of a dataset; one in a temporary directory is removed with this object."""
+
+    path: Path
+    source: dict[str, Any] | None = None
+    """Where its rows come from; None where the file is the user's own."""
+
+
+def keep_dataset(
+    name: Path,
+    run_dir: Path,
+    *,
+    columns: Mapping[str, str],
+    rows: str | None,
+    rules: RowRules,
+    max_samples: int | None,
+    writes: bool,
+    fresh: bool = False,
+    with_solutions: bool = False,
+    only: RowFilter | None = None,
+    say: Callable[[str], object],
+) -> KeptDataset:
+    """The dataset as a JSONL file: the user's own, or the one in the run directory.
+
+    Reads the source only where the run directory does not hold it yet, and of it no more than
+    `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
+    directory. With `fresh`, a hub's dataset is that of the hub now. `with_solutions`: rows have
+    their solutions, which only audits read. Rows that `only` does not take are left out. Raises
+    `DatasetError`, `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
+    """
+    source = replace(source_of(name), with_solutions=with_solutions)
+    if source.tasks and rows is None:
+        msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
+        raise DatasetError(msg)
+    rows_file = None if rows is None else _rows_file(rows, with_solutions=with_solutions)
+    if source.plain_file is not None and not columns and rows_file is None and only is None:
+        return KeptDataset(source.plain_file)
+    before = _sizes_and_times(source)
+    files = _digests_of(source)
+    key = _key_of(source, files, columns, rows_file, only)
+    if rows_file is not None and rows_file.is_ours and not fresh:
+        key = _key_of_first_start(run_dir, key, source, files, columns, rows, only)
+    stem, revision = _known(run_dir, key)
+    if source.hub is not None and (fresh or revision is None):
+        from batch_trajectories.dataset.source import revision_of
+
+        before_fresh, revision = revision, revision_of(source.hub)
+        if before_fresh not in (None, revision):
+            stem = f"dataset-{key}{revision}"
+    for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
+        note = _read(run_dir / f"{file_stem}.json")
+        path = run_dir / f"{file_stem}.jsonl"
+        if note and _is_as_written(path, note):
+            return KeptDataset(path, note)
+    note = {
+        "source": source.name,
+        "revision": revision,
+        "columns": dict(columns),
+        **({"kind": rows} if rows_file else {}),
+        "files": files,
+    }
+    left_out: set[str] = set()
+    source_rows = rows_of_source(source, left_out, revision)
+
+    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, only)
+
+    def write(directory: Path) -> KeptDataset:
+        path, written = writer.write(source_rows, directory, stem)
+        if _sizes_and_times(source) != before:
+            path.unlink()
+            raise DatasetError(
+                f"{source.name}: changed while it was read; run the same command again"
+            )
+        if only is not None:
+            written[ONLY] = only.to_json()
+        replace_json(path.with_suffix(".json"), note | written)
+        if left_out:
+            say(describe_left_out(source.name, left_out))
+        return KeptDataset(path, note | written)
+
+    if writes:
+        try:
+            make_directory(run_dir, is_inside=False, parents=True)
+            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
+                for leftover in run_dir.glob(".dataset-*.tmp"):
+                    leftover.unlink()  # of a start that was killed; it may fill the disk
+                return write(run_dir)
+        except OSError as error:
+            raise storage_error(run_dir, error) from error
+    directory = Path(mkdtemp(prefix="batch-trajectories-"))
+    try:
+        dataset = write(directory)
+    except BaseException:
+        rmtree(directory, ignore_errors=True)
+        raise
+    finalize(dataset, rmtree, directory, ignore_errors=True)
+    return dataset
+
+
+def rows_of_source(
+    source: DataSource, left_out: set[str], revision: str | None = None
+) -> Iterator[Row]:
+    """Read the rows of a source: dicts, or lines of JSON as they are in the file.
+
+    Adds the names of columns that JSON cannot hold to `left_out`.
+    """
+    if source.hub is not None:
+        from batch_trajectories.dataset.source import hub_rows, revision_of
+
+        yield from hub_rows(source.hub, revision or revision_of(source.hub), left_out)
+    elif source.saved is not None:
+        from batch_trajectories.dataset.source import saved_rows
+
+        yield from saved_rows(source.saved, left_out)
+    yield from (task.row(with_solution=source.with_solutions) for task in source.tasks)
+    from batch_trajectories.dataset.file_rows import rows_of_file
+
+    for file in source.files:
+        yield from rows_of_file(file, left_out)
+    for stored in source.stored:
+        assert source.bucket is not None
+        with brought(source.bucket, stored) as file:
+            yield from rows_of_file(file, left_out)
+
+
+def describe_left_out(source: str, left_out: set[str]) -> str:
+    """Which columns of a source its rows do not have."""
+    return f"{source}: left out, because they hold bytes: {', '.join(sorted(left_out))}"
+
+
+def source_of_kept(path: Path) -> dict[str, Any] | None:
+    """Where the rows of a run's dataset come from; None where the file is the user's own."""
+    return _read(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+
+
+def take_kept(path: Path, directory: Path) -> None:
+    """Bring a kept dataset from a run that was moved aside to `directory`, for a new run.
+
+    The old run loses it only if it has its own.
+    """
+    link_kept(path, directory)
+    if any(file.stem != path.stem for file in path.parent.glob("dataset-*.json")):
+        path.unlink()
+        path.with_suffix(".json").unlink()
+
+
+def link_kept(path: Path, directory: Path) -> None:
+    """Have a kept dataset in `directory`, too. The files never change, so links will do."""
+    for file in (path, path.with_suffix(".json")):
+        link(file, directory)
+
+
+def remove_other_kept(run_dir: Path, path: Path) -> None:
+    """Remove the datasets of earlier starts. For the process that holds the lock of the run."""
+    for file in run_dir.glob("dataset-*.json*"):
+        if file.stem != path.stem:
+            file.unlink()
+
+
+class _Writer:
+    """Writes rows until there are enough that can be used."""
+
+    def __init__(
+        self,
+        source: DataSource,
+        renaming: Renaming,
+        rules: RowRules,
+        max_samples: int | None,
+        only: RowFilter | None,
+    ) -> None:
+        self._only = only
+        self._source = source
+        self._renaming = renaming
+        self._rules = rules
+        self._max_samples = max_samples
+
+    def write(self, rows: Iterator[Row], directory: Path, stem: str) -> tuple[Path, dict[str, Any]]:
+        """Write the rows; return the file, and what its description says of it."""
+        path = directory / f"{stem}.jsonl"
+        temporary = temporary_for(path)
+        digest = blake2b(digest_size=32)
+        count = size = usable = 0
+        is_cut = False
+        work = LongWork(f"reading {self._source.name}", unit="rows")
+        try:
+            try:
+                with open_temporary(temporary, path) as file, work:
+                    for row in rows:
+                        line = self._renaming.line(row) + b"\n"
+                        if not self._is_taken(line):
+                            continue
+                        file.write(line)
+                        digest.update(line)
+                        count, size = count + 1, size + len(line)
+                        if self._max_samples is not None and self._is_usable(line):
+                            usable += 1
+                            if usable == self._max_samples:
+                                is_cut = next(rows, None) is not None
+                                break
+                        work.advance()
+                    if not is_cut:
+                        self._renaming.check(self._source.name)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if is_cut:
+                    path = directory / f"{stem}-{self._max_samples}.jsonl"
+                try:
+                    temporary.replace(path)
+                except FileNotFoundError:  # a start that took the lock of the run has removed it
+                    raise RunLocked(f"{directory}: {_BEING_WRITTEN}") from None
+                sync_directory(directory)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise storage_error(path, error) from error
+        return path, {"rows": count, "bytes": size, "blake2b": digest.hexdigest()}
+
+    def _is_taken(self, line: bytes) -> bool:
+        if self._only is None:
+            return True
+        try:
+            columns = exact_json.loads(line)
+        except exact_json.JSONDecodeError:
+            return True  # the scan names the line and the reason
+        return not isinstance(columns, dict) or self._only.takes(columns)
+
+    def _is_usable(self, line: bytes) -> bool:
+        try:
+            columns = exact_json.loads(line)
+            if not isinstance(columns, dict):
+                return False
+            self._rules.read(columns)
+        except ValueError:
+            return False
+        return True
+
+
+def _rows_file(name: str, *, with_solutions: bool) -> RowsFile:
+    from batch_trajectories.dataset.rows_file import load_rows_file
+
+    return load_rows_file(name, with_solutions=with_solutions)
+
+
+def _files_of(source: DataSource) -> list[Path]:
+    """The files of a source that are on this machine."""
+    if source.saved is not None:
+        return sorted(path for path in source.saved.rglob("*") if path.is_file())
+    if source.tasks:
+        from batch_trajectories.dataset.harbor import files_of
+
+        return files_of(source.tasks, with_solutions=source.with_solutions)
+    return [file.path for file in source.files]
+
+
+def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
+    try:
+        stats = [path.stat() for path in _files_of(source)]
+    except OSError:
+        return []  # the reader of the file says what is wrong with it
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+
+def _digests_of(source: DataSource) -> list[dict[str, Any]]:
+    """Name, size and hash of each file of a source; of those in a bucket the version."""
+    if source.stored:
+        return [
+            {"path": file.name, "bytes": file.size, "version": file.version}
+            for file in source.stored
+        ]
+    root = source.saved or Path(source.name)
+    digests = []
+    for path in _files_of(source):
+        name = path.name if path == root else path.relative_to(root).as_posix()
+        try:
+            with path.open("rb") as file:
+                digest = file_digest(file, _hash).hexdigest()
+                digests.append({"path": valid_utf8(name), "bytes": file.tell(), "blake2b": digest})
+                if source.tasks and os.fstat(file.fileno()).st_mode & 0o111:
+                    digests[-1]["executable"] = True  # it decides what an image is built of
+        except FileNotFoundError:
+            raise DatasetError(f"{path}: no such dataset file") from None
+        except OSError as error:
+            raise DatasetError(
+                f"{path}: cannot read the dataset: {error.strerror or error}"
+            ) from error
+    return digests
+
+
+def _key_of(
+    source: DataSource,
+    files: list[dict[str, Any]],
+    columns: Mapping[str, str],
+    rows_file: RowsFile | None,
+    only: RowFilter | None,
+) -> str:
+    """12 hex digits over what is read and how. Where local files are does not count."""
+    decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
+    if rows_file is not None:
+        decides.append(rows_file.digest)
+    if only is not None:
+        decides.append(only.digest)
+    return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+
+
+def _key_of_first_start(
+    run_dir: Path,
+    key: str,
+    source: DataSource,
+    files: list[dict[str, Any]],
+    columns: Mapping[str, str],
+    rows: str | None,
+    only: RowFilter | None,
+) -> str:
+    """The key of what an earlier version made of the same source; else `key`.
+
+    A version may make other rows of a kind; those of the first start count for a run.
+    """
+    if any(run_dir.glob(f"dataset-{key}*.json")):
+        return key
+    run = _read(run_dir / "run.json") or {}
+    kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
+    for path in sorted(run_dir.glob("dataset-*.json")):
+        earlier = _read(path) or {}
+        place = earlier.get("source") if source.hub else None
+        made_from = (
+            place,
+            earlier.get("kind", kind_of_run),
+            earlier.get("columns"),
+            earlier.get("files"),
+        )
+        wanted = (source.name if source.hub else None, rows, dict(columns), files)
+        if (*made_from, earlier.get(ONLY, {}).get("digest")) == (*wanted, only and only.digest):
+            return path.stem.split("-")[1][: len(key)]
+    return key
+
+
+def _known(run_dir: Path, key: str) -> tuple[str, str | None]:
+    """The name of the files with a key, without suffixes, and their revision if they are there.
+
+    Where there are several, a later start with `fresh` did not get as far as using its own.
+    """
+    known = []
+    for path in run_dir.glob(f"dataset-{key}*.json"):
+        if entry := _read(path):
+            # Of the name, a maximum number of rows is the third part.
+            known.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), entry))
+    if not known:
+        return f"dataset-{key}", None
+    _, stem, entry = min(known, key=itemgetter(0, 1))
+    return stem, entry["revision"]
+
+
+def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:
+    try:
+        with path.open("rb") as file:
+            digest = file_digest(file, _hash).hexdigest()
+            return (file.tell(), digest) == (stored["bytes"], stored["blake2b"])
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    stored = read_json(path)
+    return stored if stored is not None and "blake2b" in stored else None  # it is written again
+
+
+def _hash() -> blake2b:
+    return blake2b(digest_size=32)
+
+
+# Which columns of a source become which columns of a row.
+
+
+class Renaming:
+    """Renames the columns of row after row: `{new: old}`; then a rows file makes rows of them."""
+
+    def __init__(self, names: Mapping[str, str], rows_file: RowsFile | None = None) -> None:
+        self._names = names
+        self._rows_file = rows_file
+        self._seen: set[str] = set()
+        self._columns: dict[str, None] = {}
+
+    def line(self, row: bytes | dict[str, Any]) -> bytes:
+        """The row as a line of JSON, without a newline; what is no JSON object stays as it is."""
+        if not self._names and self._rows_file is None:
+            return row if isinstance(row, bytes) else exact_json.dumps(row)
+        if isinstance(row, bytes):
+            try:
+                columns = exact_json.loads(row)
+            except exact_json.JSONDecodeError:
+                return row  # the scan names the line and the reason
+            if not isinstance(columns, dict):
+                return row
+            row = columns
+        row = self.renamed(row) if self._names else row
+        return exact_json.dumps(row if self._rows_file is None else self._rows_file.row(row))
+
+    def renamed(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """The columns under their new names.
+
+        A column whose name another one takes is left out.
+        """
+        if not self._seen.issuperset(self._names.values()):
+            self._seen |= columns.keys() & set(self._names.values())
+            self._columns.update(dict.fromkeys(columns))
+        new = {name: columns[old] for name, old in self._names.items() if old in columns}
+        moved = set(self._names.values())
+        rest = {name: value for name, value in columns.items() if name not in moved}
+        return {**rest, **new}
+
+    def check(self, source: str) -> None:
+        """Raise `DatasetError` where no row had a column that was to be renamed."""
+        for new, old in self._names.items():
+            if old not in self._seen and self._columns:
+                hint = did_you_mean(old, self._columns) or "they are " + ", ".join(self._columns)
+                raise DatasetError(f"--columns {new}={old}: {source} has no column {old!r}; {hint}")

@@ -1,0 +1,447 @@
+"""A rows file: how the rows of a kind of dataset become rows of a run.
+
+    options: {row_setup: true}   options of the run, unless they are given
+    columns: {prompt: "{{problem_statement}}", ...}   see `runs.sources.templates`
+    keep: [repo]                 columns of the dataset that stay; without it, all others do
+    reference: {patch: ...}      the solution, which only `check_tasks` reads; see
+                                 `runs.audit.reference`
+
+`--rows` takes the path of a rows file or the name of one in configs/rows.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import jinja2
+import yaml
+from jinja2 import nodes
+from jinja2.filters import FILTERS
+from jinja2.runtime import LoopContext, StrictUndefined, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.presets import preset_or_path
+from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.basics.yaml_file import YamlFileError, construct, read_yaml_nodes
+from batch_trajectories.dataset.column_names import ERROR_COLUMN
+from batch_trajectories.dataset.scan import ID_COLUMNS
+
+# Templates of a rows file: values that are filled in from the columns of a row.
+#
+# Texts are Jinja2; their variables are the columns, and `row` is all of them. A text that is one
+# expression, `{{column}}`, is replaced by its value, which may be a list or an object. `omit`
+# leaves out what contains it; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
+# have a meaning:
+#
+# {first_of: [VALUE, ...]} the first whose columns the row has {match: TEXT, cases: {TEXT: VALUE},
+# default: VALUE}
+#
+# Nothing in a row is read as a template. Templates cannot call, define or multiply anything, nor
+# nest loops, so each ends, and none reaches beyond its row.
+
+_MOST_CHARS = 1 << 26
+
+_HOLE = re.compile(r"\{\{\s*([\w-]+(?:\.[\w-]+)*)\s*(\?)?\s*(?=\||\}\})")
+"""The beginning of an expression: the path of a column, by whatever names."""
+
+_STATEMENTS = (nodes.Output, nodes.If, nodes.For)
+_REFUSED = (nodes.Call, nodes.Mul, nodes.Pow, nodes.Mod)
+_OF_JINJA = ("d", "default", "dictsort", "first", "int", "items", "last", "length", "sort", "trim")
+
+
+class TemplateError(ValueError):
+    """A template is wrong, or cannot be filled in from a row: place, field and reason."""
+
+
+class _Missing(TemplateError):
+    """The row lacks a column of a template."""
+
+
+class Absent(Exception):
+    """The value is left out."""
+
+
+class MissingColumn(StrictUndefined):
+    """What a row lacks: false as a condition, an error where its value is needed."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def _undefined_message(self) -> str:
+        return f"the row has no `{self._undefined_name}`"
+
+
+_OMIT = object()
+
+
+def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of templates for a row; a column that is null is one that the row lacks."""
+    present = {name: value for name, value in columns.items() if value is not None}
+    return {**present, "omit": _OMIT, "row": columns}
+
+
+def _value(value: Any) -> Any:
+    """What an expression gave, if there is a value and JSON can hold it."""
+    if value is _OMIT:
+        raise Absent
+    if isinstance(value, Undefined):
+        str(value)  # raises an error with its name
+    exact_json.dumps(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    match value:
+        case str():
+            return value
+        case bool() | int() | float():
+            return exact_json.dumps(value).decode()
+    _value(value)
+    raise ValueError("a list or an object is not text; use the filter lines or quote")
+
+
+def _json(value: Any) -> Any:
+    """The value that a text holds as JSON; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return exact_json.loads(value)
+    except exact_json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _between(value: Any, begin: str, end: str) -> str:
+    """The text between two marks; all of it if it lacks them."""
+    text = _text(value)
+    _, sign, rest = text.partition(begin)
+    inner, closed, _ = rest.partition(end)
+    return inner.strip() if sign and closed else text
+
+
+def _replace(value: Any, old: str, new: str) -> str:
+    text = _text(value)
+    _limit(len(text) + text.count(old) * len(new))
+    return text.replace(old, new)
+
+
+def _limit(chars: int) -> None:
+    if chars > _MOST_CHARS:
+        raise ValueError(f"gives more than {_MOST_CHARS:,} characters")
+
+
+def _items(value: Any) -> list[str]:
+    return [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
+
+
+_FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "lower": (0, lambda value: _text(value).lower()),
+    "upper": (0, lambda value: _text(value).upper()),
+    "replace": (2, _replace),
+    "after": (1, lambda value, mark: _text(value).rpartition(mark)[2]),
+    "between": (2, _between),
+    "json": (0, _json),
+    "lines": (0, lambda value: "".join(f"{item}\n" for item in _items(value))),
+    "quote": (0, lambda value: " ".join(map(shlex.quote, _items(value)))),
+}
+"""Our filters by name, with the number of texts that they take."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Compiles templates, and limits what they can do."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            undefined=MissingColumn,
+            finalize=_text,
+            keep_trailing_newline=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            # `{#` stands in shell scripts (${#names[@]}), and YAML has comments.
+            comment_start_string="\0#",
+            comment_end_string="#\0",
+        )
+        self.globals: dict[str, Any] = {}
+        theirs = {name: FILTERS[name] for name in _OF_JINJA}
+        self.filters = {**theirs, **{name: ours for name, (_, ours) in _FILTERS.items()}}
+
+    def compiled(self, text: str) -> Callable[[dict[str, Any]], Any]:
+        """A function that fills in a text. Raises `ValueError` and Jinja2's `TemplateError`."""
+        if "{{" not in text and "{%" not in text:
+            return lambda variables: text
+        tree = self.parse(_HOLE.sub(_path, text).replace("\r", '{{"\\r"}}'))
+        for node in tree.find_all(nodes.Node):
+            self._check(node)
+        match tree.body:
+            case [nodes.Output(nodes=[only])] if not isinstance(only, nodes.TemplateData):
+                # What is rendered is text; what is assigned keeps its type.
+                tree.body = [nodes.Assign(nodes.Name("whole", "store"), only).set_lineno(1)]
+        return partial(_filled, self.from_string(tree))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """A member of an object of the row, never an attribute of a Python object."""
+        return (super().getattr if isinstance(obj, LoopContext) else self.getitem)(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """A member of an object or list; also of its JSON text, as CSV and Parquet often have."""
+        value = None
+        if isinstance(obj := _json(obj), Undefined):
+            return obj
+        if isinstance(obj, Mapping):
+            value = obj.get(argument)
+        elif isinstance(obj, list) and isinstance(argument, int):
+            value = next(iter(obj[argument:][:1]), None)
+        return self.undefined(name=argument) if value is None else value
+
+    def _check(self, node: nodes.Node) -> None:
+        """Raise `ValueError` for what a template cannot do."""
+        match node:
+            case nodes.Filter(name=name) if name not in self.filters:
+                known = did_you_mean(name, self.filters) or f"known: {', '.join(self.filters)}"
+                raise ValueError(f"unknown filter {name!r}; {known}")
+            case nodes.Filter(name=name, args=given) if name in _FILTERS:
+                if len(given) != (count := _FILTERS[name][0]):
+                    raise ValueError(f"the filter {name} takes {count} texts (got {len(given)})")
+            case nodes.For() if node.find(nodes.For) is not None:
+                raise ValueError("a loop cannot be inside of another")
+            case nodes.Stmt() if not isinstance(node, _STATEMENTS):
+                raise ValueError("of Jinja2's blocks there are only {% if %} and {% for %}")
+            case nodes.Expr() if isinstance(node, _REFUSED):
+                raise ValueError("calls, `*`, `**` and `%` are not available; use filters")
+
+
+def _path(hole: re.Match[str]) -> str:
+    """The same in Jinja2, which knows no `?` and has words of its own."""
+    names = hole[1].split(".")
+    used = {"none", "true", "false", "self", "omit", "row", *keyword.kwlist}
+    path = "".join(f'["{name}"]' for name in names)
+    is_jinja = all(name.isidentifier() for name in names) and used.isdisjoint(names)
+    return f"{{{{{hole[1] if is_jinja else f'row{path}'}{'|default(omit)' if hole[2] else ''}"
+
+
+def _filled(template: jinja2.Template, variables: dict[str, Any]) -> Any:
+    context = template.new_context(variables, shared=True)
+    parts = []
+    size = 0
+    for part in template.root_render_func(context):
+        size += len(part)
+        _limit(size)
+        parts.append(part)
+    return _value(context.vars["whole"]) if "whole" in context.vars else "".join(parts)
+
+
+_ENVIRONMENT = _Environment()
+
+
+class Template:
+    """A value of a rows file."""
+
+    def __init__(self, node: yaml.Node, file: str, field: str) -> None:
+        """Compile a node of a YAML file. Raises `TemplateError`."""
+        self._place = f"{file}:{node.start_mark.line + 1}: {field}"
+        self._shown = ""
+        self._parts: dict[Any, Template] = {}
+        """Those of a list or an object."""
+        self._fill: Callable[[dict[str, Any]], Any]
+        match node:
+            case yaml.SequenceNode():
+                items = enumerate(node.value)
+                self._parts = {n: Template(item, file, f"{field}[{n}]") for n, item in items}
+                self._fill = lambda variables: [*self._present(variables).values()]
+            case yaml.MappingNode():
+                members = {str(key.value): value for key, value in node.value}
+                self._parts = {
+                    name: Template(member, file, f"{field}.{name}")
+                    for name, member in members.items()
+                }
+                self._fill = self._of_object(members)
+            case _:
+                self._fill = self._of_scalar(construct(node))
+
+    def value(self, variables: dict[str, Any]) -> Any:
+        """The value for a row, by its `variables_of`.
+
+        Raises `TemplateError`, and `Absent` where it is left out.
+        """
+        try:
+            return self._fill(variables)
+        except (TemplateError, Absent):
+            raise
+        except jinja2.UndefinedError as error:
+            raise _Missing(f"{self._place}: {error}{self._shown}") from error
+        except Exception as error:  # a template can raise anything
+            raise TemplateError(f"{self._place}: {error}{self._shown}") from error
+
+    def _of_object(self, members: Mapping[str, yaml.Node]) -> Callable[[dict[str, Any]], Any]:
+        names = {*members}
+        if names == {"first_of"}:
+            if not isinstance(members["first_of"], yaml.SequenceNode):
+                raise TemplateError(f"{self._place}: first_of must be a list")
+            return self._first
+        if "match" in names and names <= {"match", "cases", "default"}:
+            if not isinstance(members.get("cases"), yaml.MappingNode):
+                raise TemplateError(f"{self._place}: match needs `cases`: a value for each text")
+            return self._matching
+        return self._present
+
+    def _of_scalar(self, value: Any) -> Callable[[dict[str, Any]], Any]:
+        if not isinstance(value, str):
+            return lambda variables: value
+        self._shown = f" in {clip(repr(value), max_chars=100)}"
+        try:
+            return _ENVIRONMENT.compiled(value)
+        except (ValueError, RecursionError, jinja2.TemplateError) as error:
+            raise TemplateError(f"{self._place}: {error}{self._shown}") from error
+
+    def _present(self, variables: dict[str, Any]) -> dict[Any, Any]:
+        """The values of the parts that are not left out."""
+        present = {}
+        for name, part in self._parts.items():
+            try:
+                present[name] = part.value(variables)
+            except Absent:
+                continue
+        return present
+
+    def _first(self, variables: dict[str, Any]) -> Any:
+        *optional, last = self._parts["first_of"]._parts.values()
+        for choice in optional:
+            try:
+                return choice.value(variables)
+            except (Absent, _Missing):
+                continue
+        return last.value(variables)
+
+    def _matching(self, variables: dict[str, Any]) -> Any:
+        text = _text(self._parts["match"].value(variables))
+        cases = self._parts["cases"]._parts
+        chosen = cases.get(text, self._parts.get("default"))
+        if chosen is None:
+            known = did_you_mean(text, cases) or f"known: {', '.join(cases)}"
+            raise ValueError(f"no case for {clip(repr(text), max_chars=200)}; {known}")
+        return chosen.value(variables)
+
+
+REFERENCE = "reference"
+_KEYS = ("options", "columns", "keep", REFERENCE)
+OPTIONS = ("row_setup", "workspace", "check_in")
+"""What rows need to be used as they are; everything else is for the user to decide."""
+
+
+class RowsFile:
+    """A rows file that was read."""
+
+    def __init__(
+        self,
+        digest: str,
+        columns: Mapping[str, Template],
+        options: Mapping[str, Any],
+        keep: frozenset[str] | None,
+    ) -> None:
+        self.digest = digest
+        """12 hex digits over the content of the file."""
+        self.is_ours = False
+        """Whether it comes with the program."""
+        self.options = options
+        self._columns = columns
+        self._keep = keep
+
+    def row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The row of a run that a row of the dataset becomes.
+
+        Where it cannot become one, it only has its id and `row_error`, the reason.
+        """
+        if ERROR_COLUMN in columns:
+            return dict(columns)
+        made = {}
+        variables = variables_of(columns)
+        try:
+            for name, template in self._columns.items():
+                try:
+                    made[name] = template.value(variables)
+                except Absent:
+                    continue
+        except TemplateError as error:
+            ids = {name: columns[name] for name in ID_COLUMNS if name in columns}
+            return {**ids, ERROR_COLUMN: str(error)}
+        keep = columns.keys() if self._keep is None else self._keep
+        rest = {name: value for name, value in columns.items() if name in keep}
+        return {**rest, **made}
+
+
+def load_rows_file(name: str, *, with_solutions: bool = False) -> RowsFile:
+    """Read a rows file; rows have a column `reference` only `with_solutions`.
+
+    Raises `ConfigError`, which names the file, the line and the field.
+    """
+    try:
+        path, is_ours = preset_or_path(name, "rows")
+    except ValueError as error:
+        raise ConfigError(f"--rows: {error}") from error
+    shown = f"configs/rows/{name}.yaml" if is_ours else name
+    try:
+        content, node = read_yaml_nodes(path, "rows file", shown=shown)
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        digest = blake2b(content, digest_size=6).hexdigest()
+        rows_file = _read(shown, digest, node, with_solutions=with_solutions)
+    except TemplateError as error:
+        raise ConfigError(str(error)) from error
+    rows_file.is_ours = is_ours
+    return rows_file
+
+
+def _read(file: str, digest: str, node: yaml.Node | None, *, with_solutions: bool) -> RowsFile:
+    if not isinstance(node, yaml.MappingNode):
+        raise TemplateError(f"{file}: a rows file must have `key: value` lines")
+    parts: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        place = f"{file}:{key.start_mark.line + 1}: {key.value}"
+        if key.value not in _KEYS:
+            hint = did_you_mean(str(key.value), _KEYS) or f"known: {', '.join(_KEYS)}"
+            raise TemplateError(f"{place}: unknown key; {hint}")
+        parts[key.value] = value
+    columns = parts.get("columns")
+    if not isinstance(columns, yaml.MappingNode):
+        raise TemplateError(f"{file}: `columns` is missing: {{COLUMN: VALUE, ...}}")
+    templates = {
+        str(key.value): Template(value, file, f"columns.{key.value}")
+        for key, value in columns.value
+    }
+    if (reference := parts.get(REFERENCE)) is not None:
+        template = Template(reference, file, REFERENCE)
+        if with_solutions:
+            templates[REFERENCE] = template
+    return RowsFile(digest, templates, _options(file, parts), _keep(file, parts))
+
+
+def _options(file: str, parts: Mapping[str, yaml.Node]) -> dict[str, Any]:
+    if (node := parts.get("options")) is None:
+        return {}
+    options = construct(node)
+    if not isinstance(options, dict) or not options.keys() <= {*OPTIONS}:
+        place = f"{file}:{node.start_mark.line + 1}: options"
+        raise TemplateError(f"{place}: must be an object with any of {', '.join(OPTIONS)}")
+    return dict(options)
+
+
+def _keep(file: str, parts: Mapping[str, yaml.Node]) -> frozenset[str] | None:
+    if (node := parts.get("keep")) is None:
+        return None
+    names = construct(node)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        place = f"{file}:{node.start_mark.line + 1}: keep"
+        raise TemplateError(f"{place}: must be a list of columns")
+    return frozenset(names)

@@ -1,0 +1,203 @@
+"""The scan of a dataset, saved in the run directory for the next start.
+
+`dataset.idx` is a digest of all that follows, a header (one line of JSON), then the offsets,
+occurrences and keys of a `Scan`. It is derived and can be deleted at any time. It is valid only
+for the same bytes of the dataset (which are hashed at each start: size and time prove nothing),
+the same `ScanOptions`, and the version of the program that wrote it: a start of another version
+scans again. Who only reads a run takes the scan of its last start, of any version. If the file is
+torn or damaged, the digest differs and the dataset is scanned again.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import fields
+from hashlib import blake2b, file_digest
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Unpack
+
+import orjson
+from pydantic import BaseModel
+
+from batch_trajectories.dataset.lines import is_unchanged
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.scan import Scan, ScanOptions, scan
+from batch_trajectories.records.files import replace_file
+from batch_trajectories.records.tasks import BadRow
+
+NAME = "dataset.idx"
+
+_FORMAT = 6
+"""Raise it when rows are read or identified in another way, or the layout of the file changes."""
+
+_DIGEST_BYTES = 32
+_IN_HEADER = (
+    *("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_continue"),
+    *("setup_columns", "asked"),
+)
+"""Fields of a scan in the header, beside its bad rows."""
+
+
+def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan:
+    """The scan of a dataset, from the file `cache` if it is valid. Writes nothing.
+
+    Raises `DatasetError` if the dataset has no usable row.
+    """
+    return load_scan(cache, path, **options) or scan(path, **options)
+
+
+def last_scan(
+    cache: Path, path: Path, dataset: Mapping[str, Any], **options: Unpack[ScanOptions]
+) -> Scan:
+    """The scan of the last start of a run, whatever version that was of. Writes nothing.
+
+    `dataset` is what its run.json says of the dataset; where `cache` is not of that, the dataset is
+    scanned. Raises `DatasetError` if it has no usable row.
+    """
+    if (content := _read(cache)) is not None and _is_of(content, dataset, options["num_samples"]):
+        saved = _scan_in(content, path, options)
+    else:
+        saved = None
+    return saved or cached_scan(cache, path, **options)
+
+
+def save_scan(cache: Path, made: Scan) -> None:
+    """Write `made` to the file `cache`, unless it is there already. Raises `StorageError`."""
+    header = orjson.dumps(
+        {
+            "for": _options_digest(**made.options),
+            "bad_rows": [list(row) for row in made.bad_rows],
+            "occurrences": len(made.occurrences),
+            **{name: getattr(made, name) for name in _IN_HEADER},
+        }
+    )
+    parts = (header, b"\n", made.offsets.tobytes(), made.occurrences.tobytes(), made.keys)
+    digest = _digest(*parts)
+    if not _has_digest(cache, digest):
+        replace_file(cache, b"".join((digest, b"\n", *parts)))
+
+
+def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan | None:
+    """The scan of a dataset in the file `cache`, None if that is not valid for it."""
+    if (content := _read(cache)) is None:
+        return None
+    header, body = content
+    if header["for"] != _options_digest(**options):
+        return None
+    return _scan_in((header, body), path, options)
+
+
+def _scan_in(
+    content: tuple[dict[str, Any], bytes], path: Path, options: ScanOptions
+) -> Scan | None:
+    """The scan in a cache; None if the dataset has changed since."""
+    header, body = content
+    size, digest = header["size"], header["content_digest"]
+    if not is_unchanged(path, size, digest, may_continue=header["may_continue"]):
+        return None
+    first, end = 8 * header["rows"], _keys_at(header)
+    offsets, occurrences = array("Q"), array("I")
+    offsets.frombytes(body[:first])
+    occurrences.frombytes(body[first:end])
+    return Scan(
+        path=path,
+        bad_rows=tuple(BadRow(*row) for row in header["bad_rows"]),
+        **options,
+        offsets=offsets,
+        occurrences=occurrences,
+        keys=body[end:],
+        **{name: header[name] for name in _IN_HEADER},
+    )
+
+
+def cached_keys(cache: Path) -> bytes | None:
+    """The keys of the tasks of the scan in `cache`, whatever the dataset holds now."""
+    content = _read(cache)
+    return None if content is None else content[1][_keys_at(content[0]) :]
+
+
+def _is_of(
+    content: tuple[dict[str, Any], bytes], dataset: Mapping[str, Any], num_samples: int
+) -> bool:
+    """Whether a cache has the form of today, and is of the dataset of this run.json."""
+    header, body = content
+    if not {*_IN_HEADER, "bad_rows", "occurrences"} <= header.keys():
+        return False
+    found = (header["sha256"], header["rows"], len(header["bad_rows"]))
+    keys = 16 * header["rows"] * num_samples
+    last = tuple(map(dataset.get, ("sha256", "rows", "bad_rows")))
+    return found == last and len(body) == _keys_at(header) + keys
+
+
+def _keys_at(header: dict[str, Any]) -> int:
+    """Where the keys begin, after the offsets and occurrences."""
+    rows: int = header["rows"]
+    occurrences: int = header.get("occurrences", rows)  # older files have one for each row
+    return 8 * rows + 4 * occurrences
+
+
+def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:
+    """The header and what follows it, None if the file is not whole."""
+    try:
+        content = memoryview(cache.read_bytes())
+    except OSError:
+        return None
+    digest, rest = content[: 2 * _DIGEST_BYTES], content[2 * _DIGEST_BYTES + 1 :]
+    if _digest(rest) != digest:
+        return None
+    header, body = bytes(rest).split(b"\n", 1)
+    return orjson.loads(header), body
+
+
+def _has_digest(cache: Path, digest: bytes) -> bool:
+    """Whether a file begins with this digest, and its content really has it."""
+    try:
+        with cache.open("rb") as file:
+            if file.readline() != digest + b"\n":
+                return False
+            return file_digest(file, _hash).hexdigest().encode() == digest
+    except OSError:
+        return False
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    digest = _hash()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest().encode()
+
+
+def _hash() -> blake2b:
+    return blake2b(digest_size=_DIGEST_BYTES)
+
+
+def _options_digest(**options: Unpack[ScanOptions]) -> str:
+    """A digest of everything but the dataset that the result of a scan depends on."""
+    rules = options["rules"]
+    decisive = {
+        "format": [_FORMAT, sys.byteorder, _version()],
+        **options,
+        "rules": {field.name: getattr(rules, field.name) for field in fields(RowRules)},
+        "shard": str(options["shard"]),
+    }
+    text = orjson.dumps(decisive, default=_plain, option=orjson.OPT_SORT_KEYS)
+    return blake2b(text, digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case BaseModel():
+            return value.model_dump(mode="json")
+        case frozenset():
+            return sorted(value)
+    raise TypeError
+
+
+def _version() -> str:
+    try:
+        return metadata.version("batch-trajectories")
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,492 @@
+"""Plan a start: check everything before anything is written or paid for."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agent.messages.tokens import GRAMMAR, sampling_in
+from agent.models.model import ModelSettings, Price
+from agent.models.providers import provider_at
+from agent.models.resolve import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.setup import Setup, schemas_for
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import ConfigError, DatasetError
+from batch_trajectories.basics.text import plural
+from batch_trajectories.config.models import Setups, called_models, set_up_models, unpriced
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.sandboxes import problem_of_sandbox, warning_of_sandbox
+from batch_trajectories.config.toolsets import catalog_of, with_listed_servers
+from batch_trajectories.dataset.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.dataset.scan_cache import NAME, cached_scan
+from batch_trajectories.dataset.shards import parse_shard
+from batch_trajectories.engine.executor_choice import check_executor
+from batch_trajectories.engine.run_dir import check_training_file, look_at_place
+from batch_trajectories.engine.run_totals import stopping_rule
+from batch_trajectories.records.checks import EXPECTED
+from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
+from toolsets.sandbox.factory import sandbox_kind
+
+_BAD_ROWS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked start that has not begun."""
+
+    config: RunConfig
+    setups: Setups
+    sandbox: str | None
+    """None if no tool runs commands."""
+    script: list[ScriptedTurn] | None
+    dataset: KeptDataset
+    scan: Scan
+
+    @property
+    def api(self) -> str:
+        """The dialect of the model; if there are several, of the first."""
+        return next(iter(self.setups.values())).settings.api
+
+    @property
+    def toolsets(self) -> list[str]:
+        """The names of the toolsets that conversations can be offered."""
+        return next(iter(self.setups.values())).names()
+
+
+def make_plan(
+    config: RunConfig,
+    *,
+    writes: bool = True,
+    fresh: bool = False,
+    say: Callable[[str], object] = say,
+) -> Plan:
+    """Check all that can be checked before any model is called.
+
+    Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
+    `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
+    """
+    check_training_file(config)
+    try:
+        config = with_listed_servers(config)
+        if config.agent is not None:
+            from batch_trajectories.engine.worker.agent_program import with_checked_agent
+
+            config = with_checked_agent(config)
+        known = catalog_of(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_executor(config)
+    setups = set_up_models(config, known)
+    first = next(iter(setups.values()))
+    _check_web(config, first)
+    needs_sandbox = (
+        bool(first.sandboxed()) or config.row_setup or config.is_inside or config.agent is not None
+    )
+    try:
+        sandbox_kind(config.sandbox)
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    if needs_sandbox and (problem := _sandbox_problem(config)):
+        if config.is_inside or config.agent is not None:
+            raise ConfigError(problem)
+        raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
+    _check_variables(config)
+    if config.reward:
+        from batch_trajectories.engine.worker.reward_functions import (
+            check_functions,  # most runs have none
+        )
+
+        check_functions(config.reward)
+    script = _read_script(config.script_file)
+    rules = config.row_rules(
+        first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
+    )
+    if writes:
+        look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
+    dataset = keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rows=config.rows,
+        rules=rules,
+        max_samples=config.max_samples,
+        writes=writes,
+        fresh=fresh,
+        with_solutions=config.audit,
+        only=_sound_rows(config),
+        say=say,
+    )
+    if dataset.source is not None and (sound := dataset.source.get(ONLY)) is not None:
+        from batch_trajectories.audit.only_sound import describe_sound
+
+        say(describe_sound(sound))
+    try:
+        scan = cached_scan(
+            config.run_dir / NAME,
+            dataset.path,
+            max_samples=config.max_samples,
+            rules=rules,
+            num_samples=config.num_samples,
+            shard=None if config.shard is None else parse_shard(config.shard),
+        )
+    except DatasetError as error:
+        # The user knows the source, not the copy.
+        reason = str(error).removeprefix(f"{dataset.path}: ")
+        raise DatasetError(
+            str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
+        ) from error
+    return Plan(
+        config=config,
+        setups=setups,
+        sandbox=config.sandbox if needs_sandbox else None,
+        script=script,
+        dataset=dataset,
+        scan=scan,
+    )
+
+
+def _sound_rows(config: RunConfig) -> RowFilter | None:
+    if config.only_sound is None:
+        return None
+    from batch_trajectories.audit.only_sound import read_sound_rows  # most runs name no audit
+
+    return read_sound_rows(config)
+
+
+def _sandbox_problem(config: RunConfig) -> str | None:
+    """Why the sandbox of a run does not work here."""
+    for name, server in (config.mcp or {}).items() if config.is_inside else ():
+        if server.mentions_workspace():
+            from toolsets.mcp.mcp_settings import WORKSPACE
+
+            return (
+                f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
+                "an image is not"
+            )
+    return problem_of_sandbox(config)
+
+
+def _check_variables(config: RunConfig) -> None:
+    for name in config.env_from:
+        if name not in os.environ:
+            raise ConfigError(
+                f"--env_from={name}: this variable is not set; set it, or leave the option out"
+            )
+
+
+def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
+    names = ",".join(toolsets)
+    msg = f"{problem.rstrip('.')}. "
+    if toolsets:
+        msg += f"The toolsets {names} run commands and need a sandbox. "
+    if config.row_setup:
+        msg += "The rows' `setup` and `check` are commands, too (--row_setup). "
+    msg += "Or choose --sandbox local (commands then run with your rights, NOT isolated)"
+    return msg + (f", or --disabled_toolsets {names}." if toolsets else ".")
+
+
+def _check_web(config: RunConfig, setup: Setup) -> None:
+    if not (setup.uses("web") or config.web_allow):
+        return
+    try:
+        settings = config.web_settings()
+        problem = settings.problem() if setup.uses("web") else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if problem:
+        raise ConfigError(problem)
+
+
+def describe(plan: Plan) -> str:
+    """What a start of `plan` would do, for `--dry_run`."""
+    config, scan = plan.config, plan.scan
+    first = next(iter(plan.setups.values()))
+    names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
+    is_drawn = len(plan.setups) > 1 and config.escalate_after is None
+    models = [
+        _describe(setup.settings, weight if is_drawn else None)
+        for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
+    ]
+    tools = f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})"
+    if (agent := config.agent) is not None:
+        unknown = "of each image" if config.is_inside else "(version unknown)"
+        tools = f"agent      {agent.name} {agent.found or unknown}"
+    return "\n".join(
+        [
+            f"run        {config.run_dir}",
+            f"dataset    {config.dataset_file}: {plural(scan.all_rows, 'usable row')}, "
+            f"{scan.all_bad:,} bad",
+            *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
+            f"tasks      {plural(scan.rows, 'prompt')} x {plural(config.num_samples, 'sample')} = "
+            f"{scan.rows * config.num_samples}{_stops(config)}",
+            *(f"model      {model}" for model in models),
+            tools,
+            f"sandbox    {plan.sandbox or 'not needed'}",
+            _limits(config),
+            f"budget     {_budget(config)}",
+            f"workers    {config.num_workers} x {plural(config.agents_per_worker, 'conversation')}",
+        ]
+    )
+
+
+def _stops(config: RunConfig) -> str:
+    rule = stopping_rule(config)
+    return "" if rule is None else rule.describe()
+
+
+def _limits(config: RunConfig) -> str:
+    attempts = plural(config.max_attempts, "attempt")
+    if config.agent is None:
+        return f"limits     {plural(config.max_turns, 'turn')}, {attempts}"
+    seconds = f"{config.max_conversation_s:g} s, " if config.max_conversation_s else ""
+    return f"limits     {plural(config.max_turns, 'model call')}, {seconds}{attempts}"
+
+
+def _budget(config: RunConfig) -> str:
+    usd, tokens = config.max_run_cost_usd, config.max_run_tokens
+    parts = [] if usd is None else [f"${usd:,g}"]
+    parts += [] if tokens is None else [f"{tokens:,} tokens"]
+    parts += [f"{name} ${usd:,g}" for name, usd in (config.model_budgets or {}).items()]
+    return " and ".join(parts) or "none (--max_run_cost_usd sets one)"
+
+
+def _describe(settings: ModelSettings, weight: float | None) -> str:
+    place = f" at {settings.base_url}" if settings.base_url else ", offline"
+    weighed = "" if weight is None else f", weight {weight:g}"
+    description = f"{settings.name} ({settings.api}{place}{weighed})"
+    if settings.api == SCRIPTED:
+        return description
+    if (own := settings.own_price) is not None:
+        return f"{description}, your prices: {_price(own)}"
+    from agent.models.prices import table_price
+
+    known = table_price(settings)
+    return (
+        f"{description}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
+    )
+
+
+def _price(price: Price) -> str:
+    """A price, shown so that mistakes are seen before they cost."""
+    cached = ", ".join(
+        f"${dollars:g} {what}"
+        for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
+        if dollars != price.input
+    )
+    description = f"${price.input:g} in and ${price.output:g} out per million tokens"
+    return f"{description} ({cached})" if cached else description
+
+
+def _shares(plan: Plan) -> str:
+    """The toolsets, with percentages if conversations draw them."""
+    drawn = plan.config.toolset_percentages()
+    return ", ".join(
+        name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.toolsets
+    )
+
+
+def warn(plan: Plan, say: Callable[[str], object]) -> None:
+    """Say what a careful user would want to know before the first call."""
+    for base_url in dict.fromkeys(
+        url for settings in called_models(plan.setups) for url in settings.urls
+    ):
+        url = urlsplit(base_url)
+        if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+            say(
+                f"warning: {base_url} is not encrypted: others on the network can read prompts, "
+                "replies and the API key; use https"
+            )
+
+    if plan.sandbox is not None and (warning := warning_of_sandbox(plan.config)):
+        say(warning)
+    if _needs_groups(plan) and not can_bound_memory():
+        say(
+            f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "
+            "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
+            "writable for a strict limit"
+        )
+    if plan.config.token_ids and plan.config.agent is None:
+        # asks servers
+
+        for message in on_logprobs(plan.setups):
+            say(message)
+    for message in _refused_wishes(plan):
+        say(f"warning: {plan.config.dataset_file}: {message}")
+    columns = dict(plan.scan.setup_columns)
+    if not plan.config.is_inside:
+        columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
+    if columns and not plan.config.row_setup:
+        named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
+        say(
+            f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
+            f"{named}; see docs/tools.md"
+        )
+
+
+def _refused_wishes(plan: Plan) -> Iterator[str]:
+    """What rows or options ask for and do not get."""
+    largest, config = plan.scan.asked, plan.config
+    checks = plan.scan.setup_columns.get("check") if config.row_setup else 0
+    if config.until_passed and not (checks or config.reward or config.check_expected):
+        yield "--until_passed: nothing judges samples (docs/rewards.md), so each prompt gets all"
+    if (rows := largest.get(EXPECTED, 0)) and not config.reward:
+        yield (
+            f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
+            "--check_expected no answer is compared with it"
+        )
+    if (rows := largest.get("network", 0)) and not config.network:
+        yield f"{rows:,} rows ask for a network, which they do not get without --network"
+    if (rows := largest.get("check.network", 0)) and not config.check_network:
+        yield (
+            f"the checks of {rows:,} rows ask for a network, which they do not get without "
+            "--check_network; what they cannot download makes them fail"
+        )
+    if (rows := largest.get("artifacts", 0)) and config.keep_workspaces is None:
+        yield (
+            f"{plural(rows, 'task')} would keep files (`artifacts`), which are not kept without "
+            "--keep_workspaces=MB, which keeps all that a conversation changed; rewards do not "
+            "depend on them"
+        )
+    for name, option, limit in (
+        ("memory_mb", "command_memory_mb", config.command_memory_mb),
+        ("disk_mb", "workspace_mb", config.workspace_mb),
+    ):
+        if (highest := largest.get(f"limits.{name}", 0)) > limit:
+            yield (
+                f"rows ask for up to {highest:,} MB (`limits.{name}`); they get {limit:,}, "
+                f"the limit --{option}"
+            )
+
+    if "limits.cpus" in largest and _needs_groups(plan) and not can_limit_cpus():
+        yield (
+            "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
+            "made here; make /sys/fs/cgroup writable"
+        )
+
+
+def _needs_groups(plan: Plan) -> bool:
+    """Whether control groups of ours limit what commands use."""
+    return plan.sandbox is not None and not sandbox_kind(plan.sandbox).limits_itself
+
+
+def _is_near(host: str) -> bool:
+    """Whether what is sent to `host` stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
+    """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
+    name_bad_rows(plan, say)
+    if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
+        where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
+        raise DatasetError(
+            f"{plan.config.dataset_file}: {plan.scan.all_bad} bad rows{where}, refused by "
+            "--on_bad_row=fail; no model call was made"
+        )
+
+
+def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
+    """Name bad rows, the first ones each, the rest by their number."""
+    source, rows = plan.config.dataset_file, plan.scan.bad_rows
+    number = ":" if plan.dataset.source is None else ": row "
+    for row in rows[:_BAD_ROWS_SHOWN]:
+        say(f"{source}{number}{row.line}: skipped: {row.reason}")
+    more = len(rows) - _BAD_ROWS_SHOWN
+    if more > 0:
+        say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")
+    if rows and plan.config.rows is not None:
+        usable, bad = plan.scan.all_rows, plan.scan.all_bad
+        say(f"{source}: {usable:,} of {usable + bad:,} rows can run")
+
+
+def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
+    if path is None:
+        return None
+    from batch_trajectories.basics.yaml_file import YamlFileError, read_yaml  # only for a script
+
+    try:
+        turns = read_yaml(path, "script")
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return parse_script(turns)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+# What log-probabilities a run with `--token_ids` gets: not always those it samples with.
+
+_NEUTRAL = {
+    **{"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)},
+    **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+    "tool_choice": ("auto", "none"),
+}
+"""Values of options that leave the distribution as it is."""
+
+_PATIENCE_S = 2.0
+
+
+def on_logprobs(setups: Setups) -> Iterator[str]:
+    """Warnings for models with token ids whose log-probabilities are not those of the sampling.
+
+    None for a server that is known to give those. A server of the user's own is asked for its mode.
+    """
+    for settings in called_models(setups):
+        is_own = provider_at(settings.base_url or "") is None  # others give no token ids
+        if not settings.token_ids or settings.api != "openai_chat" or not is_own:
+            continue
+        given = _changed(settings)
+        where = f"token_ids: {settings.name} at {settings.base_url} samples"
+        if grammar := given.keys() & {*GRAMMAR}:
+            yield (
+                f"{where} by a grammar ({', '.join(sorted(grammar))}): its logprobs are those "
+                "after the grammar's mask, not those of the model itself (docs/endpoints.md)"
+            )
+        given = {name: value for name, value in given.items() if name not in GRAMMAR}
+        mode = _mode_of(settings) if given else None
+        if not given or mode == "processed_logprobs":
+            continue
+        if settings.reference.startswith("sglang:") and set(given) <= {"temperature"}:
+            continue  # its logprobs are those after the temperature
+        options = ", ".join(f"{name} {value}" for name, value in given.items())
+        known = ", unless it was started with --logprobs-mode processed_logprobs"
+        if mode is not None:
+            known = f" (--logprobs-mode {mode})"
+        yield (
+            f"{where} with {options}; the logprobs of vLLM are those before these options{known} "
+            "(docs/endpoints.md)"
+        )
+
+
+def _changed(settings: ModelSettings) -> dict[str, object]:
+    """The options of requests that change the distribution."""
+    body = {"temperature": settings.temperature, "top_p": settings.top_p}
+    given = sampling_in({**body, **(settings.extra_body or {})})
+    if "temperature" not in given:
+        given["temperature"] = "of its own (none is given)"
+    return {name: value for name, value in given.items() if value not in _NEUTRAL.get(name, ())}
+
+
+def _mode_of(settings: ModelSettings) -> str | None:
+    """The `--logprobs-mode` of a vLLM server, which tells it if VLLM_SERVER_DEV_MODE is set."""
+    root = (settings.base_url or "").rstrip("/").removesuffix("/v1")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{root}/server_info?config_format=json", timeout=_PATIENCE_S) as reply:
+            mode = json.load(reply)["vllm_config"]["model_config"]["logprobs_mode"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return None  # most servers do not say it
+    return mode if isinstance(mode, str) else None

@@ -1,0 +1,631 @@
+"""The run directory, its lock, and run.json.
+
+    run.json         config, its digest, dataset, versions; no secrets; a MAC, see `origin`
+    records.jsonl    one finished trajectory per line: the checkpoint
+    records.idx      derived from records.jsonl
+    dataset-KEY.*    the dataset as JSONL, if it is not a JSONL file of the user's
+    dataset.idx      derived from the dataset
+    failures.jsonl   one line per failed attempt and per bad row
+    inflight/        turn journals of unfinished conversations
+    workspaces/      files of unfinished conversations
+    quarantine/      unreadable data that was set aside
+    summary.json     the totals, computed at the end of each start
+    run.log, lock
+
+One process at a time: it holds the lock from `open_run_dir` to `RunDir.close` or its own end.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import orjson
+
+from agent.models.conversation_id import new_run_key
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import (
+    ConfigError,
+    EnvironmentStop,
+    RunDirError,
+    RunLocked,
+)
+from batch_trajectories.basics.text import clip
+from batch_trajectories.config.fingerprint import (
+    digest_of,
+    in_todays_words,
+    meaning_of,
+    stored_meaning,
+    with_defaults,
+)
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.sandboxes import replaced_images
+from batch_trajectories.dataset.kept_dataset import remove_other_kept, source_of_kept, take_kept
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.dataset.scan_cache import NAME, save_scan
+from batch_trajectories.engine.narrowing import NARROWING, refuse_narrowing
+from batch_trajectories.engine.origin import MAC, is_own, mac_of
+from batch_trajectories.records.files import (
+    is_training_file,
+    listed,
+    longest_temporary_for,
+    make_directory,
+    open_own,
+    refuse_links,
+    refuse_strange_files,
+    replace_file,
+    storage_error,
+    training_file_of,
+)
+from batch_trajectories.records.records import refuse_lost_records
+from batch_trajectories.records.tasks import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from batch_trajectories.mirror.mirror import Mirror
+
+
+# The lock of a run directory: one process at a time works on a run.
+
+
+def holder_of(path: Path) -> dict[str, Any] | None:
+    """The process that works on the run: {"pid", "host", "started"}; {} if it is just starting.
+
+    None if there is none. Reads the kernel's list of locks: trying the lock could make a start
+    fail at that moment.
+    """
+    try:
+        lock = (path / "lock").stat()
+        locks = Path("/proc/locks").read_text().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    name = f" {os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino} "
+    if not any("FLOCK" in line and name in line for line in locks):
+        return None
+    fd = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return _holder(fd)
+    finally:
+        os.close(fd)
+
+
+def refuse_held(path: Path) -> None:
+    """Raise `RunLocked` if another process is working on the run."""
+    if (holder := holder_of(path)) is not None:
+        raise _is_locked(path, holder)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a run. Raises `RunLocked`."""
+    fd = lock(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def lock(path: Path) -> int:
+    """Take the lock of a run and return its descriptor. Raises `RunLocked`."""
+    while True:
+        fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        try:
+            if _is_locked_by(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_locked_by(fd: int, path: Path) -> bool:
+    """Whether the lock of a run was taken; not if its directory was moved aside meanwhile."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _is_locked(path, _holder(fd)) from None
+    if not is_same_file(fd, path / "lock"):
+        return False
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, orjson.dumps(me), 0)
+    return True
+
+
+def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
+    return RunLocked(
+        f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
+        f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
+    )
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Whether `fd` refers to the file that is at `path` now."""
+    try:
+        there = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return os.path.samestat(os.fstat(fd), there)
+
+
+def _holder(fd: int) -> dict[str, Any]:
+    try:
+        holder = orjson.loads(os.pread(fd, 4096, 0))
+    except orjson.JSONDecodeError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+# What a start finds in the place of its run: other files, leftovers of a crash, an earlier run.
+
+
+def check_training_file(config: RunConfig) -> None:
+    """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
+    training = training_file_of(config.run_dir)
+    try:
+        longest_temporary_for(training).exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise ConfigError(
+            f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
+        ) from error
+    if is_training_file(config.dataset_file, config.run_dir):
+        raise ConfigError(
+            f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
+            "choose another --run_name or --output_dir"
+        )
+    if training.is_dir():
+        raise ConfigError(
+            f"{training}: the training file of this run has this name, but it is a directory; "
+            "choose another --run_name or --output_dir"
+        )
+
+
+def look_at_place(config: RunConfig, *, fresh: bool) -> None:
+    """Before a start is planned: refuse a run in progress, and bring one that only a mirror has.
+
+    Raises `RunLocked`, and what `bring` raises.
+    """
+    refuse_held(config.run_dir)
+    if config.mirror is not None and not fresh:
+        from batch_trajectories.mirror.copies import bring  # most runs have none
+
+        bring(config.mirror, config.run_dir)
+
+
+def stale_files_of(path: Path) -> list[Path]:
+    """Temporary files that a crash has left in a run directory or beside it."""
+    inside = (path, path / "exports", path / "inflight", path / "quarantine")
+    temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    stale = [file for file in temporary if not file.is_dir()]
+    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+(-\d+)?\.tmp")
+    return stale + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
+
+
+def move_aside(path: Path) -> Path:
+    """Rename the directory of a run, and move its training file into it; return the new path."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    aside = path.with_name(f"{path.name}.{stamp}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.{stamp}.{number}")
+    path.rename(aside)
+    with suppress(FileNotFoundError):
+        training = training_file_of(path)
+        training.rename(aside / training.name)
+    return aside
+
+
+_RUN_KEYS = {
+    "api": str,
+    "created": float,
+    "meaning": dict,
+    "config": dict,
+    "dataset": dict,
+    "history": list,
+}
+
+_CHECKSUM = "crc32"
+
+IMAGES = "images"
+"""The key of run.json with digests of images, and of --accept_config_change."""
+
+_KEY = "conversation_key"
+"""The key of run.json with `RunDir.key`. Runs of earlier versions get one when they continue."""
+
+_ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
+"""Keys of a config that determine its endpoints."""
+
+_SHOWN = 1000
+"""Maximum characters of a changed value in a message."""
+
+_DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+_VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """An opened, locked run directory."""
+
+    path: Path
+    digest: str
+    """The digest of this start's config; see `digest_of`."""
+    versions: dict[str, str]
+    same_endpoints: bool
+    """The last start of this run used the same endpoints."""
+    lock_fd: int
+    directory_fds: Mapping[Path, int]
+    """Open descriptors of the directories `inflight` and `workspaces`."""
+    images: dict[str, str]
+    """The digests of images that finished conversations worked in, by reference."""
+    key: str
+    """Makes the ids of conversations that endpoints see; see `agent.models.conversation_id`."""
+    mirror: Mirror | None
+
+    @property
+    def inflight(self) -> Path:
+        """Turn journals."""
+        return self.path / "inflight"
+
+    @property
+    def workspaces(self) -> Path:
+        """One directory per unfinished conversation that has touched files."""
+        return self.path / "workspaces"
+
+    @property
+    def quarantine(self) -> Path:
+        """Unreadable data that was set aside."""
+        return self.path / "quarantine"
+
+    def check_is_there(self) -> None:
+        """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
+
+        Writes to open files would succeed, but the data would be lost. Raises `RunLocked` if
+        another machine has taken over the run.
+        """
+        if self.mirror is not None and isinstance(self.mirror.problem, RunLocked):
+            raise self.mirror.problem
+        if not is_same_file(self.lock_fd, self.path / "lock"):
+            raise EnvironmentStop(
+                f"{self.path}: the run directory has vanished: it was moved or removed during the "
+                "run. Finished work is in it. If it was moved, put it back (remove any new one in "
+                "its place) and run the same command again to continue; if it was removed, the "
+                "same command starts over."
+            )
+
+    def problem(self) -> str | None:
+        """Why the run must stop, else None: its journals or workspaces were moved or removed, or
+        its mirror lacks too much."""
+        if self.mirror is not None and self.mirror.problem is not None:
+            return str(self.mirror.problem)
+        for path, fd in self.directory_fds.items():
+            if is_same_file(fd, path):
+                continue
+            if os.fstat(fd).st_nlink:
+                how, advice = "moved", "Put it back (remove any new one in its place)"
+            elif path == self.inflight:
+                how, advice = "removed", "Workers restore the journals that they have open"
+            else:
+                how, advice = "removed", "Unfinished conversations lose their files"
+            return (
+                f"{path}: it was {how} during the run. {advice}; run the same command again to "
+                "continue."
+            )
+        return None
+
+    def keep_image(self, reference: str, digest: str) -> None:
+        """Keep in run.json which image a conversation worked in: later ones need the same.
+
+        To be called before its record is written.
+        """
+        if reference not in self.images:
+            self.images[reference] = digest
+            write_run_json(self.path, read_run_json(self.path) | {IMAGES: self.images})
+
+    def close(self) -> None:
+        """Release the lock, after the mirror has the rest. Raises what `Mirror.close` does."""
+        with ExitStack() as stack:
+            for fd in (*self.directory_fds.values(), self.lock_fd):
+                stack.callback(os.close, fd)
+            if self.mirror is not None:
+                self.mirror.close()
+
+
+def open_run_dir(
+    config: RunConfig,
+    scan: Scan,
+    *,
+    api: str,
+    fresh: bool = False,
+    accept_changes: Sequence[str] = (),
+) -> RunDir:
+    """Create or reopen the directory of a run, and lock it.
+
+    `api` is the dialect of the config's model. `fresh` first moves an existing directory and its
+    training file aside. `accept_changes` names config keys that may have changed although they
+    affect the data.
+
+    Raises `RunLocked`, `RunDirError`, and `ConfigError` if other keys that affect the data have
+    changed since the run's first start.
+    """
+    path = config.run_dir
+    opened: dict[Path, int] = {}
+    lock_fd = mirror = None
+    try:
+        make_directory(path, is_inside=False, parents=True)
+        if not fresh:
+            refuse_strange_files(path)
+            refuse_links(path)
+            refuse_lost_records(path)
+        lock_fd = lock(path)
+        # What this start has written itself is no earlier run.
+        own = {"lock", scan.path.name, scan.path.with_suffix(".json").name}
+        if fresh and any(entry.name not in own for entry in path.iterdir()):
+            # Locked while it moves, so no other process can start working in it.
+            aside = move_aside(path)
+            path.mkdir(mode=0o700)
+            moved_fd, lock_fd = lock_fd, lock(path)
+            os.close(moved_fd)
+            if scan.path.parent == path:
+                take_kept(aside / scan.path.name, path)
+        if config.mirror is not None:
+            from batch_trajectories.mirror.mirror import Mirror  # most runs have none
+
+            mirror = Mirror(config.mirror, path)
+            mirror.take(fresh=fresh)
+        for name in ("inflight", "workspaces", "exports"):
+            make_directory(path / name)
+        for file in stale_files_of(path):
+            file.unlink()
+        before, run = _identity(config, scan, accept_changes)
+        run["api"] = api
+        write_run_json(path, run)
+        save_scan(path / NAME, scan)
+        remove_other_kept(path, scan.path)
+        if mirror is not None:
+            mirror.start(scan.path, requests_per_s=config.num_workers)
+        for directory in (path / "inflight", path / "workspaces"):
+            opened[directory] = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except BaseException as error:
+        with ExitStack() as stack:
+            for fd in (*opened.values(), *([] if lock_fd is None else [lock_fd])):
+                stack.callback(os.close, fd)
+            if mirror is not None:
+                mirror.close()
+        if isinstance(error, OSError):
+            if error.errno in _DISK_FAILURES:
+                raise storage_error(path, error) from error
+            raise RunDirError(
+                f"{path}: cannot use this run directory: {error.strerror or error}; choose another "
+                "place by --output_dir"
+            ) from error
+        raise
+    same_endpoints = before is not None and all(
+        before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
+    )
+    of_run = path, run["digest"], run["versions"], same_endpoints
+    return RunDir(*of_run, lock_fd, opened, run[IMAGES], run[_KEY], mirror)
+
+
+def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
+    """Raise what `open_run_dir` would raise for an existing run; return whether there is one."""
+    if not (config.run_dir / "run.json").exists():
+        return False
+    refuse_strange_files(config.run_dir)
+    refuse_lost_records(config.run_dir)
+    _identity(config, scan, accept_changes)
+    return True
+
+
+def _identity(
+    config: RunConfig, scan: Scan, accept_changes: Sequence[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The existing run.json, if any, and the new one of this start.
+
+    Raises `ConfigError` if this start may not continue the run.
+    """
+    path = config.run_dir
+    before = read_run_json(path) if (path / "run.json").exists() else None
+    run = _run_json(path, config, scan, before, accept_changes)
+    if before is not None:
+        refuse_narrowing(path, scan, config, before, accept_changes)
+    return before, run
+
+
+def write_run_json(path: Path, run: dict[str, Any], *, is_own: bool = True) -> None:
+    """Write run.json with a checksum of its content, and the MAC of this user if it `is_own`.
+
+    Its config must be what this user gave, or that of a run of this user. Raises `StorageError`.
+    """
+    run = {name: value for name, value in run.items() if name != MAC}
+    mac = mac_of(exact_json.dumps(run)) if is_own else None
+    if mac is not None:
+        run[MAC] = mac
+    content = {**run, _CHECKSUM: _checksum_of(run)}
+    replace_file(path / "run.json", exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _checksum_of(run: dict[str, Any]) -> str:
+    """Independent of the layout of the file."""
+    return f"{crc32(exact_json.dumps(run)):08x}"
+
+
+def read_run_json(path: Path) -> dict[str, Any]:
+    """Read run.json. Raises `RunDirError` if `path` is not a run directory."""
+    try:
+        run = exact_json.loads((path / "run.json").read_bytes())
+    except FileNotFoundError:
+        raise RunDirError(f"{path}: no run here (it has no run.json)") from None
+    except NotADirectoryError:
+        raise RunDirError(f"{path}: not a run directory") from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RunDirError(f"{path}/run.json: cannot read it: {error}") from error
+    if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
+        if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
+            raise RunDirError(
+                f"{path}/run.json: changed since it was written: its checksum does not match. "
+                "Restore it from a copy. If it was edited on purpose, or there is no copy, check "
+                f'it, remove "{_CHECKSUM}" from it, and run the same command again, which compares '
+                "it with the config"
+            )
+        run.pop(MAC, None)  # belongs to these bytes; see `was_started_here`
+        if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
+            what = f"damaged ({', '.join(missing)})"
+            raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
+        run["config"] = in_todays_words(run["config"], run["config"].get("base_url"))
+        return run
+    what = "not written by this program (it has no `schema_version`); restore it from a copy"
+    if isinstance(run, dict) and (version := run.get("schema_version")) is not None:
+        what = f"written by another version of this program (schema {version}, this one has "
+        what += f"{SCHEMA_VERSION}); use that version"
+    raise RunDirError(f"{path}/run.json: {what}, or start over with --fresh")
+
+
+def was_started_here(path: Path) -> bool:
+    """Whether this user has started the run in `path`; see `origin`. Raises `RunDirError`."""
+    try:
+        run = exact_json.loads((path / "run.json").read_bytes())
+        run.pop(_CHECKSUM, None)
+        mac = run.pop(MAC, None)
+    except (OSError, orjson.JSONDecodeError, AttributeError) as error:
+        raise RunDirError(f"{path}/run.json: cannot read it: {error}") from error
+    return is_own(exact_json.dumps(run), mac)
+
+
+def directory_of(run: Path | str, output_dir: Path) -> Path:
+    """The directory of a run, given by it or by a name in `output_dir`; it may not be there."""
+    path, named = Path(run), output_dir / run
+    is_path = (path / "run.json").exists() or (path.exists() and not named.exists())
+    return path if is_path else named
+
+
+def runs_in(output_dir: Path) -> list[str]:
+    """The names of the runs in a directory. Hidden ones are no runs: they are being made."""
+    return sorted(path.parent.name for path in output_dir.glob("[!.]*/run.json"))
+
+
+def _run_json(
+    path: Path,
+    config: RunConfig,
+    scan: Scan,
+    before: dict[str, Any] | None,
+    accept_changes: Sequence[str],
+) -> dict[str, Any]:
+    meaning = meaning_of(config)
+    now = with_defaults(meaning)
+    known = (*now, *NARROWING, IMAGES)
+    if unknown := [key for key in accept_changes if key not in known]:
+        raise ConfigError(
+            f"--accept_config_change: {', '.join(unknown)}: unknown key; the possible keys are "
+            f"{', '.join(known)}"
+        )
+    history: list[dict[str, Any]] = []
+    images: dict[str, str] = {}
+    created, key = time.time(), new_run_key()
+    if before is None:
+        if _holds_work(path):
+            raise RunDirError(
+                f"{path}: it has records but no run.json, so their config is unknown; put run.json "
+                "back, or start over with --fresh"
+            )
+    else:
+        created, history = before["created"], before["history"]
+        key = str(before.get(_KEY) or key)
+        if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
+            raise ConfigError(
+                f"{path}: this run is for {f'shard {shard}' if shard else 'the whole dataset'}, "
+                f"now {f'shard {config.shard}' if config.shard else 'the whole dataset'} is "
+                "requested; each shard needs its own --run_name (`merge` joins all shards)"
+            )
+        then = stored_meaning(before)
+        changes = {
+            key: {"from": then.get(key), "to": now[key]} for key in now if then.get(key) != now[key]
+        }
+        images = before.get(IMAGES, {})
+        if config.uses_images and (replaced := replaced_images(config, images)):
+            changes[IMAGES] = {
+                "from": {name: images[name] for name in replaced},
+                "to": replaced,
+            }
+            images = images | replaced
+        refused = {key: change for key, change in changes.items() if key not in accept_changes}
+        if refused and _holds_work(path):
+            raise ConfigError(_explain_changes(path, refused))
+        if changes:
+            history = [*history, {"at": time.time(), "changes": changes}]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_name": config.run_name,
+        "created": created,
+        "digest": digest_of(meaning),
+        "meaning": meaning,
+        "config": config.to_json(),
+        "dataset": dataset_of(scan),
+        "versions": {"python": platform.python_version(), **versions_of(_VERSIONS_OF)},
+        "history": history,
+        IMAGES: images,
+        _KEY: key,
+    }
+
+
+def dataset_of(scan: Scan) -> dict[str, Any]:
+    """The value of `dataset` in run.json."""
+    return {
+        "path": str(scan.path.resolve()),
+        "source": source_of_kept(scan.path),
+        "rows": scan.rows,
+        "bad_rows": len(scan.bad_rows),
+        "sha256": scan.sha256,
+        "is_priced": scan.rules.is_priced,
+        "toolsets": None if scan.rules.toolsets is None else sorted(scan.rules.toolsets),
+    }
+
+
+def _holds_work(path: Path) -> bool:
+    """Whether the run has records or journals, which must not be mixed with another config's."""
+    records = path / "records.jsonl"
+    if records.exists() and records.stat().st_size:
+        return True
+    return any(segment.stat().st_size for segment in listed(path / "inflight"))
+
+
+def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{path}: this run has another config; mixing the two would spoil the data:"]
+    lines += [
+        f"  {key}: the run has {_shown(change['from'])}, now {_shown(change['to'])}"
+        for key, change in changes.items()
+    ]
+    lines.append(
+        "Use another --run_name; or --fresh to start over (the old directory is kept); or "
+        f"--accept_config_change={','.join(changes)} to continue with the new values."
+    )
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return clip(repr(value), max_chars=_SHOWN)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of packages by name, or "not installed"."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

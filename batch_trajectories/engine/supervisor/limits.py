@@ -1,0 +1,442 @@
+"""The limits on a run's calls, some found by probing, divided among its workers.
+
+The shares never exceed the limit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agent.models.model import url_of
+from batch_trajectories.config.endpoints import EndpointLimits
+from batch_trajectories.engine.executor import WorkerHandle
+from batch_trajectories.engine.messages import pack
+
+if TYPE_CHECKING:
+    from batch_trajectories.engine.shared_limits import SharedLimits
+
+_TURN_S = 1.0
+"""How long a worker keeps an uneven remainder."""
+
+_BUSY = 0.85
+"""From this share of a core on, the worker itself limits its calls."""
+
+_LATELY = 0.2
+"""The weight of a heartbeat in the moving average."""
+
+
+class RunLimits:
+    """Collects the results of the workers' calls, and limits their calls in flight."""
+
+    def __init__(
+        self, limits: Mapping[str, EndpointLimits], shared: SharedLimits | None = None
+    ) -> None:
+        """`limits` by endpoint (see `ModelSettings.endpoint`); with `shared`, several runs share
+        the rates."""
+        self._endpoints = {
+            endpoint: _SharedLimit(endpoint, user_limits, shared)
+            for endpoint, user_limits in limits.items()
+        }
+        self._busy = 0.0
+        """The share of a core that workers have used lately, on average."""
+        self._heartbeats = self._busy_heartbeats = 0
+
+    def on_busy(self, busy: float) -> None:
+        """A worker reports the share of a core that it has used."""
+        self._heartbeats += 1
+        self._busy_heartbeats += busy >= _BUSY
+        self._busy += (busy - self._busy) * _LATELY
+
+    def on_load(self, worker: WorkerHandle, endpoint: str, load: dict[str, int]) -> None:
+        """A worker reports its calls since its last report, and how many wait."""
+        self._endpoints[endpoint].on_load(worker, load)
+
+    def on_refusal(self, endpoint: str, retry_after_s: float | None, sent_at: float) -> None:
+        """The endpoint refused a call (429) that was sent at `sent_at` (monotonic clock)."""
+        limiter = self._endpoints[endpoint].limiter
+        limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Let no call begin while `is_paused`."""
+        for endpoint in self._endpoints.values():
+            endpoint.is_paused = is_paused
+
+    def refuse_without_endpoints(self) -> None:
+        """Raise `ValueError` if the run calls no endpoint."""
+        if not self._endpoints:
+            raise ValueError(
+                "this run calls no endpoint, so it has no rpm and no max_in_flight; nothing was "
+                "changed"
+            )
+
+    def change(self, rpm: float | None, in_flight: int | None) -> None:
+        """Change the user's limits of each endpoint; None leaves one."""
+        for endpoint in self._endpoints.values():
+            endpoint.change(rpm, in_flight)
+
+    def share(self, workers: Sequence[WorkerHandle]) -> None:
+        """Send the workers their shares where these have changed."""
+        ready = [worker for worker in workers if worker.ready]
+        for endpoint in self._endpoints.values():
+            endpoint.share(ready)
+
+    def pause_s(self) -> float:
+        """Seconds until calls may be sent again, where all endpoints have asked for a pause."""
+        now = time.monotonic()
+        until = [shared.limiter.cool_down_until - now for shared in self._endpoints.values()]
+        return max(0.0, min(until, default=0.0))
+
+    def describe(self) -> str:
+        """For the progress line; "" while only the user's own limits apply."""
+        pause = f"paused by the endpoint for {pause_s:.0f} s" if (pause_s := self.pause_s()) else ""
+        busy = f"workers at {self._busy:.0%} of a core" if self._busy >= _BUSY else ""
+        return ", ".join(filter(None, (self._describe_endpoints(), pause, busy)))
+
+    def _describe_endpoints(self) -> str:
+        probed = [shared for shared in self._endpoints.values() if shared.limiter.is_probed]
+        if len(self._endpoints) == 1:
+            return "".join(f"limit {shared.limiter.limit} (endpoint)" for shared in probed)
+        return ", ".join(f"limit {shared.limiter.limit} ({shared.url})" for shared in probed)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What limited the calls of this start, for the summary: one object per endpoint.
+
+        Keys: `endpoint` (its base URL), `limit` and `ceiling` (calls in flight), `in_flight_max`,
+        `replies`, `refused` (429s), `failed` (other attempts that were retried) and `limited_by`:
+        "endpoint", "rate" (rpm, tpm), "workers" (they used up their cores), "concurrency" (the
+        user's limits), or "tools" if calls never came near any of these.
+        """
+        is_busy = self._busy_heartbeats > self._heartbeats / 2
+        return [shared.report(is_busy=is_busy) for shared in self._endpoints.values()]
+
+
+@dataclass(slots=True)
+class _Share:
+    """A worker's share of an endpoint's limit, and its use."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    permits: int = 0
+    """The permits that were sent last."""
+    max_permits: int = 0
+    """The maximum over all permits that may still be in effect at the worker."""
+    messages: int = 0
+    """How often permits were sent."""
+    cool_down_until: float = float("-inf")
+    rates: tuple[float, float | None] = (1.0, None)
+    """The part of the rates that this run may use, and until when."""
+
+    @property
+    def possible(self) -> int:
+        """The most calls that the worker can have in flight until its next report."""
+        return max(self.in_flight, self.max_permits)
+
+
+class _SharedLimit:
+    """The limit of one endpoint, and the workers' shares of it."""
+
+    def __init__(self, endpoint: str, limits: EndpointLimits, shared: SharedLimits | None) -> None:
+        self._endpoint = endpoint
+        self._shared = shared if limits.rpm or limits.tpm else None
+        self.url = url_of(endpoint)
+        self.limiter = Limiter(start=limits.start, ceiling=limits.ceiling)
+        self._limits = limits
+        self._shares: dict[WorkerHandle, _Share] = {}
+        self._in_flight_max = self._replies = self._failed = 0
+        self._is_paced = self._has_news = False
+        self.is_paused = False
+        """No call may begin."""
+
+    def change(self, rpm: float | None, in_flight: int | None) -> None:
+        if rpm is not None:
+            self._limits = self._limits._replace(rpm=rpm)
+        if in_flight is not None:
+            self._limits = self._limits._replace(ceiling=in_flight)
+            self.limiter.cap(in_flight)
+        self._has_news = True
+
+    def on_load(self, worker: WorkerHandle, load: dict[str, int]) -> None:
+        share = self._shares.setdefault(worker, _Share())
+        share.in_flight, share.waiting = load["in_flight"], load["waiting"]
+        if load["told"] == share.messages:
+            share.max_permits = share.permits
+        in_flight = sum(each.in_flight for each in self._shares.values())
+        self._in_flight_max = max(self._in_flight_max, in_flight)
+        self._replies += load["replies"]
+        self._failed += load["failures"]
+        has_rate = self._limits.rpm or self._limits.tpm
+        if has_rate and share.waiting and share.in_flight < share.permits:
+            self._is_paced = True
+        if load["overloads"]:
+            self.limiter.on_failures(load["overloads"])
+        if load["replies"]:
+            is_needed = any(each.waiting for each in self._shares.values())
+            self.limiter.on_replies(load["replies"], is_needed=is_needed)
+
+    def share(self, ready: Sequence[WorkerHandle]) -> None:
+        for gone in self._shares.keys() - set(ready):
+            del self._shares[gone]
+        shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
+        demands = [share.in_flight + share.waiting for share in shares]
+        limit = 0 if self.is_paused else self.limiter.limit
+        parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
+        sent = [(share.permits, share.cool_down_until, share.rates) for share in shares]
+        rates = (1.0, None) if self._shared is None else self._shared.share
+        for share, wanted in zip(shares, parts, strict=True):
+            share.permits = min(share.permits, wanted)
+        # A permit that one worker gives up is free only when no call can be using it any more.
+        free = limit - sum(share.possible for share in shares)
+        for share, wanted in zip(shares, parts, strict=True):
+            possible = share.possible
+            share.permits += min(wanted - share.permits, possible - share.permits + max(0, free))
+            share.max_permits = max(share.max_permits, share.permits)
+            free -= share.possible - possible
+            share.cool_down_until = self.limiter.cool_down_until
+            share.rates = rates
+        for worker, share, before in zip(ready, shares, sent, strict=True):
+            now = share.permits, share.cool_down_until, share.rates
+            if now != before or self._has_news or not share.messages:
+                share.messages += 1
+                self._send(worker, share, share.permits / max(1, limit))
+        self._has_news = False
+
+    def _send(self, worker: WorkerHandle, share: _Share, part: float) -> None:
+        of_runs, until = share.rates
+        part *= of_runs
+        worker.send(
+            pack(
+                "limits",
+                limits={
+                    "endpoint": self._endpoint,
+                    "permits": share.permits,
+                    "number": share.messages,
+                    "cool_down_s": max(0.0, share.cool_down_until - time.monotonic()),
+                    "rpm": self._limits.rpm and self._limits.rpm * part,
+                    "tpm": self._limits.tpm and self._limits.tpm * part,
+                    "rates_s": until and max(0.0, until - time.monotonic()) if of_runs else 0.0,
+                },
+            )
+        )
+
+    def report(self, *, is_busy: bool) -> dict[str, Any]:
+        near = self._in_flight_max >= 0.9 * self._limits.ceiling
+        by = "workers" if is_busy else "concurrency" if near else "tools"
+        if self.limiter.is_probed:
+            by = "endpoint"
+        elif self._is_paced:
+            by = "rate"
+        return {
+            "endpoint": self.url,
+            "limit": self.limiter.limit,
+            "ceiling": self._limits.ceiling,
+            "in_flight_max": self._in_flight_max,
+            "replies": self._replies,
+            "refused": self.limiter.refused,
+            "failed": self._failed,
+            "limited_by": by,
+        }
+
+
+_CUT = 0.85
+"""A refusal multiplies the limit by this."""
+
+_NEAR = 0.95
+"""From this share of the limit of the last refusal on, the limit grows slowly."""
+
+_SLOWLY = 0.3
+"""Slow growth: calls per round of calls."""
+
+_LATELY_CALLS = 100
+"""Of about so many of the last calls the share that was refused decides whether the endpoint is
+full. Some refuse single calls whatever the load: these are repeated, and the others go on."""
+
+_FULL = 0.08
+"""The share from which on it is. Where one call in thirty is refused by chance, the share among the
+last ones hardly ever gets so high; an endpoint that is full soon refuses more."""
+
+_WITHOUT_EFFECT = 0.75
+"""A cut has no effect if this part of the refused share is left after it. Of an endpoint that is
+full, and refuses fewer than `_MOST_BY_CHANCE`, no cut would leave so much."""
+
+_MOST_BY_CHANCE = 0.25
+
+_SOON_ROUNDS = 3
+"""Only the first calls after a cut show its effect: later the limit has grown again."""
+
+_FLOOR = 4
+_SURELY = 8
+"""Below this floor the limit is cut only where so many more calls were refused than answered since
+the last cut. Some endpoints refuse a share of all calls however few there are, and with one call
+in flight a slow reply would hold up everything."""
+
+_HELD_UP = 10
+"""Number of replies after a failure by load (5xx, no connection) that do not let the limit grow.
+So it stays while one call in ten fails, but grows in spite of an occasional failure."""
+
+_MAX_HELD_UP_ROUNDS = 3
+"""An outage delays growth by at most this many rounds of calls."""
+
+MAX_COOL_DOWN_S = 60.0
+"""The longest pause of all calls, even if the endpoint asks for more."""
+
+
+class Limiter:
+    """The limit of one endpoint.
+
+    It grows while the endpoint keeps up and calls wait, and is cut when the endpoint refuses calls
+    (429). It knows neither processes nor clocks: callers pass events with their times.
+    """
+
+    def __init__(self, *, start: int, ceiling: int) -> None:
+        """Start with `start` calls in flight and never allow more than `ceiling`."""
+        self._limit = float(min(start, ceiling))
+        self._ceiling = ceiling
+        self._refused_at = float("inf")
+        self._cut_at = float("-inf")
+        self._held_up = 0
+        self._answered = self._refused = 0
+        """Calls since the last cut."""
+        self._lately = _MovingShare()
+        """The calls that were refused."""
+        self._share_at_cut = 1.0
+        self._by_chance = 0.0
+        """The share that was refused just as often after a cut."""
+        self._is_cut = self._is_sure = False
+        """Whether the limit was ever cut, and whether that was for more than the first calls."""
+        self.cool_down_until = float("-inf")
+        """No call may be sent before this time."""
+        self.refused = 0
+        """Calls that the endpoint refused (429)."""
+
+    @property
+    def limit(self) -> int:
+        """Calls that may be in flight."""
+        return int(self._limit)
+
+    def cap(self, ceiling: int) -> None:
+        """Never allow more than `ceiling` from now on."""
+        self._ceiling = ceiling
+        self._limit = min(self._limit, float(ceiling))
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether the endpoint has ever refused calls because it was full."""
+        return self._is_cut
+
+    def on_replies(self, count: int, *, is_needed: bool) -> None:
+        """`count` calls were answered; `is_needed`: calls wait for the limit.
+
+        The limit doubles per round of calls until the first refusal. After that it grows by one
+        call per round, and slowly near the limit of the last refusal.
+        """
+        self._answered += count
+        self._lately.add(0.0, count)
+        if self._lately.share < self._by_chance / 2:
+            self._by_chance = self._lately.share
+        held_up = min(self._held_up, count)
+        self._held_up -= held_up
+        count -= held_up
+        if not is_needed or not count:
+            return
+        if not self.is_probed:
+            growth = float(count)
+        elif self._limit < self._refused_at * _NEAR:
+            growth = count / self._limit
+        else:
+            growth = _SLOWLY * count / self._limit
+        self._limit = min(float(self._ceiling), self._limit + growth)
+
+    def on_refusal(self, retry_after_s: float | None, *, sent_at: float, now: float) -> None:
+        """The endpoint refused a call that was sent at `sent_at`, and asked for `retry_after_s`.
+
+        Where it refuses only few, that call alone waits. Calls that were sent before the last cut
+        do not cut the limit again.
+        """
+        self.refused += 1
+        self._lately.add(1.0)
+        is_new = sent_at > self._cut_at
+        self._refused += is_new
+        calls = self._answered + self._refused
+        has_round = calls >= self._limit
+        if self._lately.share < self._by_chance + _FULL:
+            if has_round and self._is_cut and not self._is_sure:
+                # The first calls were refused by chance: others are, and far fewer.
+                self._is_cut = False
+                self._limit = max(self._limit, min(self._refused_at, float(self._ceiling)))
+            return
+        is_sure = self._lately.share_of(self._limit) >= self._by_chance + _FULL
+        self._is_sure = self._is_sure or is_sure
+        if retry_after_s is not None and is_sure:
+            pause_s = min(retry_after_s, MAX_COOL_DOWN_S)
+            self.cool_down_until = max(self.cool_down_until, now + pause_s)
+        if not is_new:
+            self._share_at_cut = max(self._share_at_cut, self._lately.share)
+            return
+        if self._answered and not has_round:
+            return
+        share, before = self._refused / calls, self._share_at_cut
+        is_soon = self._answered and calls < _SOON_ROUNDS * self._limit
+        if is_soon and max(share, before) < _MOST_BY_CHANCE and share >= before * _WITHOUT_EFFECT:
+            self._by_chance = share
+            return
+        is_load = self._refused >= self._answered + _SURELY
+        lowest = 1.0 if is_load else min(self._limit, float(_FLOOR))
+        self._is_cut = True
+        if self._limit > lowest:
+            self._share_at_cut = self._lately.share
+            self._cut_at = now
+            self._refused_at = self._limit
+            self._limit = max(lowest, self._limit * _CUT)
+            self._answered = self._refused = 0
+
+    def on_failures(self, count: int) -> None:
+        """`count` calls failed under load in another way; the limit should not grow for a while."""
+        highest = int(_MAX_HELD_UP_ROUNDS * self._limit) + _HELD_UP
+        self._held_up = min(self._held_up + _HELD_UP * count, highest)
+
+
+class _MovingShare:
+    """A moving share of the last calls."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count `count` calls, each as `value`: 1 or 0."""
+        kept = math.pow(1 - 1 / _LATELY_CALLS, count)
+        self._sum = self._sum * kept + value * (1 - kept)
+        self._weight = self._weight * kept + 1 - kept
+
+    @property
+    def share(self) -> float:
+        """Of the calls so far, the last ones counting most; 0 before the first."""
+        return self._sum / self._weight if self._weight else 0.0
+
+    def share_of(self, calls: float) -> float:
+        """The same if there were at least so many calls: those in flight may be answered."""
+        return self._sum / max(self._weight, 1 - math.pow(1 - 1 / _LATELY_CALLS, calls))
+
+
+def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
+    """Divide `limit` calls among workers that want `demands` calls in flight.
+
+    No worker gets more than it wants while another wants more. The rest is divided, too, so
+    workers can start calls at once. The shares sum to `limit`. An uneven remainder goes to other
+    workers with each `turn`, so even a limit below the number of workers starves none.
+    """
+    shares = [0] * len(demands)
+    left = limit
+    for wanted in (demands, [limit] * len(demands)):
+        open_ = [n for n in range(len(shares)) if shares[n] < wanted[n]]
+        while left and open_:
+            each, extra = divmod(left, len(open_))
+            shift = turn % len(open_)
+            for place, n in enumerate(open_[shift:] + open_[:shift]):
+                more = min(wanted[n] - shares[n], each + (place < extra))
+                shares[n] += more
+                left -= more
+            open_ = [n for n in open_ if shares[n] < wanted[n]]
+    return shares

@@ -1,0 +1,443 @@
+"""One start of a run, from its plan to workers that have ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agent.models.model import url_of
+from batch_trajectories.basics.console import silenced
+from batch_trajectories.basics.errors import DatasetChanged, RunLocked
+from batch_trajectories.basics.process import (
+    allow_many_files,
+    hide_environment,
+    log_to,
+    settings_restored,
+)
+from batch_trajectories.basics.text import first_few
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.config.models import budget_of, limits_of, uses_key_command
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.sandboxes import remove_leftover_containers
+from batch_trajectories.dataset.scan import Scan, tasks
+from batch_trajectories.dataset.scan_cache import NAME
+from batch_trajectories.dataset.shards import parse_shard
+from batch_trajectories.engine.executor_choice import open_executor
+from batch_trajectories.engine.messages import WorkerSetup
+from batch_trajectories.engine.plan import Plan, describe
+from batch_trajectories.engine.record import Provenance
+from batch_trajectories.engine.run_dir import RunDir
+from batch_trajectories.engine.supervisor.budget import (
+    BudgetLog,
+    RunBudget,
+    set_aside_damaged,
+    spent_before,
+)
+from batch_trajectories.engine.supervisor.limits import RunLimits
+from batch_trajectories.engine.supervisor.progress import Progress
+from batch_trajectories.engine.supervisor.refusals import Refusals
+from batch_trajectories.engine.supervisor.supervisor import Supervisor
+from batch_trajectories.engine.supervisor.worker_pool import Start, TaskQueue
+from batch_trajectories.records.failures import FailureFile, Settled, is_settled
+from batch_trajectories.records.files import has_batches, listed
+from batch_trajectories.records.journal import Inflight, segments
+from batch_trajectories.records.records import RecordFile, load_index
+from batch_trajectories.records.tasks import Task
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import TEMPORARY
+
+if TYPE_CHECKING:
+    from batch_trajectories.batch_api.service import BatchService
+    from batch_trajectories.engine.shared_limits import SharedLimits
+    from batch_trajectories.engine.stopping import Opening
+    from batch_trajectories.engine.supervisor.key_service import KeyService
+
+log = logging.getLogger(__name__)
+
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a start ended."""
+
+    signal: int | None = None
+    """The signal that stopped it."""
+    stopped_by: str | None = None
+    """Why the environment or the budget stopped it."""
+    limits: Sequence[Mapping[str, Any]] = ()
+    """What limited the model calls; see `RunLimits.report`."""
+    is_out_of_budget: bool = False
+    """The budget of the run stopped it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the summary."""
+        return {"stopped_by": self.stopped_by, "signal": self.signal, "calls": list(self.limits)}
+
+
+def run_batch(
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    only: Collection[bytes] | None = None,
+    tell: Callable[[str], object] | None = None,
+) -> Outcome:
+    """Work on all tasks that need work. Blocks until they end or the run is stopped.
+
+    `only` limits the work to the tasks with these keys. `tell` gets the messages for the user;
+    without it they are printed, with a progress line.
+
+    Raises `EnvironmentStop` if the run cannot continue, and `RunLocked` if this process is working
+    on another run: both would change log, limits and environment of the process.
+    """
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RunLocked(
+            f"{run_dir.path}: this process is working on another run; start this one after it"
+        )
+    try:
+        # With `tell`, the terminal belongs to the caller.
+        with settings_restored(), nullcontext() if tell is None else silenced():
+            return _run_batch(plan, run_dir, only, tell)
+    finally:
+        _one_at_a_time.release()
+
+
+def _run_batch(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], object] | None,
+) -> Outcome:
+    log_to(run_dir.path / "run.log", plan.config.log_level)
+    log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
+    for name, server in (plan.config.mcp or {}).items():
+        for tool in server.listed or ():
+            log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
+    hide_environment()
+    allow_many_files()
+    try:
+        outcome = _work(plan, run_dir, only, tell)
+    except DatasetChanged:
+        (run_dir.path / NAME).unlink(missing_ok=True)
+        raise
+    log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+    log.info("calls: %s", outcome.limits)
+    return outcome
+
+
+def _work(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], object] | None,
+) -> Outcome:
+    config = plan.config
+    with ExitStack() as files:
+        records = files.enter_context(closing(RecordFile(run_dir.path, run_dir.quarantine)))
+        damaged = set_aside_damaged(run_dir.path)
+        if has_batches(run_dir.path):
+            from batch_trajectories.batch_api.batch_log import set_aside_damaged_steps
+
+            damaged += set_aside_damaged_steps(run_dir.path)
+        failures = files.enter_context(closing(FailureFile(run_dir.path, run_dir.quarantine)))
+        inflight = Inflight(run_dir.inflight, damaged=damaged)
+        budget_log = files.enter_context(closing(BudgetLog(run_dir.path, run_dir.quarantine)))
+        progress = Progress(
+            total=plan.scan.tasks if only is None else len(only),
+            run_dir=run_dir.path,
+            tell=tell,
+            tasks="steps" if config.audit else "tasks",
+            turns=None if config.audit or config.checked_run else "turns",
+        )
+        files.callback(progress.close)
+        if records.unreadable:
+            progress.say(
+                f"{len(records.unreadable)} unreadable records were set aside in "
+                f"{run_dir.quarantine}: {first_few(records.unreadable)}; their tasks run again"
+            )
+        if damaged:
+            progress.say(
+                f"{len(damaged)} damaged lines were set aside in {run_dir.quarantine}: "
+                f"{first_few(damaged)}; they do not count"
+            )
+        for row in plan.scan.bad_rows:
+            failures.append_bad_row(plan.scan.path, row)
+        state = _state_of(plan, run_dir, only, records, inflight, budget_log)
+        if state.opening is not None:  # the others are not needed, so far
+            known = state.done + state.failed + len(state.remaining)
+            progress.add_tasks(known - progress.left)
+        progress.found_ended(
+            done=state.done,
+            failed=state.failed,
+            passed=state.passed,
+            not_passed=state.not_passed,
+            cost_usd=state.cost_usd,
+        )
+        makes_batches = config.batch_api
+        if has_batches(run_dir.path):
+            from batch_trajectories.batch_api.service import with_open_batches
+
+            config = with_open_batches(config, run_dir, state.settled)
+            if config is not plan.config:
+                plan = replace(plan, config=config)
+                progress.say(
+                    "waiting for the batches of earlier starts; all other calls are made live"
+                )
+        with ExitStack() as stack:
+            executor = stack.enter_context(closing(open_executor(config, run_dir)))
+            keys: KeyService | None = None
+            if config.executor == "local" and uses_key_command(plan.setups):
+                from batch_trajectories.engine.supervisor.key_service import KeyService
+
+                keys = stack.enter_context(closing(KeyService(plan.setups)))
+            batches: BatchService | None = None
+            if config.batch_api:
+                from batch_trajectories.batch_api.service import BatchService
+
+                batches = BatchService(
+                    config, plan.setups, run_dir, state.settled, is_new=makes_batches
+                )
+                stack.callback(batches.close)
+            shared = _shared_limits(config, run_dir, progress)
+            limits = limits_of(config, plan.setups)
+            budget = RunBudget(
+                budget_of(config), spent=state.spent, budget_log=budget_log, shared=shared
+            )
+            stack.callback(budget.close)
+            start = Start(
+                run_dir=run_dir,
+                config=config,
+                executor=executor,
+                setups=plan.setups,
+                setup=_worker_setup(plan, run_dir, has_answers=state.has_answers),
+                limits=RunLimits(limits, shared),
+                budget=budget,
+                held=state.held,
+                queue=_queue(plan, state, failures),
+                records=records,
+                failures=failures,
+                inflight=inflight,
+                progress=progress,
+                batches=batches,
+                keys=keys,
+                refusals=Refusals(
+                    limits,
+                    has_answered=state.has_answers and run_dir.same_endpoints,
+                ),
+            )
+            supervisor = Supervisor(start)
+            del state  # frees the memory of the index
+            with _signals_to(supervisor) as received:
+                stopped_by = supervisor.run()
+        if supervisor.is_dataset_changed:
+            # Or the cached scan is wrong; in both cases the next start scans again.
+            (run_dir.path / NAME).unlink(missing_ok=True)
+        _remove_what_is_settled(run_dir, config.max_attempts)
+        remove_leftover_containers(config)
+    return Outcome(
+        signal=received[0] if received else None,
+        stopped_by=stopped_by or None,
+        limits=supervisor.limits.report(),
+        is_out_of_budget=supervisor.is_out_of_budget,
+    )
+
+
+def _shared_limits(config: RunConfig, run_dir: RunDir, progress: Progress) -> SharedLimits | None:
+    if config.shared_limits is None:
+        return None
+    from batch_trajectories.engine.shared_limits import SharedLimits  # most runs have none
+
+    parts = 1 if config.shard is None else parse_shard(config.shard).count
+    limit = budget_of(config) or Cost()
+    return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts, say=progress.say)
+
+
+def _tasks_with(scan: Scan, keys: Container[bytes]) -> Iterator[Task]:
+    return tasks(scan, [number for number in range(scan.tasks) if scan.key(number) in keys])
+
+
+def _queue(plan: Plan, state: RunState, failures: FailureFile) -> TaskQueue:
+    find = partial(_tasks_with, plan.scan)
+    if state.opening is None:
+        return TaskQueue(tasks(plan.scan, state.remaining), failures.deaths, find=find)
+    first = state.opening.begin(state.remaining)
+    return TaskQueue(first, failures.deaths, find=find, opening=state.opening)
+
+
+class RunState(NamedTuple):
+    """Finished and remaining work when a start begins."""
+
+    settled: Settled
+    """The tasks that need no more work."""
+    remaining: array[int]
+    """The numbers of the tasks that need work, in dataset order."""
+    done: int
+    failed: int
+    """Tasks that failed and are not retried."""
+    passed: int
+    not_passed: int
+    """Tasks that passed, or did not."""
+    has_answers: bool
+    """An endpoint has answered in an earlier start."""
+    spent: Cost
+    """The part of the budget that is spent; 0 without a budget."""
+    held: dict[bytes, dict[str, list[Any]]]
+    """Of it, the amounts reserved for calls in batches, by task and call; see `held_in`."""
+    cost_usd: float
+    """Dollars that the run has spent, as far as known."""
+    opening: Opening | None
+    """Opens the samples that follow from how others end; None if all tasks remain."""
+
+
+def _state_of(
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    records: RecordFile,
+    inflight: Inflight,
+    budget_log: BudgetLog,
+) -> RunState:
+    """Match records and tasks, remove leftovers of settled tasks, and read the journals."""
+    scan, max_attempts = plan.scan, plan.config.max_attempts
+    index = records.take_found()
+    settled = Settled(index, max_attempts)
+    inflight.read(settled=settled)
+    _remove_workspaces(run_dir, settled)
+    remove_leftover_containers(plan.config)
+    spent = Cost()
+    held: dict[bytes, dict[str, list[Any]]] = {}
+    if has_batches(run_dir.path):
+        from batch_trajectories.batch_api.batch_log import free_unsent, held_in
+
+        # Freed first: after a crash between the two the amount stays granted, never freed twice.
+        if freed := free_unsent(run_dir.path, run_dir.quarantine):
+            budget_log.append("returned", sum(freed, Cost()))
+        if budget_of(plan.config) is not None:
+            held = held_in(run_dir.path, settled)
+    if budget_of(plan.config) is not None:
+        amounts = [Cost(*reserve) for of_task in held.values() for reserve in of_task.values()]
+        stored = (entry for _, entry in index.records())
+        spent = spent_before(stored, inflight, budget_log, held=amounts)
+    rows, _ = index.match(scan.keys)
+    samples = opening = None
+    if plan.config.until_passed is not None:
+        from batch_trajectories.engine.stopping import ModelBudgets, Opening, rule_of, samples_of
+
+        samples = samples_of(
+            run_dir.path, plan.config, scan, index, rows, begun={*inflight.tasks()}
+        )
+        budgets = ModelBudgets(plan.config.model_budgets or {}, run_dir.path)
+        opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only, budgets=budgets)
+    remaining = array("I")
+    counts = Counter[bool]()
+    passed = Counter[bool | None]()
+    outcomes = zip(index.endings(rows), index.passed(rows), strict=True)
+    for number, (ending, has_passed) in enumerate(outcomes):
+        if only is not None and scan.key(number) not in only:
+            continue
+        is_failed = ending is not None and ending.status == "failed"
+        if ending is None or (
+            is_failed and not is_settled(index.entry(rows[number]), max_attempts)
+        ):
+            if samples is None or samples.must_run(number):
+                remaining.append(number)
+        else:
+            counts[is_failed] += 1
+            passed[has_passed] += 1
+    return RunState(
+        settled,
+        remaining,
+        counts[False],
+        counts[True],
+        passed[True],
+        passed[False],
+        index.has_turns(),
+        spent,
+        held,
+        index.costs()[0] + inflight.paid_usd,
+        opening,
+    )
+
+
+def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
+    limits = limits_of(plan.config, plan.setups)
+    # With several endpoints it is unknown which one has answered.
+    is_proven = has_answers and run_dir.same_endpoints and len(limits) == 1
+    return WorkerSetup(
+        number=0,
+        parent_pid=os.getpid(),
+        run_dir=run_dir.path,
+        config=plan.config,
+        api=plan.api,
+        provenance=Provenance(
+            sandbox=plan.sandbox,
+            seed=plan.config.seed,
+            config_digest=run_dir.digest,
+            versions=run_dir.versions,
+        ),
+        images=run_dir.images,
+        script=plan.script,
+        limits=limits,
+        budget=budget_of(plan.config),
+        proven=frozenset(map(url_of, limits)) if is_proven else frozenset(),
+        run_key=run_dir.key,
+        start=secrets.token_hex(8),
+    )
+
+
+def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
+    """Remove files that dead workers left of conversations that have ended since."""
+    if listed(run_dir.workspaces) or segments(run_dir.inflight):
+        settled = Settled(load_index(run_dir.path), max_attempts)
+        _remove_workspaces(run_dir, settled)
+        Inflight(run_dir.inflight).read(settled=settled)
+
+
+def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
+    """Remove workspaces of settled tasks, left by a crash after the record was written.
+
+    Keeps and logs files with other names and directories that cannot be removed.
+    """
+    for path in listed(run_dir.workspaces):
+        try:
+            name, _, _ = path.name.partition(".")
+            if path.name.startswith(TEMPORARY) or bytes.fromhex(name) in settled:
+                remove_tree(path)
+        except (ValueError, OSError) as error:
+            log.warning("not removed: %s: %s", path, error)
+
+
+@contextmanager
+def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
+    """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; yields the list of received signals.
+
+    Works only in the main thread; elsewhere the caller handles signals.
+    """
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        supervisor.interrupt()
+
+    before = {}
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ():
+        # Signals that nohup or a background job of a shell ignores stay ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,250 @@
+"""The parts of one start, and its workers: start them, choose one with room, watch them, shut them
+down."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from batch_trajectories.config.models import Setups
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.engine.executor import Executor, Inbox, WorkerHandle
+from batch_trajectories.engine.messages import WorkerSetup, pack
+from batch_trajectories.engine.run_dir import RunDir
+from batch_trajectories.engine.supervisor.budget import RunBudget
+from batch_trajectories.engine.supervisor.limits import RunLimits
+from batch_trajectories.engine.supervisor.progress import Progress
+from batch_trajectories.engine.supervisor.refusals import Refusals
+from batch_trajectories.records.failures import FailureFile
+from batch_trajectories.records.journal import Inflight
+from batch_trajectories.records.records import RecordFile
+from batch_trajectories.records.tasks import DEATHS_OF_A_SUSPECT, Task
+
+if TYPE_CHECKING:
+    from batch_trajectories.batch_api.service import BatchService
+    from batch_trajectories.engine.stopping import Opening
+    from batch_trajectories.engine.supervisor.key_service import KeyService
+
+
+# The queue of tasks that need work, and of suspects.
+#
+# When a worker dies, each of its tasks may have been the cause. A task that was in flight at two
+# deaths, over all starts of the run, is a suspect: it runs isolated in a worker, after all
+# others. If that worker dies, too, the task fails; other tasks are not blamed.
+
+
+class TaskQueue:
+    """First tasks that were put back, then those of the dataset, then suspects one by one."""
+
+    def __init__(
+        self,
+        remaining: Iterator[Task],
+        deaths: Mapping[bytes, int],
+        *,
+        find: Callable[[Container[bytes]], Iterator[Task]],
+        opening: Opening | None = None,
+    ) -> None:
+        """`remaining` streams the dataset; `deaths` counts worker deaths by task key and may grow
+        during the run. `find` reads the tasks with these keys. `opening` gives samples that are
+        needed only once others have ended."""
+        self._remaining = remaining
+        self._deaths = deaths
+        self._find = find
+        self._opening = opening
+        self.failed_now: dict[bytes, tuple[str, str | None]] = {}
+        """The failure class of tasks that failed in this start ("" for those that run again), and
+        their models; their journals stay for the next start."""
+        self._again: deque[Task] = deque()
+        self._suspects: deque[Task] = deque()
+
+    def next(self) -> Task | None:
+        """The next task that may run beside others, None if there is none now."""
+        if self._again:
+            return self._again.popleft()
+        for task in self._remaining:
+            if not self._is_suspect(task):
+                return task
+            self._suspects.append(task)
+        return None
+
+    def next_suspect(self) -> Task | None:
+        """The next task that must run isolated."""
+        return self._suspects.popleft() if self._suspects else None
+
+    def put_back(self, task: Task) -> None:
+        """Queue a task again whose worker has died; `deaths` includes this death."""
+        (self._suspects if self._is_suspect(task) else self._again).append(task)
+
+    def failed(self, key: bytes, failure: str, model: str | None) -> None:
+        """An attempt of a task has failed, with this failure class; it has attempts left."""
+        self.failed_now[key] = failure, model
+
+    def retry(self) -> dict[bytes, str]:
+        """Queue the tasks that failed in this start again; return their failure classes by key.
+
+        Raises `DatasetChanged`.
+        """
+        failed = {key: failure for key, (failure, _) in self.failed_now.items() if failure}
+        for task in [*self._find(failed)]:
+            model = self.failed_now[task.key][1]
+            self.put_back(task._replace(model=model))
+            self.failed_now[task.key] = "", model
+        return failed
+
+    def ended(self, key: bytes, passed: bool | None, cost_usd: float | None) -> int:
+        """A task has its record; queue the samples that its prompt needs now, return their number.
+
+        They come before other prompts, so that few are open at a time.
+        """
+        opened = [] if self._opening is None else self._opening.end(key, passed, cost_usd)
+        self._again.extend(opened)
+        return len(opened)
+
+    def problem(self) -> str | None:
+        """Why tasks that are needed do not begin in this start; None if all do."""
+        return None if self._opening is None else self._opening.problem()
+
+    def is_empty(self) -> bool:
+        """Whether no task is left to assign."""
+        if not self._again and not self._suspects and (task := self.next()) is not None:
+            self._again.append(task)
+        return not self._again and not self._suspects
+
+    def _is_suspect(self, task: Task) -> bool:
+        return self._deaths.get(task.key, 0) >= DEATHS_OF_A_SUSPECT
+
+
+log = logging.getLogger(__name__)
+
+KILL_AFTER_GRACE_S = 5.0
+_START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The parts of one start of a run."""
+
+    run_dir: RunDir
+    config: RunConfig
+    executor: Executor
+    setups: Setups
+    setup: WorkerSetup
+    queue: TaskQueue
+    """The tasks that need work."""
+    records: RecordFile
+    failures: FailureFile
+    inflight: Inflight
+    progress: Progress
+    limits: RunLimits
+    budget: RunBudget
+    held: dict[bytes, dict[str, list[Any]]]
+    """Amounts that earlier starts reserved for calls in batches, by task and call."""
+    batches: BatchService | None
+    keys: KeyService | None
+    refusals: Refusals
+
+
+class WorkerPool:
+    """The live workers of one start."""
+
+    def __init__(self, executor: Executor, config: RunConfig, *, first_number: int) -> None:
+        self._executor = executor
+        self._config = config
+        self._numbers = itertools.count(first_number)
+        self._checked_at = time.monotonic()
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.workers: list[WorkerHandle] = []
+
+    @property
+    def held(self) -> int:
+        """Number of tasks assigned to all workers."""
+        return sum(len(worker.held) for worker in self.workers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all workers accept tasks."""
+        return all(worker.ready for worker in self.workers)
+
+    def start(self, setup: WorkerSetup) -> None:
+        """Start another worker."""
+        setup = replace(setup, number=next(self._numbers), parent_pid=os.getpid())
+        self.workers.append(self._executor.start(setup, self.inbox))
+
+    def reap(self, worker: WorkerHandle) -> bool:
+        """Remove a dead worker; False if it was removed before."""
+        if worker not in self.workers:
+            return False
+        self.workers.remove(worker)
+        worker.reap()
+        return True
+
+    def with_room(self, left: int) -> WorkerHandle | None:
+        """The worker with the most room while `left` tasks have not ended, None if all are full."""
+        # Near the end each worker gets only its share, so no worker idles beside a full one.
+        share = -(-left // self._config.num_workers)
+        limit = min(self._config.agents_per_worker, max(1, share))
+        able = [w for w in self.workers if w.ready and not w.isolated and len(w.held) < limit]
+        return min(able, key=lambda worker: len(worker.held), default=None)
+
+    def idle(self) -> list[WorkerHandle]:
+        """Live workers without tasks. A suspect assigned to a dead one would be blamed for its
+        death."""
+        return [w for w in self.workers if w.ready and not w.held and w.is_alive()]
+
+    def kill_silent(self) -> None:
+        """Kill workers that have been silent for too long."""
+        now = time.monotonic()
+        if now - self._checked_at > self._config.heartbeat_timeout_s / 2:
+            # This process itself did not run (it was suspended, or a disk hung), so it could not
+            # receive heartbeats.
+            for worker in self.workers:
+                worker.heard_at = now
+        self._checked_at = now
+        for worker in self.workers:
+            patience_s = self._config.heartbeat_timeout_s
+            if not worker.ready:
+                patience_s = max(patience_s, _START_TIMEOUT_S)
+            if now - worker.heard_at > patience_s and not worker.is_waiting:
+                log.warning("%s is silent and will be replaced", worker.name)
+                worker.heard_at = now
+                worker.kill()
+
+    def broadcast(self, message: bytes) -> None:
+        """Send a message to all workers."""
+        for worker in self.workers:
+            worker.send(message)
+
+    def shut_down(self, *, is_done: bool) -> Iterator[tuple[WorkerHandle, bytes]]:
+        """Have all workers exit; yields their last messages.
+
+        `is_done`: no later start needs their files.
+        """
+        self.broadcast(pack("exit", done=is_done))
+        leaving = {w for w in self.workers if w.is_alive() and not w.is_waiting}
+        deadline = time.monotonic() + KILL_AFTER_GRACE_S
+        while leaving and (wait_s := deadline - time.monotonic()) > 0:
+            try:
+                worker, message = self.inbox.get(timeout=wait_s)
+            except queue.Empty:
+                return
+            if worker is None:
+                return  # interrupted again
+            if message is None:
+                leaving.discard(worker)
+            else:
+                yield worker, message
+
+    def kill(self) -> None:
+        """Kill all workers."""
+        for worker in self.workers:
+            worker.kill()
+            worker.held.clear()
+            worker.reap()
+        self.workers = []

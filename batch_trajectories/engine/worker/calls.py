@@ -1,0 +1,312 @@
+"""The model calls of a worker: its models, their limiters, and its share of the budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agent.models.client.pool import ModelPool
+from agent.models.connection import Connection, Share
+from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from agent.models.model import Completion, Model, ModelSettings, Request, url_of
+from agent.models.resolve import read_key
+from agent.state.trajectory import Kept
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.config.endpoints import Cost, EndpointLimits
+from batch_trajectories.engine.messages import Assignment
+from batch_trajectories.engine.worker.budget_share import WorkerBudget
+
+if TYPE_CHECKING:
+    from agent.models.client.key_command import RenewableKey
+    from agent.models.client.pool import OnRetry
+    from batch_trajectories.batch_api.model import BatchApiClient
+    from batch_trajectories.engine.worker.call_limiter import CallLimiter, Load
+
+_LOAD_EVERY_S = 0.1
+
+
+class Calls:
+    """The models and limiters that all conversations of a worker share. Needs a running event
+    loop."""
+
+    def __init__(
+        self,
+        limits: Mapping[str, EndpointLimits],
+        budget: Cost | None,
+        *,
+        number: int,
+        workers: int,
+        proven: Collection[str],
+        by_batch: bool,
+        keys: ParentKeys | None,
+        clock_offset_s: float,
+        send: Callable[..., None],
+        on_retry: OnRetry,
+        say: Callable[[str], None],
+        conversations: int,
+    ) -> None:
+        """`limits` are those of the run, by endpoint; this is worker `number` of some `workers`.
+        `proven` are base URLs that have answered before. With `by_batch`, calls are made in
+        batches first. `keys` are those of key commands, None to run these here. See
+        `WorkerSetup.clock_offset_s`.
+
+        `send(type, **fields)` sends to the parent. `on_retry` gets each failure that is retried.
+        `say` shows a message to the user, if no worker has shown it before. `conversations` is how
+        many this worker holds at once, 0 where that is unknown.
+        """
+        self._send = send
+        self._keys = keys
+        self._clock_offset_s = clock_offset_s
+        self._workers = workers
+        self._asked: dict[str, asyncio.Future[bool]] = {}
+        """Questions to the parent whether an endpoint has answered other workers, by base URL."""
+        self._part, self._initial = 1 / workers, 1 - number % workers / workers
+        self._budget = WorkerBudget(
+            budget=budget, report=lambda report: send("budget", report=report)
+        )
+        self._proven_before = frozenset(proven)
+        self._limiters = {
+            endpoint: self._limiter(endpoint, of_endpoint)
+            for endpoint, of_endpoint in limits.items()
+        }
+        self._batch_client: BatchApiClient | None = None
+        if by_batch:
+            from batch_trajectories.batch_api.model import BatchApiClient
+
+            self._batch_client = BatchApiClient(send)
+        self._loads: dict[str, Load] = {}
+        if limits:
+            from batch_trajectories.engine.worker.call_limiter import Load
+
+            self._loads = dict.fromkeys(limits, Load())
+        self.pool = ModelPool(
+            key_of=self._key_of,
+            on_retry=on_retry,
+            gate_of=lambda settings: self._limiters[settings.endpoint],
+            say=say,
+            share=Share(workers, conversations),
+        )
+        self._report_on()
+
+    @property
+    def proven(self) -> frozenset[str]:
+        """The base URLs that have answered."""
+        now = {
+            url_of(endpoint) for endpoint, limiter in self._limiters.items() if limiter.has_answered
+        }
+        return self._proven_before | now
+
+    def is_the_endpoints(self, error: ModelError) -> bool:
+        """Whether a failure stops the run rather than the task alone."""
+        if error.action == "stop_run":
+            return True
+        return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
+
+    async def stops_the_run(self, error: ModelError) -> bool:
+        """The same, but an endpoint may have answered another worker: the parent is asked."""
+        if not self.is_the_endpoints(error):
+            return False
+        url = error.endpoint
+        if error.action != "stop_run" and url is not None and self._workers > 1:
+            if url not in self._asked:
+                self._asked[url] = asyncio.get_running_loop().create_future()
+                self._send("has_answered", url=url)
+            if await asyncio.shield(self._asked[url]):
+                self._proven_before |= {url}
+        return self.is_the_endpoints(error)
+
+    @staticmethod
+    def describe(error: ModelError) -> str:
+        """Why an endpoint stops the run, and what to check."""
+        message = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
+        if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
+            message += f". {error.key_source}"
+        return message
+
+    def receive(self, header: dict[str, Any], payload: bytes) -> None:
+        """A message of the parent that is about calls; see `runs.protocol.messages`."""
+        match header["type"]:
+            case "limits":
+                limits = dict(header["limits"])
+                self._limiters[limits.pop("endpoint")].allow(**limits)
+            case "grant":
+                self._budget.take_grant(Cost(*header["amount"]))
+            case "answered":
+                self._asked.pop(header["url"]).set_result(header["is_answered"])
+            case "reclaim":
+                self._budget.reclaim()
+            case "answer":
+                assert self._batch_client is not None
+                self._batch_client.on_answer(header["id"], header["how"], payload)
+            case "key" if self._keys is not None:
+                command, number, problem = header["command"], header["number"], header["problem"]
+                self._keys.on_key(command, number, problem, payload.decode())
+
+    def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
+        """Wraps the models of a task in a `BatchApiModel`, except scripted ones."""
+        if (client := self._batch_client) is None:
+            return lambda model: model
+        from agent.models.client.retrying import RetryingModel
+        from batch_trajectories.batch_api.model import BatchApiModel, items_in
+
+        used = items_in(assignment["events"])
+        held = {id: Cost(*reserve) for id, reserve in assignment["held"].items()}
+
+        def wrapped(model: Model) -> Model:
+            if not isinstance(model, RetryingModel):
+                return model
+            return BatchApiModel(
+                model,
+                client=client,
+                limiter=self._limiters[model.asked.endpoint],
+                budget=self._budget,
+                task=task,
+                used=used,
+                held=held,
+            )
+
+        return wrapped
+
+    def stop(self) -> None:
+        """Stop all attempts that wait or come: they raise `Stopped`."""
+        if self._batch_client is not None:
+            self._batch_client.stop()
+        for limiter in self._limiters.values():
+            limiter.stop()
+        self._budget.stop()
+
+    def _key_of(self, settings: ModelSettings) -> str | RenewableKey:
+        if settings.connection.key_command and self._keys is not None:
+            return self._keys.of(settings.connection)
+        return read_key(settings)
+
+    def _limiter(self, endpoint: str, limits: EndpointLimits) -> CallLimiter:
+        from batch_trajectories.engine.worker.call_limiter import CallLimiter
+
+        return CallLimiter(
+            permits=0,  # until the parent sends some
+            rpm=limits.rpm and limits.rpm * self._part,
+            tpm=limits.tpm and limits.tpm * self._part,
+            initial=self._initial,
+            budget=self._budget,
+            has_answered=url_of(endpoint) in self._proven_before,
+            on_refusal=lambda retry_after_s, sent_at: self._send(
+                "refused",
+                endpoint=endpoint,
+                retry_after_s=retry_after_s,
+                sent_at=sent_at + self._clock_offset_s,
+            ),
+        )
+
+    async def close(self) -> None:
+        """Report the last results, return the rest of the budget, and close all connections."""
+        try:
+            self.report()
+            if self._budget.is_kept:
+                self._budget.close()
+        finally:
+            await self.pool.close()
+
+    def _report_on(self) -> None:
+        self.report()
+        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_on)
+
+    def report(self) -> None:
+        """Report the load of each endpoint to the parent, if it has changed."""
+        for endpoint, limiter in self._limiters.items():
+            load = limiter.take_load()
+            if load != self._loads[endpoint] or load.replies or load.failures:
+                self._loads[endpoint] = load
+                self._send("load", endpoint=endpoint, load=asdict(load))
+
+
+class Stops(Protocol):
+    """Whether the worker is stopping, and how a task makes it stop."""
+
+    is_stopping: bool
+
+    def halt(self, message: str) -> None:
+        """Stop the whole run with this message."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Show a message to the user, if no worker has shown it before."""
+        ...
+
+
+class StoppableModel:
+    """Makes no call before earlier replies are on disk, or once the worker is stopping."""
+
+    def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
+        self._stops = stops
+        self._model = model
+        self._kept = kept
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. Raises `Stopped`."""
+        if self._kept is not None:
+            await self._kept()
+        if self._stops.is_stopping:
+            raise Stopped
+        return await self._model.complete(request)
+
+
+class ParentKeys:
+    """The keys of one worker, by command. Needs a running event loop."""
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        """`send(type, **fields)` reaches the parent."""
+        self._send = send
+        self._keys: dict[str, ParentKey] = {}
+
+    def of(self, connection: Connection) -> ParentKey:
+        """The key of an endpoint with a `key_command`."""
+        return self._of(connection.command_id)
+
+    def on_key(self, command: str, number: int, problem: str, key: str) -> None:
+        """The parent has a key, or says why it has none."""
+        self._of(command).set(number, problem, key)
+
+    def _of(self, command: str) -> ParentKey:
+        if (key := self._keys.get(command)) is None:
+            key = self._keys[command] = ParentKey(command, self._send)
+        return key
+
+
+class ParentKey:
+    """See `RenewableKey`."""
+
+    def __init__(self, command: str, send: Callable[..., None]) -> None:
+        self._command = command
+        self._send = send
+        self._key, self._number, self._problem = "", 0, ""
+        self._is_asked_for = False
+        self._heard = asyncio.Event()
+
+    def set(self, number: int, problem: str, key: str) -> None:
+        """Take what the parent says, and wake those who wait for it."""
+        self._key, self._number, self._problem = key or self._key, number, problem
+        self._is_asked_for = False
+        self._heard.set()
+        self._heard = asyncio.Event()
+
+    async def get(self) -> str:
+        """See `RenewableKey`."""
+        while not self._key:
+            await self._heard.wait()
+        return self._key
+
+    async def renew(self, rejected: str) -> bool:
+        """See `RenewableKey`; all calls that were rejected together share one question."""
+        if self._key != rejected:
+            return True
+        heard = self._heard
+        if not self._is_asked_for:
+            self._is_asked_for = True
+            self._send("key_rejected", command=self._command, number=self._number)
+        await heard.wait()
+        if self._problem and self._key == rejected:
+            raise ModelError("auth", self._problem, was_sent=False)
+        return self._key != rejected

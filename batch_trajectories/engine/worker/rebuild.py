@@ -1,0 +1,318 @@
+"""Undo tool calls that a crash cut off, so that they run again as if nothing had happened.
+
+The workspace is rebuilt as of the last result, with its sessions: in a fresh one, set up as the row
+says, the conversation's earlier calls run again in order, and each result is compared with the
+recorded one. The old workspace lies beside it meanwhile, and is put back where a result differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from agent.loop.tools import UnusableReference, resolve
+from agent.messages.message import STAGES, Event, Rebuild, ResultEvent, ToolCall, failure_of
+from agent.setup import Setup
+from agent.state.final_answer import RESERVED
+from agent.state.trajectory import Trajectory
+from batch_trajectories.basics.text import clip
+from batch_trajectories.dataset.row import RowTask
+from batch_trajectories.engine.messages import Assignment, WorkerSetup
+from batch_trajectories.engine.worker.replay import NEVER_RAN, OF_COMMANDS, SHOWN, differs
+from batch_trajectories.engine.worker.workspace_setup import (
+    SetupFailed,
+    forget_aside,
+    put_back,
+    set_aside,
+)
+from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
+from batch_trajectories.records.tasks import DEATHS_OF_A_SUSPECT
+from toolsets.context import ToolContext
+from toolsets.sandbox.factory import sandbox_kind
+from toolsets.tool import ASKS, Tool, ToolResult
+from toolsets.toolbox import Toolbox
+
+_LOOK_EVERY_S = 0.1
+
+
+class _Repeatable(NamedTuple):
+    """An earlier call, its recorded result, and its conversation at that point."""
+
+    conversation: Trajectory
+    call: ToolCall
+    result: ResultEvent
+
+
+class _Impossible(Exception):
+    """The workspace cannot be rebuilt."""
+
+    def __init__(self, why: str, at: ResultEvent | None = None, result: str | None = None) -> None:
+        super().__init__(why)
+        self.facts = Rebuild(why=why)
+        if at is not None:
+            self.facts |= {"turn": at["turn"], "call": at["call"], "name": at["message"]["name"]}
+        if result is not None:
+            self.facts["result"] = clip(result, max_chars=SHOWN)
+
+
+class _InUse(SetupFailed):
+    """A call that exceeded its time limit may still write where the workspace must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilder:
+    """Rebuilds the workspace of one conversation."""
+
+    spaces: Workspaces
+    worker: WorkerSetup
+    key: bytes
+    row: RowTask
+    assignment: Assignment
+    setup: Setup
+    check_stop: Callable[[], None]
+    """Called before each call; raises if the worker is stopping."""
+
+    async def restored(
+        self, prepared: PreparedWorkspace, trajectory: Trajectory
+    ) -> tuple[PreparedWorkspace, Rebuild | None]:
+        """The workspace, rebuilt if a call was cut off or if it is not as it was; what was done.
+
+        A session of the model's commands has ended with the process; the files may be lost, or
+        damaged by a loss of power.
+
+        Where that is impossible, the workspace is what it was, and the second result says why.
+        Raises `SetupFailed` if a function of a repeated call does not return.
+        """
+        # What kills workers must not be run again for ever.
+        if not self._max_s or self.assignment["deaths"] >= DEATHS_OF_A_SUSPECT:
+            return prepared, None
+        knows_begun = self.assignment["knows_begun"]
+        cut_off = list(_cut_off(trajectory, self._tools(), knows_begun=knows_begun))
+        is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
+        has_results = any(repeatable is not None for _, repeatable in self._steps())
+        if not (cut_off or (has_results and is_doubtful)):
+            return prepared, None
+        context, rebuild = await self._rebuild(prepared.context, cut_off)
+        is_kept = prepared.kept or "why" not in rebuild
+        return prepared._replace(context=context, kept=is_kept), rebuild
+
+    async def _rebuild(
+        self, context: ToolContext, cut_off: Sequence[Tool]
+    ) -> tuple[ToolContext, Rebuild]:
+        try:
+            self._check(context, cut_off)
+        except _Impossible as error:
+            return context, error.facts
+        root = context.workspace.root
+        await context.close(remove=False)
+        await asyncio.to_thread(set_aside, root)
+        begun = time.monotonic()
+        try:
+            fresh, calls = await self._repeat(await self._opened(resumed=False), begun)
+        except _InUse:
+            raise
+        except (_Impossible, SetupFailed) as error:
+            facts = error.facts if isinstance(error, _Impossible) else Rebuild(why=str(error))
+            await asyncio.to_thread(put_back, root)
+            return await self._opened(resumed=True), facts
+        await asyncio.to_thread(forget_aside, root)
+        return fresh, Rebuild(calls=calls, duration_s=round(time.monotonic() - begun, 3))
+
+    async def _opened(self, *, resumed: bool) -> ToolContext:
+        """A fresh workspace, or with `resumed` the one that is there, with a new sandbox."""
+        context = self.spaces.open(self.key, self.row, resumed=resumed)
+        try:
+            return (await self.spaces.prepare(context, self.row, place=self.worker.place)).context
+        except BaseException:
+            await context.close(remove=False)
+            raise
+
+    def _check(self, context: ToolContext, cut_off: Sequence[Tool]) -> None:
+        """Raise `_Impossible` if calls that would have to run again must not."""
+        if context.sandbox is not None and not context.sandbox.lies_in_workspace:
+            raise _Impossible("what its commands change does not lie in the workspace's directory")
+        forked = next((event for event in self._events if event["kind"] == "forked"), None)
+        if forked is not None and (forked["replay"]["different"] or forked["replay"]["skipped"]):
+            raise _Impossible("the workspace of the branch differs from that of its parent")
+        for event, _ in self._steps():
+            if event["kind"] == "resumed" and event.get("workspace_kept") is False:
+                raise _Impossible("the workspace was lost before")
+        for tool in cut_off:
+            if self._effects(tool) != "workspace":
+                raise _Impossible(f"the call of {tool.name} may have acted outside the workspace")
+        seconds = sum(
+            result["duration_s"]
+            for _, repeatable in self._steps()
+            if repeatable is not None and self._tool_of(repeatable) is not None
+            for result in [repeatable.result]
+        )
+        if seconds > self._max_s:
+            raise _Impossible("its earlier calls took longer than --max_rebuild_s")
+
+    async def _repeat(self, context: ToolContext, begun: float) -> tuple[ToolContext, int]:
+        """Repeat the calls in a fresh workspace; return its context and their number.
+
+        Raises `_Impossible` where a result differs. Closes the context if it raises.
+        """
+        calls = 0
+        try:
+            toolbox = self._toolbox(context)
+            for event, repeatable in self._steps():
+                if repeatable is None:
+                    if event["kind"] == "resumed" and "rebuilt" not in event:
+                        await context.close(remove=False)
+                        context = await self._opened(resumed=True)
+                        toolbox = self._toolbox(context)
+                    continue
+                if self._tool_of(repeatable) is None:
+                    continue
+                self.check_stop()
+                result = repeatable.result
+                if time.monotonic() - begun + result["duration_s"] > self._max_s:
+                    raise _Impossible("it takes longer than --max_rebuild_s", result)
+                now = await self._call(toolbox, repeatable)
+                calls += 1
+                await self._wait_for(toolbox.run_on, begun)
+                if differs(now, result["message"]):
+                    raise _Impossible("its result differs", result, now.content)
+                if now.details.get("running"):
+                    raise _Impossible("processes or threads ran on after it", result)
+        except BaseException:
+            await context.close(remove=False)
+            raise
+        return context, calls
+
+    async def _wait_for(self, late: Sequence[Future[ToolResult]], begun: float) -> None:
+        """Wait for calls that exceeded their time limit; the next start undoes what they do."""
+        while not all(call.done() for call in late):
+            self.check_stop()
+            if time.monotonic() - begun > self._max_s:
+                raise _InUse(
+                    "a function ran for longer than --tool_timeout_s and --max_rebuild_s when the "
+                    "workspace was rebuilt, and has not returned; the next start tries again"
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _call(self, toolbox: Toolbox, repeatable: _Repeatable) -> ToolResult:
+        conversation, call, result = repeatable
+        arguments = call["function"]["arguments"]
+        if self.row.spec.options.result_references and "$$" in arguments:
+            try:
+                arguments = resolve(arguments, conversation)
+            except UnusableReference as error:
+                raise _Impossible(str(error), result) from error
+        name = call["function"]["name"]
+        return await toolbox.call(name, arguments, conversation=conversation.messages)
+
+    def _steps(self) -> Iterator[tuple[Event, _Repeatable | None]]:
+        """The events since the conversation last began, with the calls that have a result."""
+        trajectory = Trajectory(self.row.opening)
+        restarts = [n for n, event in enumerate(self._events) if event["kind"] == "restarted"]
+        first = max(restarts, default=-1)
+        for n, event in enumerate(self._events):
+            if n > first:
+                yield event, _repeatable(trajectory, event)
+            trajectory.apply(event)
+
+    def _had_sessions(self) -> bool:
+        results = (repeatable.result for _, repeatable in self._steps() if repeatable is not None)
+        return any(result["message"]["name"] in self._commands() for result in results)
+
+    def _tool_of(self, repeatable: _Repeatable) -> Tool | None:
+        """The tool of a call that has to run again; None if it had no effect.
+
+        Raises `_Impossible` for a call that must not run again, or whose effects are not known.
+        """
+        conversation, call, result = repeatable
+        message = result["message"]
+        details = message.get("details", {})
+        failure = failure_of(message)
+        name = call["function"]["name"]
+        if failure in NEVER_RAN or name in RESERVED or call["id"] in conversation.inner:
+            return None
+        if failure == "interrupted":
+            raise _Impossible("it was cut off, too", result)
+        if failure == "timeout" or details.get("timed_out"):
+            raise _Impossible("it was stopped at its time limit", result)
+        if details.get("exception") == "SandboxError":
+            raise _Impossible("its sandbox was ended", result)
+        if ASKS in details or "reply" in result:
+            raise _Impossible("it asked the user", result)
+        tool = self._tools().get(name)
+        effects = "elsewhere" if tool is None else self._effects(tool)
+        if effects == "elsewhere":
+            raise _Impossible("it may have acted outside the workspace", result)
+        if "exit_code" in details and name in self._commands() and details.get("running") != 0:
+            is_known = "running" in details
+            ran_on = "processes or threads ran on after it"
+            raise _Impossible(ran_on if is_known else f"it is not known whether {ran_on}", result)
+        return tool if effects == "workspace" else None
+
+    def _effects(self, tool: Tool) -> str:
+        """Where calls of a tool have effects; commands of the model reach what its sandbox does."""
+        if tool.name in self._commands() and not self._is_confined():
+            return "elsewhere"
+        return tool.effects
+
+    @property
+    def _max_s(self) -> float:
+        return self.worker.config.max_rebuild_s
+
+    @property
+    def _events(self) -> Sequence[Event]:
+        """The events since the prompt, also those of a fork's parent."""
+        before = () if self.row.fork is None else self.row.fork.events
+        return (*before, *self.assignment["events"])
+
+    def _is_confined(self) -> bool:
+        is_isolated = sandbox_kind(self.worker.config.sandbox).is_isolated
+        return is_isolated and not self.spaces.has_network(self.row)
+
+    def _tools(self) -> Mapping[str, Tool]:
+        """All tools of the conversation and its subagents whose names stand for one tool."""
+        named: dict[str, Tool] = {}
+        for toolset in self.setup.used():
+            for tool in toolset.tools:
+                if named.setdefault(tool.name, tool) != tool:
+                    named[tool.name] = replace(tool, effects="elsewhere")
+        return named
+
+    def _commands(self) -> frozenset[str]:
+        """The tools that run what the model writes."""
+        own = [toolset for toolset in self.setup.used() if toolset.name in OF_COMMANDS]
+        return frozenset(tool.name for toolset in own for tool in toolset.tools)
+
+    def _toolbox(self, context: ToolContext) -> Toolbox:
+        return Toolbox(
+            [*self._tools().values()], context, call_timeout_s=self.worker.config.tool_timeout_s
+        )
+
+
+def _repeatable(conversation: Trajectory, event: Event) -> _Repeatable | None:
+    """The call whose result an event is, also in an inner conversation."""
+    if event["kind"] == "sub":
+        return _repeatable(conversation.begin_inner(event["key"], event["name"]), event["event"])
+    if event["kind"] != "result":
+        return None
+    return _Repeatable(conversation, conversation.last_calls()[event["call"]], event)
+
+
+def _cut_off(
+    trajectory: Trajectory, tools: Mapping[str, Tool], *, knows_begun: bool
+) -> Iterator[Tool]:
+    begun = [
+        trajectory.inner[key] for key in trajectory.inner if trajectory.inner[key].name in STAGES
+    ]
+    for _, call in trajectory.open_calls():
+        if (inner := trajectory.inner.get(call["id"])) is not None:
+            begun.append(inner)
+        elif (tool := tools.get(call["function"]["name"])) is None or tool.idempotent:
+            continue
+        elif not knows_begun or call["id"] in trajectory.begun:
+            yield tool
+    for inner in begun:
+        yield from _cut_off(inner.trajectory, tools, knows_begun=knows_begun)

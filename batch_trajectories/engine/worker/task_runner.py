@@ -1,0 +1,462 @@
+"""Run one task, from its assignment to the message about its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agent.loop.loop import close_calls
+from agent.loop.rules import Finish
+from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
+from agent.models.conversation_id import id_of_task
+from agent.models.errors import ModelError
+from agent.models.model import Model
+from agent.models.resolve import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.runner import ConversationRunner
+from agent.setup import Home, replies_played
+from agent.state.trajectory import Kept, Trajectory
+from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
+from batch_trajectories.basics.text import in_a_line, plural
+from batch_trajectories.config.models import Setups, setup_of_task
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.row import RowTask
+from batch_trajectories.engine.messages import Assignment, WorkerSetup, no_counters, pack
+from batch_trajectories.engine.parser_signs import parser_signs
+from batch_trajectories.engine.record import (
+    as_stored,
+    images_in,
+    make_record,
+    tokens_missing,
+    with_scores,
+)
+from batch_trajectories.engine.worker.calls import Calls, StoppableModel, Stops
+from batch_trajectories.engine.worker.workspace_setup import SetupFailed, is_aside, put_back
+from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
+from batch_trajectories.records.failures import Failure
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.index import index_fields
+from batch_trajectories.records.journal import Journal
+from batch_trajectories.records.tasks import Task
+from toolsets.context import ToolContext
+
+if TYPE_CHECKING:
+    from agent.gateway.command_agent import CommandAgent
+    from batch_trajectories.agents.agent_runner import AgentRunner
+    from batch_trajectories.engine.worker.reward_functions import RewardFunctions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Work:
+    """A task in progress, and its results so far."""
+
+    task: Task
+    assignment: Assignment
+    row: RowTask
+    trajectory: Trajectory
+    context: ToolContext
+    end: Finish = field(default=Finish("failed"))
+    diff: dict[str, Any] | None = None
+    check: dict[str, Any] | None = None
+    audit: dict[str, Any] | None = None
+    """What a step of `check_tasks` found."""
+    workspace: dict[str, Any] | None = None
+    """Where its workspace is kept; see `rechecks.keeping`."""
+
+
+class TaskRunner:
+    """Runs the tasks of one worker."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        setups: Setups,
+        spaces: Workspaces,
+        journal: Journal,
+        calls: Calls,
+        stops: Stops,
+    ) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._rules = setup.config.row_rules(setup.api)
+        self._setups = setups
+        self._spaces = spaces
+        self._journal = journal
+        self._calls = calls
+        self._stops = stops
+        self._agents = (
+            None if setup.config.agent is None else _agent_runner(setup, spaces, calls, stops)
+        )
+        self._rewards = _reward_functions(setup.config) if setup.config.reward else None
+        self._trajectories: dict[bytes, Trajectory] = {}
+        self._not_durable: dict[bytes, ToolContext] = {}
+        self.cancelled: set[bytes] = set()
+        """Tasks that a person has stopped."""
+        self.counters = no_counters()
+        """Work since the last heartbeat, which resets them."""
+
+    async def run(self, task: Task, assignment: Assignment) -> bytes:
+        """Run one task; return the message about its end, whatever happens."""
+        try:
+            return await self._carry_out(task, assignment)
+        except Stopped:
+            return pack("released", key=task.key.hex())
+        except (StorageError, HostError) as error:
+            self._stops.halt(str(error))
+            return pack("released", key=task.key.hex())
+        except (Exception, asyncio.CancelledError) as error:
+            try:
+                return self._sort_out(task, assignment, error)
+            except Exception as defect:
+                if (message := machine_failure(defect)) is not None:
+                    self._stops.halt(f"{task.id}: {message}")
+                    return pack("released", key=task.key.hex())
+                # Its record cannot be made, but the parent must know of the attempt.
+                log.exception("%s: cannot make a record of its failure", task.id)
+                return _failed(task, _failure(task, assignment, "internal", traceback.format_exc()))
+        finally:
+            self._trajectories.pop(task.key, None)
+            self.cancelled.discard(task.key)
+
+    async def close(self) -> None:
+        """End the processes of reward functions."""
+        if self._rewards is not None:
+            await self._rewards.close()
+
+    def stop_agents(self) -> None:
+        """End agents that are commands; other conversations stop before their next call."""
+        if self._agents is not None:
+            self._agents.stop()
+
+    def release(self, key: bytes) -> ToolContext | None:
+        """The task's record is durable; return its context if its workspace must be removed."""
+        self._journal.finish(key)
+        context = self._not_durable.pop(key, None)
+        return context if context is not None and context.workspace.root.exists() else None
+
+    def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> bytes:
+        """The message about a task that ended with an unexpected error."""
+        if (message := machine_failure(error)) is not None:
+            log.error("%s: the machine failed", task.id, exc_info=error)
+            self._stops.halt(f"{task.id}: {message}")
+        if self._stops.is_stopping:
+            return pack("released", key=task.key.hex())
+        kind, trace = "stopped", "a person stopped this conversation"
+        if task.key not in self.cancelled:
+            log.error("%s: a bug in this program", task.id, exc_info=error)
+            kind, trace = "internal", "".join(traceback.format_exception(error))
+        failure = _failure(task, assignment, kind, trace)
+        if assignment["attempt"] < self._config.max_attempts:
+            return _failed(task, failure)
+        row = self._rules.read(task.columns)
+        # The record includes all replies so far: they were paid for.
+        trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
+        close_calls(trajectory, "failed", lambda event: None)
+        context = self._spaces.open(task.key, row, resumed=False)
+        record = self._record(Work(task, assignment, row, trajectory, context), failure)
+        return _finished(task, record, failure)
+
+    async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
+        """Run one task; return the message about its end, with its record if there is one.
+
+        Raises errors that `run` handles.
+        """
+        row = self._rules.read(task.columns)
+        # An agent that runs as a command begins again with the workspace of its first start.
+        resumed = _has_begun(assignment) and row.agent is None
+        trajectory = row.trajectory(assignment["events"])
+        self._trajectories[task.key] = trajectory
+        context = self._spaces.open(task.key, row, resumed=resumed)
+        work = Work(task, assignment, row, trajectory, context)
+        failure = None
+        try:
+            await self.do(work)
+        except ModelError as error:
+            if await self._calls.stops_the_run(error):
+                self._stops.halt(self._calls.describe(error))
+                raise Stopped from error
+            self._calls.report()  # the parent knows what was answered before what has failed
+            failure = Failure(
+                task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
+            )
+        except (SetupFailed, AgentFailed) as error:
+            work.end = Finish("failed")
+            failure = _failure(task, assignment, error.error_class, str(error))
+        finally:
+            await work.context.close(remove=False)
+        turns = trajectory.turns if (calls := trajectory.agent_calls) is None else len(calls.live)
+        why = f" ({failure.error_class}): {in_a_line(failure.message)}" if failure else ""
+        log.info("%s: %s after %s%s", task.id, work.end.status, plural(turns, "turn"), why)
+        if failure and assignment["attempt"] < self._config.max_attempts:
+            return _failed(task, failure)
+        self._not_durable[task.key] = work.context
+        record = self._record(work, failure)
+        if self._rewards is not None and work.end.status != "failed":
+            async with self._spaces.inside(work.context, work.row) as inside:
+                root = inside or work.context.workspace.root
+                scores = await self._rewards.scores(record, root)
+            for score in scores:
+                if score["error"] is not None:
+                    log.warning("%s: --reward=%s: %s", task.id, score["source"], score["error"])
+            record = with_scores(record, scores)
+        return _finished(task, record, failure)
+
+    async def do(self, work: Work) -> None:
+        """Set up the workspace, hold the conversation and judge it; sets what comes of it."""
+        prepared = await self._prepared(work)
+        if work.row.agent is not None and self._agents is not None:
+            work.row = work.row._replace(agent=await self._agents.with_version(work.row.agent))
+            work.end, agent = await self._run_agent(work)
+            work.row = work.row._replace(agent=agent)
+            work.context = await self._spaces.reopened(work.context, work.row)
+        else:
+            work.end = await self._converse(work, prepared)
+        if work.row.check is not None and work.row.check.collect:
+            from batch_trajectories.engine.worker.judging import collect
+
+            await collect(work.context, work.row.check, work.task.id)
+        if self._config.keep_workspaces is not None:
+            from batch_trajectories.engine.worker.workspaces import keep
+
+            work.workspace = await keep(work.context, self._setup)
+        await self._judge(work)
+
+    async def _prepared(self, work: Work) -> PreparedWorkspace:
+        place, root = work.assignment["place"], work.context.workspace.root
+        if is_aside(root):
+            await asyncio.to_thread(put_back, root)
+        prepared = await self._spaces.prepare(work.context, work.row, place=place)
+        work.context = prepared.context
+        return prepared
+
+    async def _judge(self, work: Work) -> None:
+        """Make the diff, and judge the workspace.
+
+        Raises `SetupFailed` where no sandbox could be opened for it; the last attempt does not.
+        """
+        work.diff = await self._spaces.diff(work.context, work.row)
+        if work.row.check is None:
+            return
+        from batch_trajectories.engine.worker.judging import judge, unjudged
+
+        turns = self._turns_of(work)
+        try:
+            work.check = await judge(self._spaces, work.context, work.row, turns, work.diff)
+        except SetupFailed as error:
+            if work.assignment["attempt"] < self._config.max_attempts:
+                raise
+            work.check = unjudged(str(error))
+        if work.check is not None and (why := work.check.get("error")) is not None:
+            log.warning("%s: its check gave no reward: %s", work.task.id, why)
+
+    def _turns_of(self, work: Work) -> int | None:
+        """The turns of this run's model; None if an agent's calls decide later what they are."""
+        if work.row.agent is not None:
+            return None
+        return work.trajectory.turns - (work.row.fork.turn if work.row.fork is not None else 0)
+
+    def _record(self, work: Work, failure: Failure | None) -> dict[str, Any]:
+        return make_record(
+            work.task,
+            work.trajectory,
+            end=work.end,
+            spec=work.row.spec,
+            setup=setup_of_task(self._setups, self._config, work.task),
+            failure=failure,
+            check=work.check,
+            diff=work.diff,
+            audit=work.audit,
+            workspace=work.workspace,
+            attempt=work.assignment["attempt"],
+            provenance=self._setup.provenance,
+            agent=work.row.agent,
+            image=self._spaces.image(work.row),
+        )
+
+    async def _converse(self, work: Work, prepared: PreparedWorkspace) -> Finish:
+        task, assignment, row, trajectory = work.task, work.assignment, work.row, work.trajectory
+        setup = setup_of_task(self._setups, self._config, task)
+        rebuild = None
+        if _has_begun(assignment):
+            from batch_trajectories.engine.worker.rebuild import Rebuilder  # only resumes need it
+
+            rebuilder = Rebuilder(
+                self._spaces, self._setup, task.key, row, assignment, setup, self._check_stop
+            )
+            prepared, rebuild = await rebuilder.restored(prepared, trajectory)
+        work.context, kept, why_new = prepared
+
+        until_kept = self._until_kept(task)
+        by_batch = self._calls.by_batch(task.key, assignment)
+
+        def gated(model: Model) -> StoppableModel:
+            return StoppableModel(self._stops, by_batch(model), until_kept)
+
+        pool, timeout_s = self._calls.pool, self._config.tool_timeout_s
+        home = Home(setup, work.context, pool, timeout_s, gate=gated, kept=until_kept)
+        journal = self._journal_of(task, assignment)
+        if row.fork is not None and trajectory.forked is None:
+            from batch_trajectories.engine.worker.replay import replay, replayable
+
+            names = replayable(setup, frozenset(self._config.mcp or ()))
+            replayed = await replay(
+                row.fork.events, home.toolbox(), trajectory, names, check_stop=self._check_stop
+            )
+            forked = row.fork.event(branch=task.sample, replay=replayed)
+            journal(forked)
+            trajectory.apply(forked)
+        is_taken_up = _has_begun(assignment)
+        if is_taken_up and not kept and self._config.is_inside and row.fork is None:
+            # Its calls worked on an image; later turns would not fit a fresh one.
+            restarted = RestartedEvent(
+                kind="restarted", turn=trajectory.turns, reason=why_new, at=time.time()
+            )
+            journal(restarted)
+            trajectory.apply(restarted)
+            is_taken_up = False
+        conversation = ConversationRunner(
+            trajectory=trajectory,
+            spec=row.spec,
+            model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
+            toolbox=home.toolbox(),
+            journal=journal,
+            host=home,
+            subagents=row.spec.options.subagents,
+            kept=kept,
+            notes_begin=until_kept is None,
+            knows_begun=assignment["knows_begun"],
+            rebuild=rebuild,
+            conversation=self._id_of(task),
+        )
+        return await conversation.run(taken_up=is_taken_up)
+
+    async def _run_agent(self, work: Work) -> tuple[Finish, CommandAgent]:
+        """Run an agent that is a command; return its end, and it with its version."""
+        from batch_trajectories.agents.agent_runner import AgentTask
+
+        assert self._agents is not None
+        assert work.row.agent is not None
+        if work.context.sandbox is not None:
+            await work.context.sandbox.stop()  # what set up the workspace
+        return await self._agents.run(
+            AgentTask(
+                key=work.task.key,
+                agent=work.row.agent,
+                setup=setup_of_task(self._setups, self._config, work.task),
+                row=work.row,
+                context=work.context,
+                trajectory=work.trajectory,
+                journal=self._journal_of(work.task, work.assignment),
+                kept=self._until_kept(work.task),
+                conversation=self._id_of(work.task),
+            )
+        )
+
+    def _id_of(self, task: Task) -> str:
+        return id_of_task(self._setup.run_key, task.key)
+
+    def _until_kept(self, task: Task) -> Kept:
+        """Waits until the events of a task are kept; None where they are on disk at once."""
+        kept_by = self._journal.kept
+        return None if kept_by is None else partial(kept_by, task.key)
+
+    def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
+        """Appends events of a task to the journal; from any thread, where that keeps them."""
+        positions = itertools.count(len(assignment["events"]))
+        in_order = threading.Lock()  # a kill must leave no gap
+
+        def journal(event: Event) -> None:
+            with in_order:
+                self._journal.append(
+                    task.id,
+                    task.input_digest,
+                    event,
+                    assignment=assignment["number"],
+                    position=next(positions),
+                )
+            self._count(event)
+
+        return journal
+
+    def _check_stop(self) -> None:
+        if self._stops.is_stopping:
+            raise Stopped
+
+    def _count(self, event: Event, *, is_users: bool = False) -> None:
+        """Count a reply; `is_users`: a simulated user wrote it, of which no prompt is kept."""
+        if event["kind"] == "sub":
+            self._count(event["event"], is_users=event["name"] == SIMULATED_USER)
+        elif event["kind"] == "exchange":
+            self._count(event["reply"])
+        elif event["kind"] == "reply":
+            usage = event["usage"]
+            self.counters["turns"] += 1
+            if usage is not None:
+                self.counters["input_tokens"] += usage["input_tokens"] or 0
+                self.counters["output_tokens"] += usage["output_tokens"] or 0
+            if event["cost_usd"] is None:
+                self.counters["cost_unknown"] = True
+            else:
+                self.counters["cost_usd"] += event["cost_usd"]
+            if self._config.token_ids and not is_users and (message := tokens_missing(event)):
+                self._stops.say(message)
+
+    def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
+        """The script of model "scripted"; other models ignore a column of this name."""
+        if self._setup.api != SCRIPTED:
+            return ()
+        own = task.columns.get("script")
+        return self._setup.script or () if own is None else parse_script(own)
+
+
+def _failure(task: Task, assignment: Assignment, kind: str, message: str) -> Failure:
+    return Failure(task.id, task.input_digest, assignment["attempt"], kind, message)
+
+
+def _failed(task: Task, failure: Failure) -> bytes:
+    return pack("failed", key=task.key.hex(), model=task.model, failure=failure._asdict())
+
+
+def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
+    stored = as_stored(record)
+    return pack(
+        "finished",
+        stored.line,
+        key=task.key.hex(),
+        fields=index_fields(stored),
+        failure=failure and failure._asdict(),
+        images=[] if failure else images_in(record),
+        signs=parser_signs(record),
+    )
+
+
+def _reward_functions(config: RunConfig) -> RewardFunctions:
+    from batch_trajectories.engine.worker.reward_functions import (
+        RewardFunctions,  # most runs have none
+    )
+
+    return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
+
+
+def _agent_runner(
+    setup: WorkerSetup, spaces: Workspaces, calls: Calls, stops: Stops
+) -> AgentRunner:
+    from batch_trajectories.agents.agent_runner import AgentRunner  # HTTP for few
+
+    return AgentRunner(setup.config, spaces, calls, stops)
+
+
+def _has_begun(assignment: Assignment) -> bool:
+    """Whether the task continues a conversation: it has events other than discarded replies."""
+    return not all(map(is_cost_only, assignment["events"]))

@@ -1,0 +1,357 @@
+"""A worker: one process, one event loop, many conversations in flight.
+
+It journals every reply and tool result itself and sends finished records to the parent, which
+writes them. It keeps a task's journal and workspace until the parent has acknowledged its record.
+A worker never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from agent.models.model import ModelSettings
+from batch_trajectories.basics.closing import close_all
+from batch_trajectories.basics.errors import machine_failure
+from batch_trajectories.basics.process import (
+    STOPPING,
+    allow_many_files,
+    collect_garbage_rarely,
+    die_with_parent,
+    flush_log,
+    log_through,
+    log_to,
+    use_pidfd_watcher,
+)
+from batch_trajectories.config.models import set_up_models, uses_key_command
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.toolsets import catalog_of
+from batch_trajectories.engine.messages import Assignment, WorkerSetup, no_counters, pack, unpack
+from batch_trajectories.engine.worker.calls import Calls
+from batch_trajectories.engine.worker.task_runner import TaskRunner
+from batch_trajectories.engine.worker.workspaces import Workspaces
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.journal import JournalWriter
+from batch_trajectories.records.tasks import Task
+from toolsets.sandbox.factory import FORK_SERVERS, sandbox_kind
+
+if TYPE_CHECKING:
+    from agent.models.client.retrying import Retry
+    from batch_trajectories.ray_cluster.remote_journal import RemoteJournal
+    from toolsets.browser.process import Browsers
+    from toolsets.mcp.servers import McpServers
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+
+_REPORT_EVERY_S = 1.0
+
+_SPARE_THREADS = 8
+"""Threads of the event loop beside one for each conversation."""
+
+
+def worker_main(connection: Connection, setup: WorkerSetup) -> None:
+    """Entry point of a worker process."""
+    die_with_parent(setup.parent_pid)
+    run_worker(connection, setup)
+
+
+def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
+    """Work in this process until the parent sends exit; see `Worker.serve`.
+
+    If the machine fails, reports it to the parent and exits.
+    """
+    # The parent handles Ctrl-C, a scheduler's SIGTERM and a closed terminal. Not SIG_IGN: commands
+    # would inherit it, and `kill` would have no effect in them.
+    for number in STOPPING:
+        signal.signal(number, _leave_to_the_parent)
+    allow_many_files()
+    collect_garbage_rarely()
+    try:
+        if not setup.is_remote:
+            log_to(setup.run_dir / "run.log", setup.config.log_level)
+        use_pidfd_watcher()
+        if setup.provenance.sandbox is not None:
+            sandbox_kind(setup.provenance.sandbox).prepare()
+        worker = Worker(connection, setup)
+        if setup.is_remote:
+            log_through(worker.send, setup.config.log_level)
+        return asyncio.run(worker.serve())
+    except StorageError as error:
+        connection.send_bytes(pack("halt", message=str(error)))
+        sys.exit(1)
+    except Exception as error:
+        if (message := machine_failure(error)) is None:
+            raise
+        if log.hasHandlers():  # not where it is the log that cannot be opened
+            log.exception("the machine failed")
+        connection.send_bytes(pack("halt", message=f"a worker cannot work: {message}"))
+        sys.exit(1)
+
+
+def _kind_of_runner(config: RunConfig) -> type[TaskRunner]:
+    if not config.audit:
+        return TaskRunner
+    if config.checked_run is not None:
+        from batch_trajectories.scoring.recheck_runner import RecheckRunner
+
+        return RecheckRunner
+    from batch_trajectories.audit.runner import AuditRunner
+
+    return AuditRunner
+
+
+def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal to the whole process group."""
+
+
+class Worker:
+    """Runs all tasks that it is assigned, at the same time."""
+
+    def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
+        self._connection = connection
+        self._setup = setup
+        self._config = setup.config
+        self._servers: McpServers | None = None
+        if self._config.mcp:
+            from toolsets.mcp.servers import McpServers
+
+            self._servers = McpServers(self._config.mcp)
+        self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
+        self._web = self._config.web_settings() if self._uses("web", "browser") else None
+        self._browsers: Browsers | None = None
+        if self._web is not None and self._uses("browser"):
+            from toolsets.browser.process import Browsers
+
+            self._browsers = Browsers(self._web.allow)
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self.is_stopping = False
+        self._reported_at: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._exit = asyncio.Event()
+        self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
+        self._is_done = False
+
+    async def serve(self) -> bool:
+        """Run assigned tasks until the parent sends exit; return whether the run is done."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_lost_error)
+        # Tools may wait in its threads while the time limit of their call runs.
+        loop.set_default_executor(
+            ThreadPoolExecutor(self._config.agents_per_worker + _SPARE_THREADS)
+        )
+        self._sender = sender = threading.Thread(
+            target=self._send_forever, name="sender", daemon=True
+        )
+        sender.start()
+        self._journal = self._open_journal()
+        keys: ParentKeys | None = None
+        if self._config.executor == "local" and uses_key_command(self._setups):
+            from batch_trajectories.engine.worker.calls import ParentKeys
+
+            keys = ParentKeys(self.send)
+        self._calls = Calls(
+            self._setup.limits,
+            self._setup.budget,
+            number=self._setup.number,
+            workers=self._config.num_workers,
+            proven=self._setup.proven,
+            by_batch=self._config.batch_api,
+            keys=keys,
+            clock_offset_s=self._setup.clock_offset_s,
+            send=self.send,
+            on_retry=self._on_retry,
+            say=self.say,
+            conversations=-(-self._config.conversations // self._config.num_workers),
+        )
+        spaces = Workspaces(self._setup, web=self._web, browsers=self._browsers)
+        self._runner = _kind_of_runner(self._config)(
+            self._setup,
+            setups=self._setups,
+            spaces=spaces,
+            journal=self._journal,
+            calls=self._calls,
+            stops=self,
+        )
+        shared = [one for one in (self._servers, self._browsers, FORK_SERVERS) if one is not None]
+        for one in shared:
+            one.open()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        self.send("ready")
+        while not self._exit.is_set():
+            self.send(
+                "alive",
+                counters=self._runner.counters,
+                proven=sorted(self._calls.proven),
+                busy=self._busy(),
+            )
+            self._runner.counters = no_counters()
+            flush_log()
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._exit.wait()
+            except TimeoutError:
+                continue
+        loop.remove_reader(self._connection.fileno())
+        try:
+            await close_all(
+                self._removed,
+                self._runner.close,
+                spaces.close,
+                self._calls.close,
+                *(one.close for one in reversed(shared)),
+            )
+        finally:
+            self._journal.close()
+            flush_log()
+            self._outbox.put(None)
+            sender.join()
+        return self._is_done
+
+    def _uses(self, *toolsets: str) -> bool:
+        """Whether a conversation or subagent can use one of these toolsets."""
+        return any(setup.uses(name) for setup in self._setups.values() for name in toolsets)
+
+    def _open_journal(self) -> RemoteJournal | JournalWriter:
+        if self._setup.is_remote:
+            from batch_trajectories.ray_cluster.remote_journal import RemoteJournal
+
+            return RemoteJournal(self._outbox.put, place=self._setup.place)
+        return JournalWriter(
+            self._setup.run_dir / "inflight",
+            self._setup.number,
+            on_storage_error=lambda error: self.halt(str(error)),
+        )
+
+    def _busy(self) -> float:
+        """The share of a core that this process has used since the last call."""
+        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+        asked_at, self._asked_at = self._asked_at, time.monotonic()
+        return (self._cpu_s - cpu_s) / max(self._asked_at - asked_at, 0.001)
+
+    def _receive(self) -> None:
+        try:
+            header, payload = unpack(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is gone, and another process may resume the run
+        match header["type"]:
+            case "tasks":
+                for assignment in header["assignments"]:
+                    self._start(assignment)
+            case "durable":
+                for key in header["keys"]:
+                    self._release(bytes.fromhex(key))
+            case "limits" | "grant" | "reclaim" | "answer" | "answered" | "key":
+                self._calls.receive(header, payload)
+            case "stop":
+                self._stop()
+                asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
+            case "cancel":
+                if (running := self._running.get(key := bytes.fromhex(header["key"]))) is not None:
+                    self._runner.cancelled.add(key)
+                    running.cancel()
+            case "kept":
+                assert not isinstance(self._journal, JournalWriter)
+                self._journal.on_kept(header["number"])
+            case "exit":
+                self._is_done = header["done"]
+                self._exit.set()
+
+    def _start(self, assignment: Assignment) -> None:
+        task = Task(**assignment["task"])
+        self._running[task.key] = asyncio.create_task(self._run(task, assignment))
+
+    async def _run(self, task: Task, assignment: Assignment) -> None:
+        message = await self._runner.run(task, assignment)
+        self._journal.flush()
+        self._running.pop(task.key, None)
+        self._outbox.put(message)
+
+    def _release(self, key: bytes) -> None:
+        """The task's record is durable: remove its other files."""
+        context = self._runner.release(key)
+        if context is not None:
+            removal = asyncio.create_task(context.close(remove=True))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+
+    async def _removed(self) -> None:
+        """Wait for the removals; one that failed is logged, and its files are left."""
+        for failure in await asyncio.gather(*self._removals, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                log.error("the files of a task were not removed", exc_info=failure)
+
+    def _abandon(self) -> None:
+        """The grace period is over: cancel running turns; the next start repeats them."""
+        for task in self._running.values():
+            task.cancel()
+
+    def _on_retry(self, settings: ModelSettings, retry: Retry) -> None:
+        """Log every retry; report at most one per second to the parent, which shows outages.
+
+        Rate limits of an endpoint that has answered are not an outage.
+        """
+        url = settings.base_url or ""
+        log.info("%s: %s", url, retry)
+        now = time.monotonic()
+        is_reported = now - self._reported_at.get(url, -_REPORT_EVERY_S) < _REPORT_EVERY_S
+        if is_reported or (retry.kind == "rate_limited" and url in self._calls.proven):
+            return
+        self._reported_at[url] = now
+        message = f"{retry.kind}: {retry.message}"
+        self.send("outage", url=url, message=message, left_s=retry.left_s)
+
+    def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback failed; if the machine is the cause, stop the run."""
+        error = context.get("exception")
+        message = None if error is None else machine_failure(error)
+        if message is None:
+            loop.default_exception_handler(context)
+            return
+        log.error("the machine failed", exc_info=error)
+        self.halt(f"a worker cannot continue: {message}")
+        self._outbox.put(None)
+        self._sender.join()
+        os._exit(1)
+
+    def halt(self, message: str) -> None:
+        """Ask the parent to stop the run; the next start continues its conversations."""
+        self._stop()
+        self.send("halt", message=message)
+
+    def say(self, message: str) -> None:
+        """See `Stops`."""
+        if message not in self._said:
+            self._said.add(message)
+            self.send("say", message=message)
+
+    def _stop(self) -> None:
+        """Begin no more calls, and end agents that are commands."""
+        self.is_stopping = True
+        self._calls.stop()
+        self._runner.stop_agents()
+
+    def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+        """Send a message to the parent, from any thread."""
+        self._outbox.put(pack(type, payload, **fields))
+
+    def _send_forever(self) -> None:
+        """Send in a thread: a full pipe must not block the event loop."""
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                os._exit(1)

@@ -1,0 +1,197 @@
+"""Set up a workspace as its row says."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
+from toolsets.builtin.terminal import shell_argv
+from toolsets.context import ToolContext
+from toolsets.sandbox.base import ExecResult
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import TEMPORARY
+
+if TYPE_CHECKING:
+    from batch_trajectories.dataset.row_setup import RowSetup
+    from toolsets.sandbox.image_files import ImageSandbox
+
+IMAGE_FILE = "image"
+"""The file beside a conversation's layer with the digest of the image below it."""
+
+_MOST_PATHS = 200
+_SHOWN = 2000
+"""Maximum characters of a command's output in a record or message."""
+
+
+class SetupFailed(Exception):
+    """The workspace of a task could not be set up, or its check could not run."""
+
+    error_class = "setup_failed"
+
+
+async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
+    """Write the files and run the commands. Raises `SetupFailed` with the reason."""
+    await write_files(context, row.files)
+    for command in row.commands:
+        result = await run_command(context, command)
+        if result.exit_code != 0:
+            how = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`setup`: {clip(command, max_chars=200)!r} {how}: {output}")
+    if row.hidden:
+        result = await run_command(context, ["rm", "-rf", "--", *row.hidden])
+        if result.exit_code != 0:
+            raise SetupFailed(f"`hide`: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
+
+
+@asynccontextmanager
+async def setting_up(root: Path) -> AsyncIterator[None]:
+    """Set a workspace up inside a `with` block; a crash or an error leaves a mark."""
+    mark = half_set_up(root)
+    await asyncio.to_thread(mark.touch)
+    yield
+    await asyncio.to_thread(mark.unlink, missing_ok=True)
+
+
+def half_set_up(root: Path) -> Path:
+    """The file beside a workspace that is being set up; after a crash it shows that it is not."""
+    return root.with_name(f"{root.name}.half")
+
+
+def is_aside(root: Path) -> bool:
+    """Whether a workspace lies beside one that is being rebuilt; see `set_aside`."""
+    return _aside(root).exists()
+
+
+def set_aside(root: Path) -> None:
+    """Make room for a workspace that is rebuilt; a crash until `forget_aside` undoes that."""
+    root.mkdir(exist_ok=True)
+    root.rename(_aside(root))
+
+
+def put_back(root: Path) -> None:
+    """Give up a workspace that is being rebuilt for the one that was set aside."""
+    remove_tree(root)
+    half_set_up(root).unlink(missing_ok=True)
+    _aside(root).rename(root)
+
+
+def forget_aside(root: Path) -> None:
+    """Remove what was set aside: the workspace has been rebuilt."""
+    gone = root.with_name(f"{TEMPORARY}{root.name}")  # at once, for half of it must not come back
+    _aside(root).rename(gone)
+    remove_tree(gone)
+
+
+def _aside(root: Path) -> Path:
+    return root.with_name(f"{root.name}.before")
+
+
+def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
+    """Keep what a conversation has changed in its image, or prepare for a workspace made anew.
+
+    Whether it was kept, and whether its image was replaced. What is made anew is marked until
+    `mark_set_up`, so that a crash before shows.
+    """
+    is_other = image_was_replaced(root, sandbox.image_digest)
+    if sandbox.is_kept() and not is_other and not half_set_up(root).exists():
+        return True, False
+    half_set_up(root).touch()
+    remove_all(root, sandbox)
+    return False, is_other
+
+
+def remove_all(root: Path, sandbox: ImageSandbox) -> None:
+    """Remove a workspace inside an image; its sandbox must not run."""
+    sandbox.discard()
+    remove_tree(root)
+
+
+def mark_set_up(root: Path, digest: str) -> None:
+    """Say at once that a workspace is whole, and above which image it is."""
+    root.mkdir(mode=0o700, exist_ok=True)
+    half_set_up(root).write_text(digest)
+    half_set_up(root).rename(root / IMAGE_FILE)
+
+
+def image_was_replaced(root: Path, digest: str) -> bool:
+    """Whether the layer of a conversation is above another image; False where there is none."""
+    try:
+        return (root / IMAGE_FILE).read_text() != digest
+    except FileNotFoundError:
+        return False
+
+
+async def make_ready(sandbox: ImageSandbox) -> None:
+    """Prepare what a sandbox keeps. Raises `SetupFailed`."""
+    if sandbox.is_made_at_once:
+        return
+    try:
+        await asyncio.to_thread(sandbox.make)
+    except ToolError as error:
+        raise SetupFailed(str(error)) from error
+
+
+async def home_of_user(sandbox: ImageSandbox) -> str:
+    """HOME of the user that commands run as, asked inside with a Python that is always there."""
+    from toolsets.sandbox.programs import inside_python
+
+    code = "import os; print(os.environ.get('HOME') or '/', end='')"
+    return (await sandbox.exec([*inside_python().command, "-I", "-S", "-c", code])).stdout
+
+
+def fresh_root(root: Path) -> Path:
+    """Where the fresh workspace of a conversation is, for its diff and its check."""
+    return root.with_name(f"{root.name}.fresh")
+
+
+async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
+    """Write files into the workspace. Raises `SetupFailed`."""
+    from batch_trajectories.dataset.row_files import Executable
+
+    for path, content in files.items():
+        try:
+            await asyncio.to_thread(context.workspace.write_bytes, path, content)
+        except ToolError as error:
+            raise SetupFailed(f"`files`: {error}") from error
+    if programs := [path for path, content in files.items() if isinstance(content, Executable)]:
+        await make_executable(context, programs)
+
+
+def few_at_a_time(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The paths in parts that fit into the arguments of one command."""
+    for start in range(0, len(paths), _MOST_PATHS):
+        yield paths[start : start + _MOST_PATHS]
+
+
+async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
+    """Let everyone run files. Raises `SetupFailed`."""
+    for some in few_at_a_time(paths):
+        result = await run_command(context, ["chmod", "a+rx", "--", *some])
+        if result.exit_code != 0:
+            said = clip(result.stderr.strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`files`: cannot make {some[0]} executable: {said}")
+
+
+async def run_command(
+    context: ToolContext,
+    command: str | Sequence[str],
+    prefix: str = "",
+    *,
+    timeout_s: float | None = None,
+) -> ExecResult:
+    """Run a shell command, or a program; `prefix` is for `sh`. Raises `SetupFailed`."""
+    if context.sandbox is None:
+        raise SetupFailed("there is no sandbox to run commands in")
+    argv = shell_argv(command, prefix) if isinstance(command, str) else command
+    try:
+        return await context.sandbox.exec(argv, timeout_s=timeout_s)
+    except ToolError as error:
+        shown = command if isinstance(command, str) else shlex.join(command)
+        raise SetupFailed(f"{clip(shown, max_chars=200)!r}: {error}") from error

@@ -1,0 +1,310 @@
+"""Which turns of a record are masked, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from agent.messages.message import OWN_CHARS
+from agent.options import Float
+from agent.state.tally import MALFORMED, canonical
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.export.conversation.authors import other_models
+from batch_trajectories.export.conversation.ending import is_answered
+from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.export.conversation.rewards import judged
+from batch_trajectories.export.conversation.row_json import is_object
+from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
+from batch_trajectories.records.checks import MAIN, rewards_of
+from batch_trajectories.records.record_types import (
+    Record,
+    StoredConversation,
+    StoredMessage,
+    StoredTurn,
+)
+from batch_trajectories.records.scores import marked_turns
+from toolsets.catalog.custom import OwnToolError, import_function
+
+# The key `mask` of a recipe: which turns carry no loss.
+
+NOT_PASSED = "not_passed"
+"""Conversations that did not pass, or ended early."""
+
+
+def _by_name(value: Any) -> Any:
+    """A number alone is the bound of `reward`."""
+    return {MAIN: value} if isinstance(value, int | float) else value
+
+
+Bound = Annotated[Float, Field(allow_inf_nan=False)]
+
+
+class Mask(BaseModel):
+    """Why a turn carries no loss; the keys are the names of the reasons."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    turn_reward: Annotated[dict[str, Bound], BeforeValidator(_by_name)] = {}
+    """A turn reward below its bound, by name; a number alone is for `reward`."""
+    failed_call: bool = False
+    """A call failed."""
+    repeated_call: bool = False
+    """A call, its arguments and its result are those of the turn before."""
+    bad_arguments: bool = False
+    """A call that its tool refused unread, or that had to be repaired."""
+    interrupted_result: bool = False
+    """A stop of the run interrupted a call."""
+    leak_suspected: bool = False
+    """A call that looks for the solution; see `export.conversation.leaks`."""
+    label: bool = False
+    """A turn that a reviewer marked to carry no loss."""
+    wrong_answer: bool = False
+    """The answer of a conversation that did not pass."""
+    model: Literal["own_model"] | None = None
+    """`own_model`: the reply is of another model that an agent called."""
+    function: Annotated[str, Field(pattern=r"^.+:[\w.]+$")] | None = None
+    """MODULE:FUNCTION, called with the record; returns a list with an item for each turn of this
+    run's model: true or a text (the reason) for a turn without loss."""
+
+    @model_validator(mode="after")
+    def _names_a_reason(self) -> Mask:
+        if self == Mask.model_construct():
+            raise ValueError(f"masks nothing; set one of {', '.join(Mask.model_fields)}")
+        return self
+
+
+WITHOUT_BOUNDS: dict[str, Any] = {
+    **{name: True for name, field in Mask.model_fields.items() if field.annotation is bool},
+    "model": "own_model",
+}
+"""All reasons that need no number and no function: the mask of failures, if none is given."""
+
+
+Masked = Mapping[int, tuple[str, ...]]
+"""The reasons of masked turns, by the turn's number in its record."""
+
+_NOT_ENDED = frozenset({"not_run", "interrupted"})
+"""Failures of calls that might have succeeded."""
+
+_MOST_CHARS = 80
+"""Of the reason that a user's function gives."""
+
+_MOST_REASONS = 100
+"""Reasons that are counted by themselves."""
+
+
+def in_metadata(masked: Masked) -> list[dict[str, Any]]:
+    """What `masked` in the metadata of a row says."""
+    return [{"turn": turn, "reasons": list(names)} for turn, names in masked.items()]
+
+
+class Masks:
+    """Masks turns and counts them."""
+
+    def __init__(self, mask: Mask, *, threshold: float, reward_name: str | None = None) -> None:
+        """`threshold` and `reward_name` decide what has passed. Raises `ConfigError`."""
+        self._mask = mask
+        self._threshold = threshold
+        self._reward_name = reward_name
+        self._function: Callable[[dict[str, Any]], Any] | None = None
+        if mask.function is not None:
+            try:
+                self._function = import_function(mask.function, "mask.function")
+            except OwnToolError as error:
+                raise ConfigError(str(error)) from error
+        self._missing = set(mask.turn_reward)
+        self._known: set[str] = set()
+        self._turns = self._masked = 0
+        self._reasons: Counter[str] = Counter()
+
+    def of(self, part: StoredConversation) -> Masked:
+        """The masked turns of this run's model in a record or a conversation inside one.
+
+        Raises `ConfigError` where the user's function fails.
+        """
+        found: dict[int, dict[str, None]] = {}
+        for turn, reason in self._found(part):
+            found.setdefault(turn, {})[reason] = None
+        return {turn: tuple(found[turn]) for turn in sorted(found)}
+
+    def applied(self, conversation: Conversation) -> Conversation:
+        """The conversation with its turns masked, and `masked` in its metadata.
+
+        An answer that was part of a reply with calls is masked with that reply.
+        """
+        masked = self.of(conversation.record)
+        if not masked:
+            return conversation
+        replies = conversation.replies_by_turn
+        entries: list[Entry] = []
+        reasons: tuple[str, ...] = ()
+        for entry in conversation.entries:
+            if isinstance(entry, Turn) and not entry.is_given:
+                if made := replies.get(entry.number):
+                    of_replies = (masked.get(reply.turn, ()) for reply in made)
+                    reasons = tuple(dict.fromkeys(name for names in of_replies for name in names))
+                entry = msgspec.structs.replace(entry, masked=(*entry.masked, *reasons))
+            entries.append(entry)
+        metadata = {**conversation.metadata, "masked": in_metadata(masked)}
+        return msgspec.structs.replace(conversation, entries=entries, metadata=metadata)
+
+    def did_not_pass(self, record: Record) -> bool:
+        """Whether a conversation did not pass, or ended early."""
+        return record.status != "completed" or self._is_bad(record)
+
+    def count(self, turns: Iterable[Sequence[str]]) -> None:
+        """Count turns that are in rows, by their reasons."""
+        for reasons in turns:
+            self._turns += 1
+            self._masked += bool(reasons)
+            for reason in reasons:
+                is_new = reason not in self._reasons and len(self._reasons) >= _MOST_REASONS
+                self._reasons["function" if is_new else reason] += 1
+
+    def counts(self) -> dict[str, Any]:
+        """For the manifest: masked `turns`, `of` how many, and `by_reason`.
+
+        A turn can have several reasons. Raises `ConfigError` if no conversation has a turn reward
+        that has a bound.
+        """
+        if self._missing and self._turns:
+            name = min(self._missing)
+            known = ", ".join(sorted(self._known)) or "none"
+            raise ConfigError(
+                f"mask.turn_reward: no conversation of this export has turn rewards named {name!r} "
+                f"(known: {known}); see docs/rewards.md"
+            )
+        by_reason = dict(sorted(self._reasons.items(), key=lambda found: (-found[1], found[0])))
+        return {"turns": self._masked, "of": self._turns, "by_reason": by_reason}
+
+    def _found(self, part: StoredConversation) -> Iterator[tuple[int, str]]:
+        mask = self._mask
+        yield from _by_results(part, mask)
+        if not isinstance(part, Record):
+            return
+        own = part.own_turns
+        if mask.turn_reward:
+            yield from self._by_rewards(part, own)
+        if mask.model is not None and (others := other_models(part)):
+            for turn in own:
+                if turn.model in others:
+                    yield turn.turn, "model"
+        if mask.leak_suspected:
+            for leak in leaks_of(part):
+                yield part.turns[leak.turn - 1].turn, "leak_suspected"
+        if mask.label:
+            numbers = {turn.turn for turn in own}
+            for number in marked_turns(part):
+                if number in numbers:
+                    yield number, "label"
+        if mask.wrong_answer and own and is_answered(part) and self._is_bad(part):
+            yield own[-1].turn, "wrong_answer"
+        if self._function is not None:
+            for turn, item in zip(own, self._called(part, len(own)), strict=True):
+                if item:
+                    yield turn.turn, "function" if item is True else f"function: {item}"
+
+    def _is_bad(self, record: Record) -> bool:
+        return judged(record, self._reward_name).is_good(self._threshold) is False
+
+    def _by_rewards(self, record: Record, own: Sequence[StoredTurn]) -> Iterator[tuple[int, str]]:
+        by_turn = rewards_of(record).by_turn
+        self._known |= by_turn.keys()
+        self._missing -= by_turn.keys()
+        for name, bound in self._mask.turn_reward.items():
+            # A check after an agent does not know the number of its turns.
+            for turn, reward in zip(own, by_turn.get(name, ()), strict=False):
+                if reward is not None and reward < bound:
+                    yield turn.turn, "turn_reward"
+
+    def _called(self, record: Record, turns: int) -> list[Any]:
+        """The reasons that the user's function gives."""
+        assert self._function is not None
+        place = f"mask.function: {self._mask.function}"
+        try:
+            given = self._function(record.as_dict())
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
+            raise ConfigError(
+                f"{place} failed for {record.id}: {type(error).__name__}: {error}; it is called "
+                "with the record"
+            ) from error
+        if not isinstance(given, list | tuple) or len(given) != turns:
+            what = f"{len(given)} items" if isinstance(given, list | tuple) else repr(given)[:80]
+            raise ConfigError(
+                f"{place} gave {what} for {record.id}; it must return a list with an item for each "
+                f"of the {turns} turns of the run's model"
+            )
+        for item in given:
+            if not isinstance(item, bool | None) and not (
+                isinstance(item, str) and item.strip() and len(item) <= _MOST_CHARS
+            ):
+                raise ConfigError(
+                    f"{place} gave {repr(item)[:80]} for a turn of {record.id}; give true, false, "
+                    f"null or a reason of 1 to {_MOST_CHARS} characters"
+                )
+        return list(given)
+
+
+def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str]]:
+    """Reasons from calls and their results."""
+    before: set[tuple[str, str | bytes, str]] = set()
+    added = [(note.turn, f"\n\n{note.text}") for note in reversed(part.notes) if note.text]
+    for turn, reply, results in _steps(Own(part)):
+        kinds = {kind_of_failure(one.details) for one in results.values() if one.is_error}
+        if mask.failed_call and kinds - _NOT_ENDED:
+            yield turn, "failed_call"
+        if mask.bad_arguments and (kinds & MALFORMED or _has_bad_arguments(reply)):
+            yield turn, "bad_arguments"
+        if mask.interrupted_result and "interrupted" in kinds:
+            yield turn, "interrupted_result"
+        if mask.repeated_call:
+            now = set(_made(reply, results, [text for after, text in added if after == turn]))
+            if now & before:
+                yield turn, "repeated_call"
+            before = now
+
+
+def _has_bad_arguments(reply: StoredMessage) -> bool:
+    """Whether arguments were repaired, or are none: agents do not say what became of a call."""
+    if reply.repairs or reply.unusable:
+        return True
+    return not all(is_object(call.function.arguments) for call in reply.tool_calls)
+
+
+def _steps(own: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:
+    """For each own reply the number of its turn, the message, and the results by call."""
+    turns = iter(own.turns)
+    reply: StoredMessage | None = None
+    number = 0
+    results: dict[str | None, StoredMessage] = {}
+    for message in own.messages:
+        if message.role == "tool":
+            results[message.tool_call_id] = message
+        elif message.role == "assistant":
+            if reply is not None:
+                yield number, reply, results
+            reply, number, results = message, next(turns).turn, {}
+    if reply is not None:
+        yield number, reply, results
+
+
+def _made(
+    reply: StoredMessage, results: Mapping[str | None, StoredMessage], added: Sequence[str]
+) -> Iterator[tuple[str, str | bytes, str]]:
+    """Name, arguments and the tool's own text of each call that has a result.
+
+    `added` are what the runtime wrote behind it, the last first.
+    """
+    for call in reply.tool_calls:
+        result = results.get(call.id)
+        if result is None or kind_of_failure(result.details) in _NOT_ENDED:
+            continue
+        content = result.content[: result.details.get(OWN_CHARS)]
+        for text in added:
+            content = content.removesuffix(text)
+        yield call.function.name, canonical(call.function.arguments), content

@@ -1,0 +1,513 @@
+"""Segments as conversations that formats can render."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agent.messages.message import PLAIN, SIMULATED_USER, SUMMARY, Message, summary_upto
+from agent.models.providers import PROVIDERS
+from batch_trajectories.basics import exact_json
+from batch_trajectories.export.conversation.authors import is_agents, merged, other_models
+from batch_trajectories.export.conversation.own_work import Own, first_reply, tool_stats
+from batch_trajectories.export.conversation.reading import (
+    read_entries,
+    system_of,
+    with_hidden_reasoning,
+)
+from batch_trajectories.export.conversation.tolerance import Flaw
+from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.masking import Masked, Masks, in_metadata
+from batch_trajectories.records.record_types import (
+    InnerRecord,
+    Record,
+    StoredConversation,
+    StoredMessage,
+    StoredPatch,
+    StoredRewrite,
+    StoredTurn,
+    Tools,
+)
+
+# What each call of a record was shown: the messages of its request, and the tools on offer.
+#
+# The views of the loop itself are made again from the record: summaries, shortened turns,
+# reasoning that an API does not take. Agents say what they show; the record has it
+# (`StoredRequest`). What the user keeps out of records (`ephemeral_system_prompt`,
+# `prefill_messages`) is in no view, and calls of the text protocol stand as calls.
+
+MAIN = "main"
+"""The name of a record's own conversation among its parts."""
+
+
+class View(NamedTuple):
+    """One call: what its request showed, and the reply."""
+
+    turn: StoredTurn
+    messages: Sequence[StoredMessage]
+    """In the order of the request; those of agents may have any roles in a row."""
+    reply: StoredMessage
+    tools: Tools
+
+
+@dataclass(slots=True)
+class ShownPart:
+    """The calls of one conversation of a record, in order."""
+
+    name: str
+    conversation: StoredConversation
+    views: list[View] = field(default_factory=list)
+    unknown: int = 0
+    """Calls of this run of which the record does not say what they were shown."""
+
+
+def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ShownPart]:
+    """The conversations of a record: its own, then those inside it, of this run's model only.
+
+    A simulated user's and those that are no chats are left out. With `since_user`, reasoning before
+    the last user message of each request is taken as dropped by the endpoint.
+    """
+    offers = _read(record.offers) or []
+    tools_of = _read(record.inner_tools) or {}
+    others = other_models(record, inside=True)
+    models = {turn.model for turn in record.turns}
+    depth = (record.options or {}).get("max_subagent_depth")
+
+    def read(part: StoredConversation, tools: Tools | None, name: str) -> ShownPart:
+        found = ShownPart(name, part)
+        if is_agents(part):
+            views = _agents_views(record, part, tools or (), offers)
+            found.views = [view for view in views if view.turn.model not in others]
+            paid = [turn for turn in part.own_turns if turn.model not in others]
+        else:
+            paid = part.own_turns
+            if part is not record and any(turn.model not in models for turn in paid):
+                return found  # of another model
+            found.views = [] if tools is None else [*_own_views(record, part, tools)]
+        found.unknown = len(paid) - len(found.views)
+        if since_user:
+            found.views = [_since_user(view) for view in found.views]
+        return found
+
+    def inside(part: StoredConversation, level: int) -> Iterator[ShownPart]:
+        for inner in part.inner:
+            if inner.name not in (SIMULATED_USER, *PLAIN):
+                yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)
+                yield from inside(inner, level + 1)
+
+    yield read(record, record.tools, MAIN)
+    yield from inside(record, 1)
+
+
+def _tools_of(
+    inner: InnerRecord, by_name: Mapping[str, Tools], *, is_deepest: bool
+) -> Tools | None:
+    """What a conversation inside a record was offered; None if the record does not say."""
+    if (own := _read(inner.raw_tools)) is not None:
+        return list(own)
+    if inner.name == SUMMARY:
+        return ()
+    tools = by_name.get(inner.name)
+    if tools is None or not is_deepest:
+        return tools
+    return [tool for tool in tools if tool["function"]["name"] not in by_name]
+
+
+def _read(raw: msgspec.Raw) -> Any:
+    """The JSON, None without any."""
+    return exact_json.loads(bytes(raw)) if bytes(raw) else None
+
+
+def _since_user(view: View) -> View:
+    messages = view.messages
+    last = max((n for n, m in enumerate(messages) if m.role == "user"), default=0)
+    return view._replace(messages=[*map(_unthought, messages[:last]), *messages[last:]])
+
+
+def _unthought(message: StoredMessage) -> StoredMessage:
+    return replace(message, reasoning=None) if message.reasoning else message
+
+
+def _own_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[View]:
+    """Those of the loop itself."""
+    messages, turns = part.messages, part.turns
+    replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    replies = replies[len(replies) - len(turns) :]
+    if not replies:
+        return
+    shown = [message if _is_sent(message, record) else _unthought(message) for message in messages]
+    task = replies[0] - 1
+    system = [message for message in shown[:1] if message.role == "system"]
+    after = (record.options or {}).get("compact_after") if part is record else None
+    shorten = _Shortening(after, record) if after else None
+    tasks: dict[str, StoredMessage] = {}
+    summaries = {
+        inner.key: inner.messages[-1].content.strip()
+        for inner in part.inner
+        if inner.name == SUMMARY and inner.turns
+    }
+    for turn, at in zip(turns, replies, strict=True):
+        if turn.inherited is not None:
+            continue
+        seen: list[StoredMessage] = shown[:at]
+        if summaries and (key := _summary_of(turn, part)) is not None:
+            if key not in tasks:
+                text = f"{shown[task].content}\n\n[Summary of the conversation so far]\n"
+                tasks[key] = replace(shown[task], content=text + summaries[key])
+            seen = [*system, tasks[key], *shown[summary_upto(key) : at]]
+        if shorten is not None:
+            seen = shorten(seen)
+        yield View(turn, seen, messages[at], tools)
+
+
+def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
+    """The key of the summary that a reply saw: by their times in records that do not name it."""
+    if any(other.request is not None for other in part.turns):
+        return None if turn.request is None else turn.request.summary
+    begun = [
+        inner.key
+        for inner in part.inner
+        if inner.name == SUMMARY and inner.turns and inner.turns[0].started_at < turn.started_at
+    ]
+    return max(begun, key=summary_upto, default=None)
+
+
+def _is_sent(message: StoredMessage, record: Record) -> bool:
+    """Whether the reasoning of a reply goes back to the API of the run.
+
+    All take what they wrote themselves; the clients of some leave out what came from elsewhere.
+    """
+    if not message.reasoning or message.role != "assistant":
+        return True
+    blocks = message.provider_blocks
+    if blocks is not None and blocks.api == record.api:
+        return True
+    if record.api in ("anthropic_messages", "openai_responses"):
+        return False
+    provider = PROVIDERS.get((record.model or "").partition(":")[0])
+    return provider is None or provider.reasoning_field is not None
+
+
+class _Shortening:
+    """Shortens older replies as `compact_after` does."""
+
+    def __init__(self, after: int, record: Record) -> None:
+        from agent.views.views import compact
+
+        self._after = after
+        self._compact = compact
+        self._record = record
+        self._plain: dict[int, Message] = {}
+        self._short: dict[int, StoredMessage] = {}
+
+    def __call__(self, messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+        for message in messages:
+            if id(message) not in self._plain:
+                self._plain[id(message)] = msgspec.to_builtins(message)
+        before = [self._plain[id(message)] for message in messages]
+        return [
+            message if now is was else self._stored(message, now)
+            for message, was, now in zip(
+                messages, before, self._compact(before, self._after), strict=True
+            )
+        ]
+
+    def _stored(self, message: StoredMessage, short: Message) -> StoredMessage:
+        if id(message) not in self._short:
+            made = msgspec.convert(short, StoredMessage)
+            made = made if _is_sent(made, self._record) else _unthought(made)
+            self._short[id(message)] = made
+        return self._short[id(message)]
+
+
+def _agents_views(
+    record: Record, part: StoredConversation, tools: Tools, offers: Sequence[Tools]
+) -> Iterator[View]:
+    """Those of a conversation of an agent, in the order of the calls."""
+    found = []
+    seen = _Patched(part.messages)
+    for turn in part.turns:
+        request = turn.request
+        if request is None or request.at is None:
+            continue
+        seen.apply(request.shown)
+        if turn.inherited is None:
+            offered = tools if request.tools is None else offers[request.tools]
+            shown = seen.messages[: request.at]
+            found.append(View(turn, shown, part.messages[request.at], offered))
+    of_call = {turn.exchange: turn for turn in part.turns}
+    key = part.key if isinstance(part, InnerRecord) else next((t.key for t in record.threads), "")
+    for changed in record.rewritten or ():
+        if changed.thread != key or changed.until is None:
+            continue
+        messages = _rewritten(changed, part.messages)
+        seen = _Patched(messages)
+        for request in changed.requests:
+            seen.apply(request.shown)
+            turn = of_call[request.exchange]
+            if turn.request is None and turn.inherited is None and request.at is not None:
+                offered = tools if request.tools is None else offers[request.tools]
+                found.append(View(turn, seen.messages[: request.at], messages[request.at], offered))
+    yield from sorted(found, key=lambda view: view.turn.exchange or 0)
+
+
+def _rewritten(changed: StoredRewrite, messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+    """The conversation that calls were shown in place of another one, the last reply included."""
+    assert changed.until is not None
+    after = messages[changed.end : changed.until + 1]
+    return [*messages[: changed.start], *changed.messages, *after]
+
+
+class _Patched:
+    """The messages of a conversation as its requests showed them."""
+
+    def __init__(self, recorded: Sequence[StoredMessage]) -> None:
+        self._recorded = recorded
+        self.messages = list(recorded)
+
+    def apply(self, patches: Sequence[StoredPatch]) -> None:
+        """Take what changed since the request before."""
+        for patch in patches:
+            at = patch.at if patch.message_at is None else patch.message_at
+            message = self._recorded[at]
+            if patch.content is not None:
+                message = replace(message, content=patch.content)
+            if patch.reasoning is not None:
+                message = replace(message, reasoning=patch.reasoning or None)
+            if patch.tool_calls is not None:
+                message = replace(message, tool_calls=patch.tool_calls)
+            self.messages[patch.at] = message
+
+
+# Calls joined into segments, as long as each one only adds to what the one before was shown.
+
+_OPEN = 8
+"""Segments that a call may continue: agents keep few conversations in turns."""
+
+START = "start"
+
+
+@dataclass(slots=True)
+class Segment:
+    """What a few calls of a conversation were shown, and their replies."""
+
+    messages: Sequence[StoredMessage]
+    """Those of the last request, and its reply."""
+    learnt: dict[int, StoredTurn]
+    """The replies that are learnt here, by their positions: each one is so in one segment."""
+    tools: Tools
+    why: str
+    """Why it begins: `start`, or what changed otherwise than by messages at the end (`tools`,
+    `system`, `reasoning`, `messages`)."""
+
+
+def segments_of(part: ShownPart) -> list[Segment]:
+    """The segments of a conversation, in the order of their first calls."""
+    found: list[Segment] = []
+    for view in part.views:
+        shown = view.messages
+        continued = next((one for one in reversed(found[-_OPEN:]) if _adds_to(one, view)), None)
+        if continued is None:
+            why = _why(found[-1], view) if found else START
+            continued = Segment((), {}, view.tools, why)
+            found.append(continued)
+        continued.learnt[len(shown)] = view.turn
+        continued.messages = [*shown, view.reply]
+    return found
+
+
+def _adds_to(segment: Segment, view: View) -> bool:
+    known = segment.messages
+    if len(known) > len(view.messages) or segment.tools != view.tools:
+        return False
+    return view.messages[: len(known)] == known
+
+
+def _why(before: Segment, view: View) -> str:
+    if before.tools != view.tools:
+        return "tools"
+    pairs = zip(before.messages, view.messages, strict=False)
+    was, now = next(((a, b) for a, b in pairs if a != b), (None, None))
+    if was is None or now is None:
+        return "messages"
+    if was.role == now.role == "system":
+        return "system"
+    if was.role == "assistant" and _words(was) == _words(now):
+        return "reasoning"
+    return "messages"
+
+
+def _words(message: StoredMessage) -> tuple[object, ...]:
+    return message.role, message.content, message.tool_calls
+
+
+Row = dict[str, Any]
+
+_NOT_OF_SEGMENTS = ("view_compacted", "summaries", "rewritten_calls", "trimmed_replies", "masked")
+"""What is told of a row of the whole conversation, and is not so for its segments."""
+
+
+@dataclass(slots=True)
+class SegmentCounts:
+    """What the manifest says of segments."""
+
+    begun: Counter[str] = field(default_factory=Counter)
+    """Segments by why they begin."""
+    conversations: Counter[str] = field(default_factory=Counter)
+    """Segments by the name of their conversation."""
+    turns: int = 0
+    """Turns that are learnt, each in one row."""
+    unknown_turns: int = 0
+    """Turns of which the record does not say what the model was shown."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Segments that are no rows, by reason."""
+
+
+class SegmentRows:
+    """Makes the rows of segments, and counts them."""
+
+    def __init__(
+        self,
+        render: Callable[[Conversation], tuple[Conversation, Row]],
+        *,
+        masks: Masks | None,
+        since_user: bool,
+        by_turn: bool,
+    ) -> None:
+        """`render` may raise Rejected; `masks` are counted here; for `since_user` see `parts_of`.
+
+        With `by_turn` there is a row for each turn that is learnt, which it ends with.
+        """
+        self._render = render
+        self._masks = masks
+        self._since_user = since_user
+        self._by_turn = by_turn
+        self._counts = SegmentCounts()
+
+    def of(self, whole: Conversation, record: Record) -> list[tuple[Conversation, Row]]:
+        """The rows of a conversation, and of those inside its record, with what they show.
+
+        `record` is as it was stored: that of `whole` can have its messages in another order.
+
+        Ids are `ID#s2` for the second segment, with `by_turn` `ID#s2.t3` for its third turn. Raises
+        Rejected if no segment keeps the rules of rows.
+        """
+        rows: list[tuple[Conversation, Row]] = []
+        counts = self._counts
+        number = 0
+        why = Rejected(Reason.NO_REPLY, "the record does not say what its calls were shown")
+        for part in parts_of(record, since_user=self._since_user):
+            counts.unknown_turns += part.unknown
+            masked = self._masks.of(part.conversation) if self._masks and part.views else {}
+            for segment in segments_of(part):
+                number += 1
+                try:
+                    found = _conversation(whole, part, segment, number, masked)
+                    made = _by_turn(found) if self._by_turn else (found,)
+                    rows += [*map(self._render, made)]
+                except Rejected as rejected:
+                    counts.rejected[rejected.reason.value] += 1
+                    why = rejected if not rows else why
+                    continue
+                if self._masks is not None:
+                    self._masks.count(turn.masked for turn in found.own_turns)
+                counts.begun[segment.why] += 1
+                counts.conversations[part.name] += 1
+                counts.turns += len(segment.learnt)
+        if not rows:
+            raise why
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, for the manifest."""
+        counts = self._counts
+        return {
+            "begun": dict(sorted(counts.begun.items())),
+            "conversations": dict(sorted(counts.conversations.items())),
+            "turns": counts.turns,
+            "unknown_turns": counts.unknown_turns,
+            "rejected": dict(sorted(counts.rejected.items())),
+        }
+
+
+def _conversation(
+    whole: Conversation, part: ShownPart, segment: Segment, number: int, masked: Masked
+) -> Conversation:
+    """A segment; `masked` are the masked turns of its conversation. Raises Rejected."""
+    messages = merged(segment.messages) if is_agents(part.conversation) else segment.messages
+    positions = [n for n, m in enumerate(segment.messages) if m.role == "assistant"]
+    learnt = [segment.learnt.get(place) for place in positions]
+    flaws: list[Flaw] = []
+    entries = read_entries(messages, segment.tools, flaws, as_sent=True)
+    tokens = [None if turn is None else turn.reasoning_tokens for turn in learnt]
+    entries = with_hidden_reasoning(entries, messages, tokens)
+    marked = [*_with_authors(entries, learnt, masked)]
+    if not any(isinstance(entry, Turn) and entry.has_loss for entry in marked):
+        raise Rejected(Reason.ALL_MASKED, "none of its turns carries loss")
+    turns = [replace(turn, inherited=None) for turn in segment.learnt.values()]
+    own = messages[first_reply(messages, turns=len(turns)) :]
+    stats = tool_stats(own)
+    record = replace(
+        whole.record, id=f"{whole.record.id}#s{number}", messages=[*messages], turns=turns
+    )
+    kept = {k: value for k, value in whole.metadata.items() if k not in _NOT_OF_SEGMENTS}
+    reasons = {
+        turn.turn: masked[turn.turn] for turn in segment.learnt.values() if turn.turn in masked
+    }
+    if reasons:
+        kept["masked"] = in_metadata(reasons)
+    told = {"of": part.name, "number": number, "why": segment.why}
+    return replace(
+        whole,
+        system=system_of(messages),
+        entries=marked,
+        tools=segment.tools,
+        record=record,
+        own=Own(record),
+        metadata={
+            **kept,
+            "finish_reason": turns[-1].finish_reason,
+            "tool_stats": stats,
+            "segment": told,
+        },
+        num_tool_calls=sum(tool["count"] for tool in stats),
+        flaws=flaws,
+        has_others=True,
+    )
+
+
+def _with_authors(
+    entries: Sequence[Entry], learnt: Sequence[StoredTurn | None], masked: Masked
+) -> Iterator[Entry]:
+    """Turns that are learnt in another row, or in none, are this row's context."""
+    place = 0
+    for entry in entries:
+        if isinstance(entry, Turn):
+            made = [turn for turn in learnt[place : place + entry.replies] if turn is not None]
+            place += entry.replies
+            if made:
+                reasons = (name for turn in made for name in masked.get(turn.turn, ()))
+                entry = replace(entry, masked=tuple(dict.fromkeys(reasons)))
+            else:
+                entry = replace(entry, author="context")
+        yield entry
+
+
+def _by_turn(segment: Conversation) -> Iterator[Conversation]:
+    """For each turn that is learnt, the segment up to it."""
+    for place, entry in enumerate(segment.entries):
+        if not isinstance(entry, Turn) or not entry.has_loss:
+            continue
+        yield replace(
+            segment,
+            entries=[*segment.entries[:place], replace(entry, results=())],
+            record=replace(segment.record, id=f"{segment.record.id}.t{entry.number}"),
+            num_tool_calls=len(entry.calls),
+            is_for_turn=True,
+        )

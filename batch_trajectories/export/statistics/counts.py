@@ -1,0 +1,265 @@
+"""Statistics over records: tool calls and their failures, reasoning, endings, tokens.
+
+Every record of an export counts, rejected ones too. Records are not kept, so memory grows only with
+the number of tools. A call failed if its result says so; its text is not interpreted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, TypeVar
+
+from agent.messages.message import MOST_TOKENS
+from batch_trajectories.basics.text import without_values
+from batch_trajectories.export.conversation.own_work import Counts, Own
+from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.records.checks import UNCHECKED, CheckSums, judgement_of
+from batch_trajectories.records.record_types import Record
+
+# Counts of many things, one by one.
+
+K = TypeVar("K")
+
+
+class KeyCounts(dict[K, int]):
+    """Counts by key; what was not counted is 0.
+
+    Counting one takes half as long as in a `Counter`, which sets items by a method.
+    """
+
+    def __missing__(self, key: K) -> int:
+        return 0
+
+    def merge(self, other: Mapping[K, int]) -> None:
+        """Add the counts of `other`."""
+        for key, count in other.items():
+            self[key] += count
+
+    def total(self) -> int:
+        """The sum of all counts."""
+        return sum(self.values())
+
+
+# Counted reasons of failures, without the values that differ.
+
+_MOST_CHARS = 90
+_MOST_SHOWN = 10
+_MOST_KEPT = 1000
+
+
+class Reasons:
+    """Counts reasons that are alike but for their values; keeps a limited number of them."""
+
+    def __init__(self, about: str = "") -> None:
+        """Each reason is shown after `about`."""
+        self._about = about
+        self._counts: Counter[str] = Counter()
+
+    def add(self, reason: str) -> None:
+        """Count a reason."""
+        plain = "".join(c if c.isprintable() else " " for c in reason)
+        text = f"{self._about}{without_values(' '.join(plain.split()), '…')[:_MOST_CHARS]}"
+        self._count(text, 1)
+
+    def merge(self, other: Reasons) -> None:
+        """Add the counts of `other`."""
+        for text, count in other._counts.items():
+            self._count(text, count)
+
+    def to_json(self) -> dict[str, int]:
+        """The counts by reason, the most frequent first, rare ones together at the end."""
+        known = ((text, count) for text, count in self._counts.items() if text != self._other)
+        ordered = sorted(known, key=lambda item: (-item[1], item[0]))
+        shown = dict(islice(ordered, _MOST_SHOWN))
+        if rest := self._counts.total() - sum(shown.values()):
+            shown[self._other] = rest
+        return shown
+
+    def _count(self, text: str, count: int) -> None:
+        if text not in self._counts and len(self._counts) >= _MOST_KEPT:
+            text = self._other
+        self._counts[text] += count
+
+    @property
+    def _other(self) -> str:
+        return f"{self._about}other reasons"
+
+
+def lines_of(reasons: Mapping[str, int]) -> Iterator[str]:
+    """The counts as lines for a person."""
+    return (f"  {count:>9,}  {reason}" for reason, count in reasons.items())
+
+
+_TOKENS = (
+    *("input_tokens", "output_tokens", "reasoning_tokens"),
+    *("cache_read_tokens", "cache_write_tokens"),
+)
+
+
+class Statistics:
+    """The statistics of the records given to `add` so far."""
+
+    def __init__(self) -> None:
+        self._offered: set[str] = set()
+        self._calls: KeyCounts[str] = KeyCounts()
+        self._successes: KeyCounts[str] = KeyCounts()
+        self._failures: KeyCounts[str] = KeyCounts()
+        self._tool_errors: KeyCounts[str] = KeyCounts()
+        self._replies = 0
+        self._with_reasoning = 0
+        self._hidden_reasoning = 0
+        self._rows_with_reasoning = 0
+        self._statuses: KeyCounts[str] = KeyCounts()
+        self._toolsets: KeyCounts[str] = KeyCounts()
+        self._checks = CheckSums()
+        self._failed_scores = Reasons()
+        self._turns = 0
+        self._turns_with_token_ids = 0
+        self._most_turns = 0
+        self._tokens: KeyCounts[str] = KeyCounts()
+        self._first_started_at: float | None = None
+        self._last_ended_at: float | None = None
+
+    def add(self, record: Record, own: Own) -> None:
+        """Count one record; of its messages only those of `own`."""
+        turns, counts = len(own.turns), own.counts
+        self._statuses[record.status] += 1
+        judgement = judgement_of(record)
+        if judgement is not UNCHECKED:
+            failed = judgement.error is not None
+            self._checks.add(judgement.verdict, judgement.reward, check_failed=failed)
+        for score in record.scores or ():
+            if score.error is not None:
+                self._failed_scores.add(f"{score.source}: {score.error}")
+        for toolset in record.toolsets:
+            self._toolsets[toolset] += 1
+        self._turns += turns
+        self._turns_with_token_ids += counts.with_token_ids
+        if turns > self._most_turns:
+            self._most_turns = turns
+        self._add_replies(names_of(record.tools), counts)
+        self._add_times(counts.started_at, counts.ended_at)
+        counted: Mapping[str, Any] = record.usage or {}
+        tokens = self._tokens
+        for key, count in counted.items():
+            if count and count < MOST_TOKENS:
+                tokens[key] += count
+
+    def merge(self, other: Statistics) -> None:
+        """Add the records of `other`."""
+        for name, theirs in vars(other).items():
+            ours = getattr(self, name)
+            if isinstance(ours, set):
+                ours.update(theirs)
+            elif isinstance(ours, KeyCounts | Reasons | CheckSums):
+                ours.merge(theirs)
+            elif isinstance(ours, int) and name != "_most_turns":
+                setattr(self, name, ours + theirs)
+        self._most_turns = max(self._most_turns, other._most_turns)
+        self._add_times(other._first_started_at, other._last_ended_at)
+
+    def to_json(self) -> dict[str, Any]:
+        """For statistics.json. Rates of tools are percentages of the calls that have a result.
+
+        `hidden` counts turns whose reasoning the API hides; it is absent without such turns.
+
+        `checks` are sums of `runs.store.checks.Checks`.
+
+        `failed_scores` counts reward functions that failed, `failed_score_reasons` why; they are
+        absent if none did.
+
+        `token_ids` counts turns with and without the ids of their tokens; it is absent if no turn
+        has them.
+
+        `tokens` are of all paid calls, as far as the endpoint reports them;
+        `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
+        """
+        rows = self._statuses.total()
+        first, last = self._first_started_at, self._last_ended_at
+        return {
+            "schema_version": 1,
+            "tools": [self._tool(name) for name in sorted(self._offered)],
+            "tool_errors": dict(sorted(self._tool_errors.items())),
+            "reasoning": {
+                "assistant_turns": self._replies,
+                "with_reasoning": self._with_reasoning,
+                "without_reasoning": self._replies - self._with_reasoning,
+                **({"hidden": self._hidden_reasoning} if self._hidden_reasoning else {}),
+                "rows_with_any": self._rows_with_reasoning,
+            },
+            "rows": dict(sorted(self._statuses.items())),
+            "checks": asdict(self._checks.sums()),
+            **self._failures_of_scores(),
+            "toolsets": [
+                {"toolset": name, "rows": count, "percent": _percent(count, rows)}
+                for name, count in sorted(self._toolsets.items())
+            ],
+            "turns_per_row": {
+                "mean": round(self._turns / rows, 2) if rows else None,
+                "max": self._most_turns if rows else None,
+            },
+            **self._token_ids(),
+            "tokens": {
+                **{key: self._tokens[key] for key in _TOKENS},
+                "cache_hit_rate": _percent(
+                    self._tokens["cache_read_tokens"], self._tokens["input_tokens"]
+                ),
+            },
+            "duration_s": {
+                "first_started_at": first,
+                "last_ended_at": last,
+                "wall": None if first is None or last is None else last - first,
+            },
+        }
+
+    def _failures_of_scores(self) -> dict[str, Any]:
+        reasons = self._failed_scores.to_json()
+        counts = {"failed_scores": sum(reasons.values()), "failed_score_reasons": reasons}
+        return counts if reasons else {}
+
+    def _token_ids(self) -> dict[str, Any]:
+        having = self._turns_with_token_ids
+        counts = {"turns_with": having, "turns_without": self._turns - having}
+        return {"token_ids": counts} if having else {}
+
+    def _add_replies(self, offered: frozenset[str], counts: Counts) -> None:
+        if not offered <= self._offered:
+            self._offered |= offered
+        for stats in counts.tools:
+            # Invented names are errors, not tools; there can be any number of them.
+            if (name := stats["tool"]) in offered:
+                self._calls[name] += stats["count"]
+                self._successes[name] += stats["success"]
+                self._failures[name] += stats["failure"]
+        for kind in counts.failures:
+            self._tool_errors[kind] += 1
+        self._replies += counts.replies
+        self._with_reasoning += counts.with_reasoning
+        self._hidden_reasoning += counts.hidden
+        self._rows_with_reasoning += counts.with_reasoning > 0
+
+    def _add_times(self, started_at: float | None, ended_at: float | None) -> None:
+        if started_at is None or ended_at is None:
+            return
+        if self._first_started_at is None or started_at < self._first_started_at:
+            self._first_started_at = started_at
+        if self._last_ended_at is None or ended_at > self._last_ended_at:
+            self._last_ended_at = ended_at
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        success, failure = self._successes[name], self._failures[name]
+        return {
+            "tool": name,
+            "count": self._calls[name],
+            "success": success,
+            "failure": failure,
+            "success_rate": _percent(success, success + failure),
+            "failure_rate": _percent(failure, success + failure),
+        }
+
+
+def _percent(part: int, whole: int) -> float:
+    return round(100 * part / whole, 2) if whole else 0.0

@@ -1,0 +1,176 @@
+"""The funnel from the rows of a dataset to training rows, computed from disk.
+
+Tasks and endings are those of the totals; what an export left out, and why, is read from its
+manifest, which counted it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.engine.run_totals import RunTotals
+from batch_trajectories.export.statistics.counts import Reasons
+from batch_trajectories.records.files import training_file_of
+
+_MANIFEST = "manifest.json"
+
+
+def funnel_of(
+    run_dir: Path, scan: Scan, totals: RunTotals, dataset: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The funnel of a run, JSON-ready; `dataset` is that of its run.json.
+
+    `steps` are audited (with `--only_sound`), rows, tasks, completed and passed, each with `name`,
+    `count`, and as `lost` the counts by reason of what does not reach the next step; tasks are
+    the remaining rows times `samples`. The last step is there if anything was checked or scored.
+    `exports` are the training file and each format of the dataset in its default directory, with
+    `rows`, `used` (conversations), `tasks` (bad rows included) and `lost`; `tasks` minus all `lost`
+    is `used`; a format with masked turns also has `masked`, as its manifest. An export is
+    `outdated` if conversations have ended since. Raises `RunDirError` for
+    a manifest that cannot be read.
+    """
+    completed = totals.statuses.get("completed", 0)
+    endings = Counter(totals.statuses)
+    del endings["completed"], endings["failed"]
+    endings.update({f"failed: {name}": count for name, count in totals.failures.items()})
+    endings["pending"] = totals.pending
+    passed, not_passed = totals.completed_passed, totals.completed_not_passed
+    unknown = completed - passed - not_passed
+    bad_rows = Reasons("bad row: ")
+    for row in scan.bad_rows:
+        bad_rows.add(row.reason)
+    steps = [
+        *_audited(dataset),
+        _step("rows", totals.prompts, bad_rows.to_json()),
+        _step("tasks", totals.total - totals.discarded, endings),
+        _step("completed", completed, {}),
+    ]
+    if passed or not_passed:
+        lost = {"not_passed": not_passed, "neither checked nor scored": unknown}
+        steps[-1:] = [_step("completed", completed, lost), _step("passed", passed, {})]
+    return {
+        "samples": totals.samples,
+        **({} if totals.not_needed is None else {"not_needed": totals.not_needed}),
+        "steps": steps,
+        "exports": [*_training_file(run_dir, totals), *_dataset(run_dir, totals)],
+    }
+
+
+def _audited(dataset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if (audit := (dataset.get("source") or {}).get("only_sound")) is not None:
+        lost = {f"task: {name}": n for name, n in audit["rows"].items() if name != "sound"}
+        yield _step("audited", sum(audit["rows"].values()), lost)
+
+
+def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
+    """The funnel as lines."""
+    samples = funnel["samples"]
+    for step in funnel["steps"]:
+        is_sampled = step["name"] == "tasks" and samples > 1
+        note = f"  {samples:,} samples per row" if is_sampled else ""
+        if is_sampled and "not_needed" in funnel:
+            note = f"  up to {samples:,} samples per row; {funnel['not_needed']:,} not needed"
+        yield f"{step['name']:<12}{step['count']:>12,}{note}"
+        yield from _lost(step["lost"])
+    for export in funnel["exports"]:
+        outdated = "; conversations have ended since, export again" if export["outdated"] else ""
+        yield (
+            f"{'exported':<12}{export['rows']:>12,}  rows of {export['format']} in "
+            f"{export['path']}, from {export['used']:,} of {export['tasks']:,} tasks{outdated}"
+        )
+        yield from _lost(export["lost"])
+        if masked := export.get("masked"):
+            yield f"  {'masked':<10}{masked['turns']:>12,}  of {masked['of']:,} turns carry no loss"
+            for reason, count in masked["by_reason"].items():
+                yield f"  {'':<10}{count:>12,}  {reason}"
+
+
+def _lost(lost: Mapping[str, int]) -> Iterator[str]:
+    return (f"  {'left out':<10}{count:>12,}  {reason}" for reason, count in lost.items())
+
+
+def _step(name: str, count: int, lost: Mapping[str, int]) -> dict[str, Any]:
+    return {"name": name, "count": count, "lost": _sorted(lost)}
+
+
+def _sorted(lost: Mapping[str, int]) -> dict[str, int]:
+    """The reasons that occurred, the most frequent first."""
+    ordered = sorted(lost.items(), key=lambda reason: (-reason[1], reason[0]))
+    return {reason: count for reason, count in ordered if count}
+
+
+def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
+    manifest = _read(run_dir / "exports" / _MANIFEST)
+    if manifest is None:
+        return
+    lost = {**_before(manifest), "ended early": manifest["partial"]}
+    rows = manifest["exported"]
+    path = training_file_of(run_dir).name
+    yield _export("hermes", path, manifest, totals, lost, rows=rows, used=rows)
+
+
+def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
+    manifest = _read(run_dir / "exports" / "dataset" / _MANIFEST)
+    if manifest is None or manifest.get("unfinished"):
+        return
+    for part in manifest["formats"]:
+        lost = Counter(_before(manifest)) + Counter(part["rejected_by_reason"])
+        paths = (file["path"] for file in part["files"])
+        path = f"exports/dataset/{next(paths, part['format']).partition('/')[0]}"
+        rows, used = part["rows"], part["used"]
+        found = _export(part["format"], path, manifest, totals, lost, rows=rows, used=used)
+        yield {**found, "masked": part["masked"]} if "masked" in part else found
+
+
+def _before(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """What a manifest counts as left out of all its files; `failed` records it lists by reason."""
+    lost = Counter(manifest["rejected_by_reason"])
+    lost["failed"] += manifest["failed"]
+    lost["bad row"] += manifest["discarded"]
+    lost["pending"] += manifest["pending"]
+    return lost
+
+
+def _export(
+    format_name: str,
+    path: str,
+    manifest: Mapping[str, Any],
+    totals: RunTotals,
+    lost: Mapping[str, int],
+    *,
+    rows: int,
+    used: int,
+) -> dict[str, Any]:
+    tasks = manifest["tasks"]
+    ended = tasks - manifest["discarded"] - manifest["failed"] - manifest["pending"]
+    failed = manifest["rejected_by_reason"].get("failed", 0)
+    exported = (tasks, ended, failed)
+    statuses = totals.statuses
+    now = (totals.total, sum(statuses.values()), statuses.get("failed", 0))
+    return {
+        "format": format_name,
+        "path": path,
+        "rows": rows,
+        "used": used,
+        "tasks": tasks,
+        "lost": _sorted(lost),
+        "outdated": exported != now,
+    }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A manifest, or None where nothing was exported yet. Raises `RunDirError`."""
+    try:
+        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RunDirError(f"{path}: cannot read it: {error}; export again") from error
+    return manifest

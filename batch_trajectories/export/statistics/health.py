@@ -1,0 +1,343 @@
+"""Named checks of what a run produced: is it worth training on?
+
+Each check counts what it looks for among what it looks at (turns, calls, conversations, prompts,
+...); a share above its limit is a problem. `HEALTH_CHECKS` is the table of names and limits. Memory
+grows with prompts (if they have several samples) and with small columns, not with records.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from agent.models.scripted import API as SCRIPTED
+from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.statistics.cache_use import CacheUse, PriceOf
+from batch_trajectories.export.statistics.counts import KeyCounts
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.record_types import Record, StoredMessage
+
+
+class HealthCheck(NamedTuple):
+    """What a check looks for, and when that is a problem."""
+
+    limit: float
+    """The largest acceptable share."""
+    least: int
+    """With fewer things to look at than this, there is no problem."""
+    problem: str
+    """What was found, after the count."""
+
+
+HEALTH_CHECKS: Mapping[str, HealthCheck] = {
+    "unfinished": HealthCheck(0.5, 10, "conversations did not end as completed"),
+    "no_tokens": HealthCheck(
+        0.01, 1, "conversations have replies but no output tokens: their cost is unknown"
+    ),
+    "hollow_turns": HealthCheck(0.01, 1, "turns have neither text nor reasoning nor a call"),
+    "cut_turns": HealthCheck(0.02, 10, "turns were cut at the limit of tokens per reply"),
+    "repeated_calls": HealthCheck(
+        0.05, 10, "conversations made the same call 5 times or more in a row"
+    ),
+    "invalid_calls": HealthCheck(0.05, 20, "calls had arguments that their tool cannot take"),
+    "interrupted_calls": HealthCheck(0.01, 20, "calls were interrupted by a stop of the run"),
+    "failing_tools": HealthCheck(0, 1, "tools failed in every one of 10 calls or more"),
+    "failing_prompts": HealthCheck(
+        0, 1, "prompts failed 3 times or more, always for the same reason"
+    ),
+    "cache_misses": HealthCheck(
+        0.1,
+        20,
+        "turns lacked more than a tenth of what the request before had left in the prompt cache",
+    ),
+    "leak_suspected": HealthCheck(
+        0, 1, "conversations with a check made calls that look for its solution"
+    ),
+    "failed_checks": HealthCheck(0.02, 10, "checks gave no result"),
+    "instant_passes": HealthCheck(
+        0.02, 10, "checks passed in a tenth of the usual time or less: did any test run?"
+    ),
+    "constant_rewards": HealthCheck(
+        0, 1, "values of a column have one reward in 20 conversations or more, against the odds"
+    ),
+}
+"""By name. Their order is that of the output."""
+
+_FAILURES = {"invalid_calls": "invalid_arguments", "interrupted_calls": "interrupted"}
+"""Checks of results, and the kind of failure that each looks for."""
+
+_SHOWN = 3
+_REPEATS = 5
+_TOOL_CALLS = 10
+_PROMPT_FAILURES = 3
+_RECORDS_OF_A_VALUE = 20
+_CHANCE = 0.001
+"""Rewards are constant against the odds if chance alone would give that less often."""
+_MAX_VALUES = 1000
+"""Columns with more values than this describe single rows."""
+_MAX_CHARS = 100
+_ALL = "all rows"
+_USUAL_CHECK_S = 1.0
+"""If checks take less than this, a fast one means nothing."""
+_VARIED = ""
+"""Stands for prompts that do not always fail in the same way."""
+
+
+class _Rewards:
+    """How many rewards there are, and which if they are all the same."""
+
+    __slots__ = ("count", "first", "is_constant", "total")
+
+    def __init__(self) -> None:
+        self.count, self.total, self.first, self.is_constant = 0, 0.0, 0.0, True
+
+    def add(self, reward: float, count: int = 1) -> None:
+        if self.count == 0:
+            self.first = reward
+        self.is_constant &= reward == self.first
+        self.total += reward * count
+        self.count += count
+
+    def merge(self, other: _Rewards) -> None:
+        if other.count:
+            is_constant = self.is_constant and other.is_constant
+            self.add(other.first, other.count)
+            self.total += other.total - other.first * other.count
+            self.is_constant &= is_constant
+
+
+class Health:
+    """The checks of the records given to `add` so far."""
+
+    def __init__(self, samples: int) -> None:
+        """`samples` is how many conversations a prompt has."""
+        self._samples = samples
+        self._has_samples = samples >= _PROMPT_FAILURES
+        self._failed_records: KeyCounts[str] = KeyCounts()
+        """Records of failed attempts, which failures.jsonl has too, by prompt."""
+        self._found: KeyCounts[str] = KeyCounts()
+        self._of: KeyCounts[str] = KeyCounts()
+        self._examples: dict[str, list[str]] = defaultdict(list)
+        self._tool_calls: KeyCounts[str] = KeyCounts()
+        self._tool_failures: KeyCounts[str] = KeyCounts()
+        self._endings: dict[str, tuple[str, int]] = {}
+        self._rewards: dict[str, dict[Any, _Rewards]] = defaultdict(dict)
+        self._check_s = array("d")
+        self._pass_s = array("d")
+        self._passed_ids: list[str] = []
+        self.caches = CacheUse()
+
+    def add(self, record: Record, own: Own) -> None:
+        """Look at one record."""
+        id, turns, counts = record.id, own.turns, own.counts
+        is_completed = record.status == "completed"
+        self._count("unfinished", id, not is_completed)
+        if self._has_samples:
+            ending = _VARIED if is_completed else f"{record.status}: {record.status_reason}"
+            if record.error is not None:
+                ending = _failed(record.error.error_class)
+                self._failed_records[record.prompt_id] += 1
+            self._add_ending(record.prompt_id, ending, 1)
+        if turns and record.api != SCRIPTED:
+            tokens = (record.usage or {}).get("output_tokens")
+            self._count("no_tokens", id, not tokens)
+        cut = sum([turn.finish_reason == "length" for turn in turns])
+        self._count("cut_turns", id, cut, of=len(turns))
+        self._count("hollow_turns", id, counts.hollow, of=counts.replies)
+        for name, kind in _FAILURES.items():
+            found = counts.failures.count(kind) if counts.failures else 0
+            self._count(name, id, found, of=counts.results)
+        self._add_calls(record, own)
+        self.caches.add(record)
+        judgement = judgement_of(record)
+        if judgement.reward is not None:
+            self._add_reward(record, judgement.reward)
+        if (check := record.check) is not None:
+            self._count("leak_suspected", id, bool(leaks_of(record)))
+            self._count("failed_checks", id, judgement.error is not None)
+            if check.duration_s is not None and check.error is None:
+                self._check_s.append(check.duration_s)
+                if judgement.verdict:
+                    self._pass_s.append(check.duration_s)
+                    self._passed_ids.append(id)
+
+    def add_failures(self, failures: Iterable[Mapping[str, Any]]) -> None:
+        """Look at failed attempts, lines of failures.jsonl, after all records."""
+        for line in failures:
+            if line.get("kind") == "attempt":
+                prompt = self._prompt_of(line["id"])
+                if is_known := self._failed_records[prompt] > 0:
+                    self._failed_records[prompt] -= 1
+                self._add_ending(prompt, _failed(line["class"]), 1 - is_known)
+
+    def _prompt_of(self, task_id: str) -> str:
+        """The id of a task's prompt; that of its first sample is the same."""
+        prompt, _, sample = task_id.rpartition("#s")
+        is_sample = sample.isdecimal() and 0 < int(sample) < self._samples
+        return prompt if prompt and is_sample and task_id not in self._endings else task_id
+
+    def merge(self, other: Health) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self._found.merge(other._found)
+        self._of.merge(other._of)
+        for name, ids in other._examples.items():
+            self._examples[name] = [*self._examples[name], *ids][:_SHOWN]
+        self._tool_calls.merge(other._tool_calls)
+        self._tool_failures.merge(other._tool_failures)
+        self._failed_records.merge(other._failed_records)
+        for prompt, (ending, count) in other._endings.items():
+            self._add_ending(prompt, ending, count)
+        for column, values in other._rewards.items():
+            for value, rewards in values.items():
+                self._rewards[column].setdefault(value, _Rewards()).merge(rewards)
+        self._check_s.extend(other._check_s)
+        self._pass_s.extend(other._pass_s)
+        self._passed_ids += other._passed_ids
+        self.caches.merge(other.caches)
+
+    def to_json(self, price_of: PriceOf | None = None) -> list[dict[str, Any]]:
+        """One object per check: `name`, `found`, `of`, `share` (null of nothing), `limit`,
+        `is_problem`, `problem` (what was found, in words) and up to three `examples`: ids of
+        records or prompts, names of tools, or `column=value`.
+
+        `price_of` says what tokens cost that caches missed.
+        """
+        self._conclude()
+        results = {name: self._result(name, check) for name, check in HEALTH_CHECKS.items()}
+        misses = results["cache_misses"]
+        if (words := self.caches.misses(price_of).words) and misses["is_problem"]:
+            misses["problem"] += f": {words}"
+        return [*results.values()]
+
+    def _result(self, name: str, check: HealthCheck) -> dict[str, Any]:
+        count, of = self._found[name], self._of[name]
+        share = count / of if of else None
+        return {
+            "name": name,
+            "found": count,
+            "of": of,
+            "share": share,
+            "limit": check.limit,
+            "is_problem": share is not None and of >= check.least and share > check.limit,
+            "problem": check.problem,
+            "examples": self._examples[name][:_SHOWN],
+        }
+
+    def _count(self, name: str, example: str, found: int, *, of: int = 1) -> None:
+        self._of[name] += of
+        if found:
+            self._found[name] += found
+            examples = self._examples[name]
+            examples += [example] * min(found, _SHOWN - len(examples))
+
+    def _add_calls(self, record: Record, own: Own) -> None:
+        offered = names_of(record.tools)
+        made = 0
+        for tool in own.counts.tools:
+            made += tool["count"]
+            if (name := tool["tool"]) in offered:  # there can be any number of invented names
+                self._tool_calls[name] += tool["success"] + tool["failure"]
+                self._tool_failures[name] += tool["failure"]
+        if made:
+            is_found = made >= _REPEATS and _longest_run(own.messages) >= _REPEATS
+            self._count("repeated_calls", record.id, is_found)
+
+    def _add_ending(self, prompt: str, ending: str, count: int) -> None:
+        before, times = self._endings.get(prompt, (ending, 0))
+        self._endings[prompt] = (ending if ending == before else _VARIED, times + count)
+
+    def _add_reward(self, record: Record, reward: float) -> None:
+        self._rewards[_ALL].setdefault(None, _Rewards()).add(reward)
+        for column, value in record.row.items():
+            is_small = isinstance(value, int) or (
+                isinstance(value, str) and len(value) <= _MAX_CHARS
+            )
+            if is_small and len(self._rewards[column]) <= _MAX_VALUES:
+                self._rewards[column].setdefault(value, _Rewards()).add(reward)
+
+    def _conclude(self) -> None:
+        """Count what is known only at the end."""
+        for name in ("failing_tools", "failing_prompts", "instant_passes", "constant_rewards"):
+            for counts in (self._found, self._of, self._examples):
+                counts.pop(name, None)
+        for tool, calls in self._tool_calls.items():
+            if calls >= _TOOL_CALLS:
+                self._count("failing_tools", tool, self._tool_failures[tool] == calls)
+        for prompt, (ending, times) in self._endings.items():
+            if times >= _PROMPT_FAILURES:
+                self._count("failing_prompts", prompt, ending != _VARIED)
+        misses = self.caches.misses()
+        self._of["cache_misses"], self._found["cache_misses"] = misses.later, misses.missed
+        self._examples["cache_misses"] = [*misses.examples]
+        usual = _median(self._check_s)
+        if usual >= _USUAL_CHECK_S:
+            for seconds, id in sorted(zip(self._pass_s, self._passed_ids, strict=True)):
+                self._count("instant_passes", id, seconds <= usual / 10)
+        whole = self._rewards[_ALL].get(None, _Rewards())
+        for column, values in self._rewards.items():
+            if len(values) <= _MAX_VALUES:
+                for value, rewards in values.items():
+                    if rewards.count >= _RECORDS_OF_A_VALUE:
+                        name = column if value is None else f"{column}={value}"
+                        shown = f"{name}: {rewards.first:g} in {rewards.count:,}"
+                        self._count("constant_rewards", shown, _is_suspect(rewards, whole))
+
+
+def _failed(error_class: str) -> str:
+    return f"failed: {error_class}"
+
+
+def problems_in(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the results of `Health.to_json` that are problems."""
+    return [result for result in results if result["is_problem"]]
+
+
+def health_as_text(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The problems as lines, or one line that there are none."""
+    problems = problems_in(results)
+    if not problems:
+        looked_at = sum(result["of"] >= HEALTH_CHECKS[result["name"]].least for result in results)
+        yield f"health: no problem found by {looked_at} checks"
+    for result in problems:
+        examples = "; ".join(result["examples"])
+        yield (
+            f"health: {result['name']}: {result['found']:,} of {result['of']:,} "
+            f"{result['problem']} ({examples})"
+        )
+
+
+def _longest_run(messages: Iterable[StoredMessage]) -> int:
+    """How often the same call was made in a row."""
+    calls = [
+        (call.function.name, call.function.arguments)
+        for message in messages
+        if message.role == "assistant"
+        for call in message.tool_calls
+    ]
+    longest = run = 1
+    for before, call in pairwise(calls):
+        run = run + 1 if call == before else 1
+        longest = max(longest, run)
+    return longest
+
+
+def _is_suspect(rewards: _Rewards, whole: _Rewards) -> bool:
+    """Whether all rewards are the same although chance would rarely make them so."""
+    if not rewards.is_constant:
+        return False
+    if rewards.count == whole.count:
+        return True
+    rest = whole.count - rewards.count
+    mean = (whole.total - rewards.total) / rest
+    # Of rewards from 0 to 1: how often others have this one, if they were 0 and 1 alone.
+    chance = mean if rewards.first >= 1 else 1 - mean
+    return min(max(chance, 0.0), 1.0) ** rewards.count < _CHANCE
+
+
+def _median(numbers: Sequence[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2] if numbers else 0.0

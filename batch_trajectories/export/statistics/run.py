@@ -1,0 +1,302 @@
+"""The statistics of a run for people and programs, computed from its records alone.
+
+Numbers of each record are kept in arrays of machine numbers, so percentiles are exact and a million
+records take some tens of megabytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batch_trajectories.basics.text import plural
+from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.rewards import not_passed
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.statistics import agreement, cache_use
+from batch_trajectories.export.statistics import rewards as reward_statistics
+from batch_trajectories.export.statistics.agreement import Agreement
+from batch_trajectories.export.statistics.cache_use import PriceOf, cached_share_of
+from batch_trajectories.export.statistics.counts import Statistics, lines_of
+from batch_trajectories.export.statistics.health import Health, health_as_text
+from batch_trajectories.export.statistics.rewards import RewardStatistics
+from batch_trajectories.records.checks import Checks, describe, judgement_of
+from batch_trajectories.records.failures import NO_LIMIT, stored_failures
+from batch_trajectories.records.reader import SomeRecords, over_records
+from batch_trajectories.records.record_types import Record
+
+if TYPE_CHECKING:
+    from batch_trajectories.engine.stopping import StoppingRule
+
+_SHARES = (0.5, 0.9, 0.99)
+
+
+_AMOUNTS = [
+    *("turns", "tool_calls", "input_tokens", "output_tokens", "cached_percent", "cost_usd"),
+    "model_seconds",
+]
+"""Numbers of each record whose spread is shown."""
+
+
+def _floats() -> array[float]:
+    return array("f")
+
+
+class RunStatistics:
+    """`Statistics`, and how turns, tokens, costs and durations are spread."""
+
+    def __init__(
+        self,
+        *,
+        style: Style,
+        samples: int = 1,
+        rule: StoppingRule | None = None,
+        left_out: Collection[str] | None = None,
+    ) -> None:
+        """`style` is that of the run: it decides which conversations are kept.
+
+        `samples` is how many conversations a prompt has. `left_out` are the ids of completed
+        conversations that are not kept, where an export knows them.
+        """
+        self._left_out = left_out
+        self._rewards = RewardStatistics(samples, rule)
+        self.health = Health(samples)
+        self._agreement = Agreement()
+        self._style = style
+        self._statistics = Statistics()
+        self._spreads = {name: array("d") for name in _AMOUNTS}
+        self._tool_seconds: dict[str, array[float]] = defaultdict(_floats)
+        self._records = 0
+        self._kept = 0
+        self._kept_with_cost = 0
+        self._cost_of_kept = 0.0
+        self._cost = 0.0
+        self._unknown_costs = 0
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Count records."""
+        given = [(record, Own(record)) for record in records]
+        # First this: what reads a conversation counts its replies on the way.
+        kept = [self._is_kept(record, own) for record, own in given]
+        for record, own in given:
+            self._statistics.add(record, own)
+        for record, own in given:
+            self._rewards.add(record)
+            self._agreement.add(record)
+            self.health.add(record, own)
+        for (record, own), is_kept in zip(given, kept, strict=True):
+            self._add_amounts(record, own, is_kept=is_kept)
+        self._records += len(records)
+
+    def _add_amounts(self, record: Record, own: Own, *, is_kept: bool) -> None:
+        usage = record.usage or {}
+        turns, calls = own.turns, record.own_tool_calls
+        cached = cached_share_of(record)
+        amounts = (
+            len(turns),
+            len(calls),
+            usage.get("input_tokens"),
+            usage.get("output_tokens"),
+            None if cached is None else 100 * cached,
+            record.cost_usd,
+            sum([turn.duration_s for turn in turns]) if turns else None,
+        )
+        for spread, number in zip(self._spreads.values(), amounts, strict=True):
+            if number is not None:
+                spread.append(number)
+        offered = names_of(record.tools)
+        for call in calls:
+            # There can be any number of invented names.
+            if call.name in offered and call.duration_s is not None:
+                self._tool_seconds[call.name].append(call.duration_s)
+        cost = record.cost_usd
+        self._unknown_costs += cost is None
+        self._cost += cost or 0.0
+        if is_kept:
+            self._kept += 1
+            if cost is not None:
+                self._kept_with_cost += 1
+                self._cost_of_kept += cost
+
+    def merge(self, other: RunStatistics) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self._statistics.merge(other._statistics)
+        self._rewards.merge(other._rewards)
+        self._agreement.merge(other._agreement)
+        self.health.merge(other.health)
+        for ours, theirs in (
+            (self._spreads, other._spreads),
+            (self._tool_seconds, other._tool_seconds),
+        ):
+            for name, numbers in theirs.items():
+                ours[name].extend(numbers)
+        self._records += other._records
+        self._kept += other._kept
+        self._kept_with_cost += other._kept_with_cost
+        self._cost_of_kept += other._cost_of_kept
+        self._cost += other._cost
+        self._unknown_costs += other._unknown_costs
+
+    def _is_kept(self, record: Record, own: Own) -> bool:
+        if record.status != "completed":
+            return False
+        if self._left_out is not None:
+            return record.id not in self._left_out
+        if self._style.require_passed and not_passed(judgement_of(record)) is not None:
+            return False
+        try:
+            conversation = read_conversation(record, own)
+            self._style.tolerance.refuse(conversation.flaws)
+        except Rejected:
+            return False
+        if not self._style.require_reasoning:
+            return True
+        return any(turn.reasoning for turn in conversation.own_turns)
+
+    def to_json(self, price_of: PriceOf | None = None) -> dict[str, Any]:
+        """As `stats --json` shows it. Unknown costs are counted apart, never as zero.
+
+        `price_of` says what tokens cost that caches missed.
+        """
+        counted = self._statistics.to_json()
+        for tool in counted["tools"]:
+            tool["seconds"] = _spread(self._tool_seconds.get(tool["tool"], array("f")))
+        return {
+            **counted,
+            "records": self._records,
+            "kept": self._kept,
+            "rewards": self._rewards.to_json(),
+            "health": self.health.to_json(price_of),
+            "caches": self.health.caches.to_json(price_of),
+            **self._agreement.to_json(),
+            "cost_usd": {
+                "known_total": self._cost,
+                "records_of_unknown_cost": self._unknown_costs,
+                # All costs, divided by the conversations that are kept.
+                "per_kept": self._cost / self._kept if self._kept and self._cost else None,
+                "of_kept_mean": self._cost_of_kept / self._kept_with_cost
+                if self._kept_with_cost
+                else None,
+            },
+            "per_record": {name: _spread(n) for name, n in self._spreads.items() if n},
+        }
+
+
+def statistics_of(
+    run_dir: Path,
+    *,
+    style: Style,
+    max_attempts: int = NO_LIMIT,
+    samples: int = 1,
+    rule: StoppingRule | None = None,
+    left_out: Collection[str] | None = None,
+    price_of: PriceOf | None = None,
+) -> dict[str, Any]:
+    """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
+
+    `max_attempts` is that of the run, for what it has spent in all; `samples` are its
+    conversations per prompt, with `rule` their maximum. `left_out` is that of an export with this
+    style. `price_of` is that of `RunStatistics.to_json`.
+    """
+
+    def count(some: SomeRecords) -> RunStatistics:
+        counted = RunStatistics(style=style, samples=samples, rule=rule, left_out=left_out)
+        for records in some.few:
+            counted.add(records)
+        return counted
+
+    statistics, *others = over_records(run_dir, count, doing="statistics")
+    for other in others:
+        statistics.merge(other)
+    statistics.health.add_failures(stored_failures(run_dir))
+    spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
+    figures = statistics.to_json(price_of)
+    figures["cost_usd"] |= {
+        **{"spent_in_all": spent.usd, "spent_unknown": spent.unknown},
+        **{"judges": judges.usd, "judges_unknown": judges.unknown},
+    }
+    return figures
+
+
+def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[str]:
+    """The statistics as tables; `shares` are the toolsets asked for, in percent."""
+    statuses = ", ".join(f"{name} {count:,}" for name, count in figures["rows"].items())
+    kept = f"kept for training {figures['kept']:,}"
+    yield f"{figures['records']:,} records: {statuses or 'none'}; {kept}"
+    if text := describe(Checks(**figures["checks"])):
+        yield text
+    if "labels" in figures:
+        yield from agreement.as_text(figures["labels"])
+    yield from health_as_text(figures["health"])
+    reasoning = figures["reasoning"]
+    if turns := reasoning["assistant_turns"]:
+        share = 100 * reasoning["with_reasoning"] / turns
+        hidden = reasoning.get("hidden", 0)
+        text = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
+        yield f"reasoning in {share:.1f}% of {turns:,} turns{text}"
+    cost = figures["cost_usd"]
+    if cost["records_of_unknown_cost"] < figures["records"]:
+        text = f"cost ${cost['known_total']:.4f}"
+        if cost["per_kept"] is not None:
+            text += f", ${cost['per_kept']:.4f} per kept trajectory"
+        if unknown := cost["records_of_unknown_cost"]:
+            text += f"; unknown for {unknown:,} records"
+        yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
+    if cost["judges"] or cost["judges_unknown"]:
+        unknown = cost["judges_unknown"]
+        text = f"; unknown for {unknown:,} replies" if unknown else ""
+        yield f"judges ${cost['judges']:.4f}{text}"
+    yield from cache_use.as_text(figures["caches"])
+    if lines := list(reward_statistics.as_text(figures["rewards"])):
+        yield ""
+        yield from lines
+    if failed := figures.get("failed_scores"):
+        yield f"{plural(failed, 'score')} failed; `show RUN ID` has the reason of each"
+        yield from lines_of(figures["failed_score_reasons"])
+    yield ""
+    head = ("mean", "p50", "p90", "p99", "max")
+    yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)
+    for name, spread in figures["per_record"].items():
+        yield f"{name:<16}" + _numbers(spread)
+    if figures["tools"]:
+        yield ""
+        columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
+        yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
+        for tool in figures["tools"]:
+            yield (
+                f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
+                f"{tool['failure_rate']:>12g}"
+                + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
+            )
+    realised = {one["toolset"]: one["percent"] for one in figures["toolsets"]}
+    if names := sorted({*shares, *realised}):
+        yield ""
+        yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"
+        for name in names:
+            yield f"{name:<24}{_number(shares.get(name)):>12}{_number(realised.get(name)):>12}"
+
+
+def _spread(numbers: array[float]) -> dict[str, float | None]:
+    if not numbers:
+        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+    ordered = sorted(numbers)
+    last = len(ordered) - 1
+    percentiles = {f"p{share * 100:g}": ordered[round(share * last)] for share in _SHARES}
+    return {"mean": sum(ordered) / len(ordered), **percentiles, "max": ordered[last]}
+
+
+def _numbers(spread: Mapping[str, float | None]) -> str:
+    return "".join(f"{_number(number):>14}" for number in spread.values())
+
+
+def _number(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

@@ -1,0 +1,575 @@
+"""Judges a dataset by chat templates, in a process with bounded time and memory.
+
+Nothing of a template is trusted: one that takes too long or too much memory is judged as that, and
+the next one goes on in a new process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, product
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import plural
+from batch_trajectories.export.rows.messages import EMPTY_THINK
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.templates.contexts import (
+    LearntTurn,
+    Message,
+    ParityCounts,
+    Shown,
+    as_shown,
+)
+from batch_trajectories.export.templates.rendering import (
+    Chat,
+    ChatTemplate,
+    Tokens,
+    load_chat,
+    rows_of,
+    tools_in,
+)
+
+# The options of an export after which a template trains what inference saw.
+#
+# Rows are changed as the options would change them, and rendered again.
+
+Change = Callable[[Shown], Iterator[Shown]]
+
+
+class Mend(NamedTuple):
+    """Options, and what they turn a row into."""
+
+    options: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    def rows(self, row: Shown) -> list[Shown]:
+        """The rows that one row becomes."""
+        rows = [row]
+        for change in self.changes:
+            rows = [after for before in rows for after in change(before)]
+        return rows
+
+
+_TRIED = 3
+"""Rows that try all choices, and choices that are tried on all rows of the sample."""
+NOTHING = Mend((), ())
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def mend_for(chat: Chat, sample: Sequence[Shown], *, is_cut: bool) -> Mend:
+    """The fewest options that have nothing differ in a sample of rows, or the best ones found.
+
+    `is_cut`: rows already show single views or turns.
+    """
+    choices = [
+        Mend(options, changes)
+        for options, changes in _choices(is_cut=is_cut)
+        if not changes or any(_changes(changes, row) for row in sample[:_TRIED])
+    ]
+    bad = [_badness(_tally(chat, choice, sample[:_TRIED])) for choice in choices]
+    order = sorted(range(len(choices)), key=lambda n: (bad[n], len(choices[n].options)))
+    tallies = [(choices[n], _tally(chat, choices[n], sample)) for n in order[:_TRIED]]
+    return min(tallies, key=lambda it: _badness(it[1]))[0]
+
+
+def _choices(*, is_cut: bool) -> Iterator[tuple[tuple[str, ...], tuple[Change, ...]]]:
+    """All options that go together, in the order in which an export applies them."""
+    forms = [_subset(_FORMS, n) for n in range(1 << len(_FORMS))]
+    for form, key in product(forms, ({}, *({name: _KEYS[name]} for name in _KEYS))):
+        cuts = {} if is_cut else _INLINE_CUTS if _INLINE in key else _CUTS
+        for cut, empty in product(({}, *({name: cuts[name]} for name in cuts)), ({}, _EMPTY)):
+            chosen = {**form, **cut, **key, **empty}
+            yield (*chosen,), (*chosen.values(),)
+
+
+def _subset(choices: Mapping[str, Change], bits: int) -> Mapping[str, Change]:
+    return {name: choices[name] for n, name in enumerate(choices) if bits >> n & 1}
+
+
+def _changes(changes: Sequence[Change], row: Shown) -> bool:
+    """Whether each of them changes something in a row."""
+    for change in changes:
+        rows = [*change(row)]
+        if [one.messages for one in rows] == [row.messages]:
+            return False
+    return True
+
+
+def _tally(chat: Chat, choice: Mend, rows: Sequence[Shown]) -> ParityCounts:
+    tally = ParityCounts()
+    for row in rows:
+        tally.add(chat, choice.rows(row), lambda _: None)
+    return tally
+
+
+def _badness(tally: ParityCounts) -> tuple[float, ...]:
+    """What is worse: refused rows, then lost reasoning, then other contexts."""
+    turns, thoughts = max(1, tally.turns), max(1, tally.with_reasoning)
+    lost = tally.reasoning_lost / thoughts
+    return (
+        tally.refused.total() / max(1, tally.rows),
+        lost,
+        (tally.turns - tally.same) / turns,
+    )
+
+
+def _each(row: Shown, change: Callable[[Message], Message]) -> Iterator[Shown]:
+    """The row with its messages changed, also in the contexts of inference."""
+    turns = [
+        turn._replace(before=[change(message) for message in turn.before]) for turn in row.turns
+    ]
+    yield row._replace(messages=[change(message) for message in row.messages], turns=turns)
+
+
+def _arguments_as_text(row: Shown) -> Iterator[Shown]:
+    def change(message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        calls = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+    return _each(row, change)
+
+
+def _split_calls(row: Shown) -> Iterator[Shown]:
+    """One call per turn, as `--parallel_calls split` divides them."""
+    messages: list[Message] = []
+    learnt = {turn.at: turn for turn in row.turns}
+    turns: list[LearntTurn] = []
+    for n, message in enumerate(row.messages):
+        calls: list[Any] = message.get("tool_calls") or []
+        answers = {}
+        for result in row.messages[n + 1 :]:
+            if result["role"] != "tool":
+                break
+            answers[result["tool_call_id"]] = result
+        if message["role"] == "tool":
+            continue
+        parts: list[Message] = [message]
+        if len(calls) > 1:
+            first, *rest = calls
+            parts = [{**message, "tool_calls": [first]}]
+            parts += [{"role": "assistant", "content": "", "tool_calls": [one]} for one in rest]
+        for number, part in enumerate(parts):
+            if n in learnt:
+                thought = learnt[n].reasoning if number == 0 else ""
+                turns.append(LearntTurn(len(messages), [*messages], thought))
+            messages.append(part)
+            for call in part.get("tool_calls") or ():
+                if call["id"] in answers:
+                    messages.append(answers[call["id"]])
+    yield row._replace(messages=messages, turns=turns)
+
+
+def _with_key(key: str) -> Change:
+    def change(message: Message) -> Message:
+        if "reasoning_content" not in message:
+            return message
+        kept = {name: value for name, value in message.items() if name != "reasoning_content"}
+        return {**kept, key: message["reasoning_content"]}
+
+    return lambda row: _each(row, change)
+
+
+def _inline(row: Shown) -> Iterator[Shown]:
+    def change(message: Message) -> Message:
+        if not (thought := message.get("reasoning_content")):
+            return message
+        kept = {name: value for name, value in message.items() if name != "reasoning_content"}
+        text = f"<think>\n{thought}\n</think>\n\n{message['content']}".rstrip()
+        return {**kept, "content": text}
+
+    return _each(row, change)
+
+
+def _call_text(row: Shown) -> Iterator[Shown]:
+    def change(message: Message) -> Message:
+        text = message.get("content")
+        if not message.get("tool_calls") or not text:
+            return message
+        key = next((name for name in _REASONING if name in message), _REASONING[0])
+        thought = "\n\n".join(filter(None, (message.get(key), text)))
+        return {**message, "content": "", key: thought}
+
+    for changed in _each(row, change):
+        turns = [
+            turn._replace(reasoning=_reasoning_of(changed.messages[turn.at]))
+            for turn in changed.turns
+        ]
+        yield changed._replace(turns=turns)
+
+
+def _reasoning_of(message: Message) -> str:
+    return next((message[key] for key in _REASONING if message.get(key)), "")
+
+
+def _empty_think(row: Shown) -> Iterator[Shown]:
+    def change(message: Message) -> Message:
+        if message["role"] != "assistant" or _reasoning_of(message):
+            return message
+        text = message["content"]
+        return message if "<think>" in text else {**message, "content": EMPTY_THINK + text}
+
+    return _each(row, change)
+
+
+def _since_user(row: Shown) -> Iterator[Shown]:
+    """A row for each user message, as `--segments --reasoning since_user` makes them."""
+    asked = [n for n, message in enumerate(row.messages) if message["role"] == "user"]
+    for begin, end in zip(asked, [*asked[1:], len(row.messages)], strict=True):
+        turns = [turn for turn in row.turns if begin < turn.at < end]
+        if turns:
+            earlier = [_without_reasoning(message) for message in row.messages[:begin]]
+            last = turns[-1].at + 1
+            yield row._replace(messages=[*earlier, *row.messages[begin:last]], turns=turns)
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in _REASONING}
+
+
+def _per_turn_since_user(row: Shown) -> Iterator[Shown]:
+    return (one for part in _since_user(row) for one in _per_turn(part))
+
+
+def _per_turn(row: Shown) -> Iterator[Shown]:
+    """A row for each turn."""
+    for turn in row.turns:
+        yield row._replace(messages=row.messages[: turn.at + 1], turns=[turn])
+
+
+_FORMS: Mapping[str, Change] = {
+    "--arguments text": _arguments_as_text,
+    "--parallel_calls split": _split_calls,
+    "--call_text reasoning": _call_text,
+}
+_INLINE = "--reasoning inline"
+_KEYS: Mapping[str, Change] = {
+    "--reasoning_key thinking": _with_key("thinking"),
+    "--reasoning_key reasoning": _with_key("reasoning"),
+    _INLINE: _inline,
+}
+_CUTS: Mapping[str, Change] = {
+    "--segments --reasoning since_user": _since_user,
+    "--per_turn --reasoning field": _per_turn,
+}
+_INLINE_CUTS: Mapping[str, Change] = {"--per_turn": _per_turn_since_user}
+_EMPTY: Mapping[str, Change] = {"--empty_think text": _empty_think}
+
+
+_RENDER_S = 10.0
+"""CPU time for one row: trainers render thousands a minute, and a busy machine is no fault of a
+template."""
+_STUCK_S = 60
+"""CPU time without the end of a rendering, where no signal handler can end it."""
+_SILENCE_S = 600.0
+"""Time without a word of the process; it says something every `_SAYS_S` seconds."""
+_SAYS_S = 1.0
+_MEMORY_BYTES = 2 << 30
+_SAMPLE = 12
+"""Rows that differ, by which options are chosen; all rows then prove them."""
+_BLOCK = 64
+_NAMED = 1000
+"""Ids of rows above the length, in the manifest."""
+
+
+class _TooLong(BaseException):
+    """Not a reason to refuse a row: the next one may take as long."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the template took more than {_RENDER_S:g} s of CPU time for one row")
+
+
+def check(recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | None) -> None:
+    """Raise `ConfigError` for what cannot be judged, before all work."""
+    if "openai" not in recipe.formats or not recipe.writes_lines:
+        raise ConfigError("--parity renders rows of the format openai; add it to --format")
+    if recipe.reasoning in ("last", "none"):
+        raise ConfigError("--parity compares reasoning, which --reasoning last and none take out")
+    if recipe.per_turn and recipe.reasoning is None:
+        raise ConfigError(
+            "--parity needs all reasoning in rows of turns: add --reasoning field, which leaves it "
+            "to the template"
+        )
+    for template in templates:
+        load_chat(template.path)
+        if max_length is not None and template.tokenizer is None:
+            raise ConfigError(
+                f"--max_length counts tokens: {template.path} has no tokenizer.json beside it; "
+                "give the directory of a tokenizer"
+            )
+
+
+def judge(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    templates: Sequence[ChatTemplate],
+    *,
+    max_length: int | None,
+) -> list[dict[str, Any]]:
+    """What each template makes of the rows of `openai` in a dataset, for its manifest.
+
+    Beside the counts of `ParityCounts`: `mend`, the options after which nothing differs (null: none
+    needed, or none found), `tried`, the best options where none mends all, `mended`, the counts
+    with either, `left`, why the rest differs, `masked_by_fit`, the turns that a recipe's `fit`
+    masks then, `is_proved`, `lengths`, of a mix `runs` (rows, and those in which nothing differs),
+    and `failed`, if the template could not be judged.
+    """
+    total = sum(
+        file["rows"]
+        for part in manifest["formats"]
+        if part["format"] == "openai"
+        for file in part["files"]
+        if file["path"].endswith(".jsonl")
+    )
+    with LongWork("parity", total=total * len(templates)) as work:
+        return [_judged(directory, manifest, one, max_length, work) for one in templates]
+
+
+def _judged(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    template: ChatTemplate,
+    max_length: int | None,
+    work: LongWork,
+) -> dict[str, Any]:
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(
+        target=_child, args=(theirs, directory, manifest, template, max_length), daemon=True
+    )
+    child.start()
+    theirs.close()
+    failed = f"the template was silent for {_SILENCE_S:g} s"
+    try:
+        while ours.poll(_SILENCE_S):
+            said = ours.recv()
+            if isinstance(said, dict):
+                return {"template": template.name, **said}
+            work.advance(said)
+    except EOFError:
+        child.join()
+        is_stuck = child.exitcode == -signal.SIGXCPU
+        failed = str(_TooLong()) if is_stuck else "the process that rendered the template died"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+    return {"template": template.name, "failed": failed, "is_proved": False}
+
+
+def _child(
+    pipe: Connection,
+    directory: Path,
+    manifest: Mapping[str, Any],
+    template: ChatTemplate,
+    max_length: int | None,
+) -> None:
+    _bound_memory()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, _raise_too_long)
+    try:
+        pipe.send(_judge_one(pipe, directory, manifest, template, max_length))
+    except (_TooLong, MemoryError, ConfigError) as error:
+        pipe.send({"failed": str(error) or "the template took too much memory", "is_proved": False})
+
+
+def _bound_memory() -> None:
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _bound_cpu() -> None:
+    """Have the process end unless this is called again within `_STUCK_S` of CPU time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime) + _STUCK_S
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _raise_too_long(*_: object) -> None:
+    raise _TooLong
+
+
+def _judge_one(
+    pipe: Connection,
+    directory: Path,
+    manifest: Mapping[str, Any],
+    template: ChatTemplate,
+    max_length: int | None,
+) -> dict[str, Any]:
+    render = load_chat(template.path)
+    said_at = time.monotonic()
+
+    def chat(messages: Any, tools: Any, is_prompt: bool) -> str:
+        nonlocal said_at
+        if (now := time.monotonic()) - said_at > _SAYS_S:
+            said_at = now
+            pipe.send(0)
+        _bound_cpu()
+        signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
+        try:
+            return render(messages, tools, is_prompt)
+        except RecursionError as error:
+            raise ValueError("too deep") from error
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    recipe = manifest["recipe"]
+    key = recipe["reasoning_key"]
+    lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
+    tally, sample = ParityCounts(), list[Shown]()
+    by_run: dict[str, dict[str, int]] = {}
+    for row, shown in _rows(directory, manifest, key, pipe):
+        texts: list[str] = []
+        is_same = tally.add(chat, [shown], texts.append)
+        if not is_same and len(sample) < _SAMPLE:
+            sample.append(shown)
+        if "runs" in manifest:
+            of_run = by_run.setdefault(json.loads(row["metadata"])["run"], {"rows": 0, "same": 0})
+            of_run["rows"] += 1
+            of_run["same"] += is_same
+        if lengths is not None:
+            for text in texts:
+                lengths.add(row["id"], text)
+    mend, mended = NOTHING, tally
+    if sample:
+        mend = mend_for(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
+        if mend.options:
+            mended = _with(mend, chat, directory, manifest, key, pipe)
+    is_better = mended.is_clean and mend.options
+    return {
+        **tally.to_json(),
+        "mend": " ".join(mend.options) if is_better else None,
+        "mended": mended.to_json() if mend.options else None,
+        "tried": " ".join(mend.options) if mend.options and not is_better else None,
+        "left": [*mended.left()],
+        "masked_by_fit": mended.turns - mended.same,
+        "is_proved": tally.is_clean,
+        "lengths": None if lengths is None else lengths.to_json(),
+        **({"runs": dict(sorted(by_run.items()))} if by_run else {}),
+    }
+
+
+def _with(
+    mend: Mend, chat: Any, directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection
+) -> ParityCounts:
+    tally = ParityCounts()
+    for _, shown in _rows(directory, manifest, key, pipe, counts=False):
+        tally.add(chat, mend.rows(shown), lambda _: None)
+    return tally
+
+
+def _rows(
+    directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
+) -> Iterator[tuple[Mapping[str, Any], Shown]]:
+    """The rows, also as shown; says now and then how many there were."""
+    rows = rows_of(directory, manifest)
+    while block := list(islice(rows, _BLOCK)):
+        for row in block:
+            yield row, as_shown(row, tools_in(row), key)
+        pipe.send(len(block) if counts else 0)
+
+
+class _Lengths:
+    """Lengths of rows in the student's tokens."""
+
+    def __init__(self, tokenizer: Path, max_length: int | None) -> None:
+        self._tokens = Tokens(tokenizer)
+        self._max_length = max_length
+        self._lengths: list[int] = []
+        self._above: list[str] = []
+
+    def add(self, id: str, text: str) -> None:
+        """Count the tokens of a row."""
+        length = self._tokens.of(text)
+        self._lengths.append(length)
+        if self._max_length is not None and length > self._max_length:
+            self._above.append(id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Percentiles, and the rows above the length by name."""
+        lengths = sorted(self._lengths)
+        last = len(lengths) - 1
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+        found: dict[str, Any] = {
+            name: lengths[round(share * last)] if lengths else None
+            for name, share in shares.items()
+        }
+        if self._max_length is not None:
+            found |= {
+                "max_length": self._max_length,
+                "above": len(self._above),
+                "rows_above": self._above[:_NAMED],
+            }
+        return found
+
+
+def summary(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line or two for each template."""
+    for one in judged:
+        name = one["template"]
+        if failed := one.get("failed"):
+            yield f"{name}: not judged: {failed}"
+            continue
+        refused = sum(one["refused"].values())
+        words = [f"{one['same']:,} of {plural(one['turns'], 'turn')} in the context of inference"]
+        if one["with_reasoning"]:
+            words.append(f"{one['reasoning_lost']:,} of {one['with_reasoning']:,} lose reasoning")
+        if refused:
+            why = max(one["refused"], key=one["refused"].__getitem__)
+            words.append(f"{plural(refused, 'row')} refused ({why})")
+        if one["stop_token"] != "unknown":
+            words.append(f"stop token {one['stop_token']}")
+        yield f"{name}: {'; '.join(words)}"
+        if one["mend"]:
+            yield f"  mended by {one['mend']}: nothing differs"
+        elif one["tried"]:
+            left = one["mended"]
+            yield (
+                f"  best with {one['tried']}: {left['turns'] - left['same']:,} of "
+                f"{left['turns']:,} contexts differ, {left['reasoning_lost']:,} lose reasoning, "
+                f"{plural(sum(left['refused'].values()), 'row')} refused"
+            )
+        if one["left"]:
+            yield f"  what is left: {'; '.join(one['left'])}"
+        if one["masked_by_fit"] and one["masked_by_fit"] < (one["mended"] or one)["turns"]:
+            yield (
+                f"  `fit: {{template: {name}, other_context: mask}}` in a recipe takes the loss "
+                f"from these {plural(one['masked_by_fit'], 'turn')}: no context differs then"
+            )
+        if lengths := one["lengths"]:
+            above = (
+                f", {lengths['above']:,} above {lengths['max_length']:,}"
+                if ("above" in lengths)
+                else ""
+            )
+            yield (
+                f"  tokens per row: median {lengths['p50']}, 90% {lengths['p90']}, "
+                f"99% {lengths['p99']}, longest {lengths['max']}{above}"
+            )

@@ -1,0 +1,757 @@
+"""Rows of messages, in the forms of OpenAI, ShareGPT and the trainers that read either.
+
+A message has `role` and `content` or `from` and `value`; calls are objects, texts in tags or
+entries of their own; results, tools and arguments are JSON or text. What is null or empty is as
+absent. A key, role or part that is not known is refused with its place: what it says would be gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent.messages.message import Message, ProviderBlocks, split_inline_reasoning
+from agent.wires.reading import placeholder
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.text import clip
+from batch_trajectories.importing.call_forms import (
+    ForeignCall,
+    call_of,
+    calls_of,
+    is_blank,
+    json_text,
+    parsed,
+    parsed_lines,
+    tools_of,
+)
+from batch_trajectories.importing.conversation import (
+    Dialogue,
+    Foreign,
+    Unreadable,
+    of_metadata,
+    read_messages,
+)
+from batch_trajectories.importing.tagged_text import (
+    RESULT,
+    has_calls,
+    read_function_call,
+    read_reply,
+    read_results,
+    read_system,
+)
+
+_API = "openai_chat"
+
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call", "function-call"), "calls"),
+    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
+    **dict.fromkeys(("tool_result", "function_response", "function-response", "ipython"), "tool"),
+}
+"""Of OpenAI, ShareGPT, LLaMA-Factory, ms-swift and Llama; `calls` is a reply that is all calls."""
+
+_ROLE_KEYS = ("role", "from")
+_CONTENT_KEYS = ("content", "value")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_MARKS = ("weight", "loss", "loss_weight", "train", "training")
+_NOTES = frozenset(
+    {
+        *("id", "uuid", "index", "turn", "timestamp", "created_at", "model", "extra", "metadata"),
+        *("cache_control", "annotations", "usage", "finish_reason", "source"),
+        *("agent", "message_type", "is_demo"),  # of SWE-agent
+    }
+)
+"""Keys of messages for those who keep them: no model reads or writes what they say."""
+_OF_REPLIES = frozenset(
+    {
+        *("tool_calls", "function_call", "refusal", "reasoning_details", "thinking_blocks"),
+        *_REASONING_KEYS,
+    }
+)
+_OF_RESULTS = frozenset({"name", "tool_name", "function", "is_error", "tool_call_ids"})
+_RESULT_IDS = ("tool_call_id", "tool_use_id", "call_id")
+
+_TEXT_KEYS = ("text", "value", "content")
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
+_THOUGHTS = ("thinking", "reasoning")
+_MEDIA_PARTS = frozenset(
+    {
+        *("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video"),
+        *("video_url", "file", "input_file", "document"),
+    }
+)
+"""Parts that are no text; `export` refuses them by name."""
+
+_MEDIA: Mapping[str, str] = {
+    **dict.fromkeys(("images", "image"), "image"),
+    **dict.fromkeys(("videos", "video"), "video"),
+    **dict.fromkeys(("audios", "audio"), "audio"),
+}
+"""Columns of what the texts of a row only have places for, and what is in them."""
+
+MEDIA_COLUMNS = tuple(_MEDIA)
+_SYSTEM_COLUMNS = ("system", "system_prompt")
+_TOOL_COLUMNS = ("tools", "functions")
+_OF_PAIRS = ("chosen", "rejected", "rejected_response", "rejected_messages")
+_NOT_COLUMNS = frozenset(
+    {
+        *("id", "messages", "conversations", "metadata", "prompt"),
+        *(*_SYSTEM_COLUMNS, *_TOOL_COLUMNS, *_MEDIA),
+    }
+)
+_LONGEST = 1000
+_SHOWN = 60
+
+
+def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
+    """The conversation in a column of a row; `api` is what its record calls its dialect.
+
+    Raises `Unreadable`.
+    """
+    entries = _entries_of(row, column)
+    if entries[-1].get("role") == "exit" and str(row.get("trajectory_format")).startswith("mini-"):
+        del entries[-1]  # what mini-swe-agent submitted, which its model has written before
+    if pair := next((name for name in _OF_PAIRS if not is_blank(row.get(name))), None):
+        raise Unreadable(
+            f"{pair}: the row is a pair for preferences, which are not read: `import` takes rows "
+            "with one conversation"
+        )
+    known = of_metadata(metadata_in(row))
+    reading = _Reading(entries, column, is_plain=api != _API)
+    reading.read()
+    _add_system(reading, row)
+    messages = reading.messages()
+    _keep_media(row, messages)
+    model = {} if api == _API else {"model": known.get("model_returned")}
+    replies = [dict(model) for message in messages if message["role"] == "assistant"]
+    tools = _tools_in(row)
+    return Foreign(
+        Dialogue(messages, replies, no_loss=reading.no_loss),
+        api,
+        id=id_of(row),
+        tools=tools or (tools if reading.tools is None else reading.tools),
+        columns=columns_of(row),
+        facts=known,
+    )
+
+
+def _entries_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    given = row.get(column)
+    if isinstance(given, str):
+        given = parsed(given, column)
+    if isinstance(given, list):
+        given = [
+            parsed(one, f"{column}[{n}]") if isinstance(one, str) else one
+            for n, one in enumerate(given)
+        ]
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        raise Unreadable(f"{column}: it must be a list of objects")
+    return given
+
+
+def id_of(row: Mapping[str, Any]) -> str | None:
+    """The id of a row, None without one."""
+    id = row.get("id")
+    return str(id) if isinstance(id, str | int) and str(id) else None
+
+
+def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Short columns of a row, to filter by."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in _NOT_COLUMNS
+        and (
+            isinstance(value, bool | int | float)
+            or (isinstance(value, str) and len(value) < _LONGEST)
+        )
+    }
+
+
+def metadata_in(row: Mapping[str, Any]) -> Any:
+    """The column `metadata`, as an object where it is JSON text."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, str):
+        return metadata
+    try:
+        return exact_json.loads(metadata)
+    except exact_json.JSONDecodeError:
+        return None  # a text of other programs
+
+
+def _tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools of a row; None where it has no such column. Raises `Unreadable`."""
+    named = [name for name in _TOOL_COLUMNS if row.get(name) is not None]
+    filled = [name for name in named if not is_blank(row[name])]
+    if len(filled) > 1:
+        raise Unreadable(f"{filled[1]}: the row has {filled[0]}, too")
+    return tools_of(row[filled[0]], filled[0]) if filled else [] if named else None
+
+
+def _add_system(reading: _Reading, row: Mapping[str, Any]) -> None:
+    """Put the system prompt in a column of a row before its messages. Raises `Unreadable`."""
+    for name in _SYSTEM_COLUMNS:
+        prompt = row.get(name)
+        if is_blank(prompt):
+            continue
+        if not isinstance(prompt, str):
+            raise Unreadable(f"{name}: it must be text")
+        text = reading.system_of(prompt, name)
+        inside = [one["content"] for one in reading.read_so_far if one["role"] == "system"]
+        if text not in inside and inside:
+            raise Unreadable(f"{name}: the conversation has another system message")
+        if text and not inside:
+            reading.read_so_far.insert(0, {"role": "system", "content": text})
+
+
+def _keep_media(row: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Add pictures, videos and sounds in columns of a row to its first message of a user."""
+    parts = [
+        {"type": kind, "source": one if isinstance(one, str) else "bytes"}
+        for column, kind in _MEDIA.items()
+        if row.get(column) not in (None, "", [])
+        for one in (row[column] if isinstance(row[column], list) else [row[column]])
+        if one is not None
+    ]
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if parts and first is None:
+        raise Unreadable("no message of a user")
+    if parts and first is not None:
+        known = first.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
+        first["provider_blocks"] = {**known, "blocks": [*known["blocks"], *parts]}
+
+
+class _Reading:
+    """Reads the entries of a row, one after the other, as messages of OpenAI's chat API."""
+
+    def __init__(
+        self, entries: Sequence[Mapping[str, Any]], column: str, *, is_plain: bool
+    ) -> None:
+        self._entries = entries
+        self._column = column
+        self._is_plain = is_plain
+        """Its messages keep nothing for a provider."""
+        self._is_tagged = self._holds_tags()
+        self._open: dict[str, str] = {}
+        """The calls of the last reply without a result: names of tools by id."""
+        self._ids: dict[str, str] = {}
+        """The same of all calls."""
+        self._is_in_order = False
+        """Results since the last reply did not name their calls."""
+        self._taken = {one for entry in entries for one in _ids_in(entry)}
+        self._may_merge = False
+        """The next entry, if it is all calls, belongs to the last reply."""
+        self._pictures: dict[int, list[dict[str, Any]]] = {}
+        """Of replies, by their numbers, from 1."""
+        self._errors: set[int] = set()
+        """Positions of results that say that they are errors."""
+        self.read_so_far: list[dict[str, Any]] = []
+        self.no_loss: list[int] = []
+        """Numbers of the replies, from 1, that nobody is to learn."""
+        self.tools: list[dict[str, Any]] | None = None
+        """What a system prompt offers."""
+
+    def read(self) -> None:
+        """Raises `Unreadable`."""
+        for n, entry in enumerate(self._entries):
+            place = f"{self._column}[{n}]"
+            kind, key, content = self._kind_of(entry, place)
+            match kind:
+                case "system":
+                    self._read_system(entry, content, f"{place}.{key}")
+                case "user":
+                    self._read_user(entry, content, place, key)
+                case "tool":
+                    self._read_results(entry, content, place, key)
+                case _:
+                    self._read_reply(entry, content, place, key, is_all_calls=kind == "calls")
+
+    def messages(self) -> list[Message]:
+        """What was read, as a gateway records it."""
+        items = [
+            (None, f"{self._column}: message {n}", one) for n, one in enumerate(self.read_so_far, 1)
+        ]
+        messages = [message for (message,) in read_messages(_API, items)]
+        replies = 0
+        for n, message in enumerate(messages):
+            if message["role"] == "tool":
+                message["is_error"] = self.read_so_far[n].get("is_error", False)
+            elif message["role"] == "assistant":
+                replies += 1
+                self._keep_space(message, self.read_so_far[n])
+                if self._is_plain:
+                    message.pop("provider_blocks", None)
+                if pictures := self._pictures.get(replies):
+                    known = message.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
+                    message["provider_blocks"] = {**known, "blocks": [*known["blocks"], *pictures]}
+        return messages
+
+    def _keep_space(self, message: Message, given: Mapping[str, Any]) -> None:
+        """Give a reply its reasoning with the white space at the ends, which dialects cut off."""
+        known = message.get("reasoning")
+        content = given["content"]
+        inline = _thoughts_in(content) if isinstance(content, str) else None
+        for exact in (given.get("reasoning_content"), given.get("reasoning"), inline):
+            if isinstance(exact, str) and known is not None and exact.strip() == known:
+                message["reasoning"] = exact
+                return
+
+    def system_of(self, text: str, place: str) -> str:
+        """A system prompt without tools in tags, which are kept. Raises `Unreadable`."""
+        if "<tools>" not in text or not (self._is_plain or self._is_tagged):
+            return text
+        own, tools = read_system(text, place)
+        self.tools = tools if self.tools is None else self.tools
+        return own
+
+    def _holds_tags(self) -> bool:
+        """Whether calls and results are in the texts. A reply may also speak of the tags: without
+        another sign of the dialect, or with calls as objects, the tags of messages are text."""
+        kinds = [_ROLES.get(str(entry.get("role") or entry.get("from"))) for entry in self._entries]
+        texts = [_plain_text(entry) for entry in self._entries]
+        pairs = [*zip(kinds, texts, strict=True)]
+        if any(
+            not is_blank(one.get(k))
+            for one in self._entries
+            for k in ("tool_calls", "function_call")
+        ):
+            return False
+        calls = any(kind == "assistant" and has_calls(text) for kind, text in pairs)
+        signs = any(
+            (kind in ("tool", "user") and RESULT in text)
+            or (kind == "system" and "<tools>" in text)
+            for kind, text in pairs
+        )
+        return (calls and (self._is_plain or signs)) or (
+            self._is_plain and any(kind == "tool" for kind in kinds)
+        )
+
+    def _kind_of(self, entry: Mapping[str, Any], place: str) -> tuple[str, str, Any]:
+        """The kind of an entry, the key of its content, and the content. Raises `Unreadable`."""
+        role_keys = [key for key in _ROLE_KEYS if not is_blank(entry.get(key))]
+        if not role_keys:
+            raise Unreadable(f"{place}.{self._usual(_ROLE_KEYS)}: it is missing")
+        if len(role_keys) > 1:
+            raise Unreadable(f"{place}.{role_keys[1]}: the message has {role_keys[0]}, too")
+        kind = _ROLES.get(entry[role_keys[0]]) if isinstance(entry[role_keys[0]], str) else None
+        if kind is None:
+            known = ", ".join(_ROLES)
+            raise Unreadable(f"{place}.{role_keys[0]}: {entry[role_keys[0]]!r} is none of {known}")
+        keys = [key for key in _CONTENT_KEYS if entry.get(key) is not None]
+        if len(keys) > 1:
+            raise Unreadable(f"{place}.{keys[1]}: the message has {keys[0]}, too")
+        self._refuse_unknown(entry, kind, place)
+        key = keys[0] if keys else self._usual(_CONTENT_KEYS)
+        if not keys and kind in ("system", "user", "calls"):
+            raise Unreadable(f"{place}.{key}: it is missing")
+        return kind, key, entry.get(key)
+
+    def _usual(self, keys: Sequence[str]) -> str:
+        return keys[self._is_plain]
+
+    def _refuse_unknown(self, entry: Mapping[str, Any], kind: str, place: str) -> None:
+        """Raise `Unreadable` for a key that says something and is not known."""
+        known = {*_ROLE_KEYS, *_CONTENT_KEYS, *_MARKS, *_NOTES}
+        if kind in ("assistant", "calls"):
+            known |= _OF_REPLIES
+            if entry.get("message_type") is not None:  # SWE-agent repeats the reply in parts
+                known |= {"thought", "action", "tool_call_ids"}
+        elif kind == "tool":
+            known |= {*_OF_RESULTS, *_RESULT_IDS}
+        for key, value in entry.items():
+            if key == "provider_specific_fields" and isinstance(value, dict):  # LiteLLM's copies
+                value = {name: one for name, one in value.items() if one != entry.get(name)}
+            is_kind = key == "type" and value in ("message", entry.get("role"), entry.get("from"))
+            if key not in known and not is_blank(value) and not is_kind:
+                shown = clip(repr(value), max_chars=_SHOWN)
+                raise Unreadable(f"{place}.{key}: it is unknown in a message of this role: {shown}")
+
+    def _read_system(self, entry: Mapping[str, Any], content: Any, place: str) -> None:
+        del entry
+        self._may_merge = False
+        if isinstance(content, str):
+            content = self.system_of(content, place)
+            if not content:
+                return  # all of it was the format's
+        self.read_so_far.append({"role": "system", "content": _parts(content, place)})
+
+    def _read_user(self, entry: Mapping[str, Any], content: Any, place: str, key: str) -> None:
+        self._may_merge = False
+        if isinstance(content, str):
+            if self._is_tagged and self._open and _is_all_results(content):
+                self._read_results(entry, content, place, key)
+                return
+            self._refuse_unanswered(place)
+            self.read_so_far.append({"role": "user", "content": content})
+            return
+        said: list[Any] = []
+        for n, part in enumerate(_list_of(content, f"{place}.{key}")):
+            if isinstance(part, dict) and part.get("type") == "tool_result":
+                self._say(said, f"{place}.{key}")
+                said = []
+                self._read_result_part(part, f"{place}.{key}[{n}]")
+            else:
+                said.append(part)
+        self._say(said, f"{place}.{key}")
+
+    def _say(self, parts: list[Any], place: str) -> None:
+        if parts:
+            self._refuse_unanswered(place)
+            self.read_so_far.append({"role": "user", "content": _parts(parts, place)})
+
+    def _read_reply(
+        self,
+        entry: Mapping[str, Any],
+        content: Any,
+        place: str,
+        key: str,
+        *,
+        is_all_calls: bool,
+    ) -> None:
+        self._refuse_unanswered(place)
+        where = f"{place}.{key}"
+        made: dict[str, Any] = {"role": "assistant", "content": ""}
+        calls: list[ForeignCall] = []
+        pictures: list[dict[str, Any]] = []
+        if is_all_calls and not isinstance(content, str):
+            calls += calls_of(content, where)
+        elif is_all_calls:
+            thoughts, rest = split_inline_reasoning(content)
+            text, calls = read_function_call(rest, where)
+            made["content"] = (
+                text if thoughts is None else content[: len(content) - len(rest)] + text
+            )
+        elif isinstance(content, str):
+            text = content
+            if self._is_tagged:
+                text, calls = read_reply(content, where)
+            made["content"] = text
+        elif content is not None:
+            calls, pictures = _read_parts_of_reply(content, made, where)
+        if not is_blank(given := entry.get("tool_calls")):
+            calls += calls_of(given, f"{place}.tool_calls")
+        if not is_blank(given := entry.get("function_call")):
+            calls.append(call_of(given, f"{place}.function_call"))
+        self._add_reasoning(made, entry, place)
+        if (
+            content is None
+            and not calls
+            and made.keys() == {"role", "content"}
+            and not made["content"]
+        ):
+            raise Unreadable(f"{where}: it is missing")
+        quiet = self._is_quiet(entry, place)
+        if is_all_calls and self._may_merge and quiet == self._is_last_quiet():
+            self._merge(made, calls)
+            return
+        self.read_so_far.append(made)
+        number = sum(one["role"] == "assistant" for one in self.read_so_far)
+        if quiet:
+            self.no_loss.append(number)
+        if pictures:
+            self._pictures[number] = pictures
+        self._open, self._is_in_order = {}, False
+        self._add_calls(made, calls, number)
+        self._may_merge = True
+
+    def _merge(self, made: Mapping[str, Any], calls: Sequence[ForeignCall]) -> None:
+        """Add calls in an entry of their own to the reply before them."""
+        reply = self.read_so_far[-1]
+        reply["content"] = "\n\n".join(filter(None, (reply["content"], made["content"])))
+        if "reasoning_content" in made:
+            thoughts = (reply.get("reasoning_content"), made["reasoning_content"])
+            reply["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+        self._add_calls(reply, calls, sum(one["role"] == "assistant" for one in self.read_so_far))
+
+    def _add_calls(self, reply: dict[str, Any], calls: Sequence[ForeignCall], number: int) -> None:
+        known = reply.get("tool_calls", [])
+        for n, call in enumerate(calls, start=len(known)):
+            id = call.id or self._new_id(f"call_{number}_{n}")
+            function = {"name": call.name, "arguments": call.arguments}
+            known.append({"id": id, "type": "function", "function": function, **call.extra})
+            self._open[id] = self._ids[id] = call.name
+        if known:
+            reply["tool_calls"] = known
+
+    def _new_id(self, id: str) -> str:
+        while id in self._taken:
+            id += "_"
+        self._taken.add(id)
+        return id
+
+    def _add_reasoning(self, made: dict[str, Any], entry: Mapping[str, Any], place: str) -> None:
+        for key in ("reasoning_content", "reasoning"):
+            if not is_blank(entry.get(key)):
+                if made.get(key, entry[key]) != entry[key]:
+                    raise Unreadable(f"{place}.{key}: the message has other reasoning, too")
+                made[key] = entry[key]
+        if not is_blank(entry.get("thinking")):
+            made.setdefault("reasoning_content", entry["thinking"])
+            if made["reasoning_content"] != entry["thinking"]:
+                raise Unreadable(f"{place}.thinking: the message has other reasoning, too")
+        for key in ("reasoning_content", "reasoning"):
+            if not isinstance(made.get(key, ""), str):
+                raise Unreadable(f"{place}.{key}: it must be text")
+        for key in ("reasoning_details", "thinking_blocks"):
+            if not is_blank(entry.get(key)):
+                made[key] = _list_of(entry[key], f"{place}.{key}")
+        if not is_blank(refusal := entry.get("refusal")):
+            if not isinstance(refusal, str) or made["content"]:
+                raise Unreadable(f"{place}.refusal: it must be text, in place of the content")
+            made["content"] = refusal
+
+    def _is_quiet(self, entry: Mapping[str, Any], place: str) -> bool:
+        """Whether nobody is to learn a reply. Raises `Unreadable` for shares of a loss."""
+        found = {mark: entry[mark] for mark in _MARKS if entry.get(mark) is not None}
+        for mark, value in found.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                shown = clip(repr(value), max_chars=_SHOWN)
+                raise Unreadable(f"{place}.{mark}: {shown} is none of 0, 1, false, true")
+        return any(value == 0 for value in found.values())
+
+    def _refuse_unanswered(self, place: str) -> None:
+        """Raise `Unreadable` if fewer results came than calls, and none says whose it is."""
+        if self._is_in_order and self._open:
+            raise Unreadable(
+                f"{place}: the calls before it have fewer results, and none names its call"
+            )
+
+    def _is_last_quiet(self) -> bool:
+        number = sum(one["role"] == "assistant" for one in self.read_so_far)
+        return number in self.no_loss
+
+    def _read_results(self, entry: Mapping[str, Any], content: Any, place: str, key: str) -> None:
+        self._may_merge = False
+        where = f"{place}.{key}"
+        ids = [entry[name] for name in _RESULT_IDS if not is_blank(entry.get(name))]
+        given = entry.get("tool_call_ids")
+        if not ids and isinstance(given, list) and len(given) == 1:
+            ids = given
+        elif not ids and not is_blank(given):
+            raise Unreadable(f"{place}.tool_call_ids: it must name one call")
+        names = [entry[name] for name in ("name", "tool_name", "function") if entry.get(name)]
+        is_error = entry.get("is_error") is True
+        if isinstance(content, list) and content and all(map(_is_result_part, content)):
+            for n, part in enumerate(content):
+                self._read_result_part(part, f"{where}[{n}]")
+            return
+        if ids or not isinstance(content, str):
+            name = str(names[0]) if names else ""
+            self._add_result(str(ids[0]) if ids else "", name, content, where, is_error=is_error)
+            return
+        for result in self._results_in(content, where):
+            id, name, text, value = result
+            is_error = is_error or (self._is_tagged and _reads_like_an_error(value))
+            self._add_result(
+                id, name or str(names[0] if names else ""), text, where, is_error=is_error
+            )
+            is_error = entry.get("is_error") is True
+
+    def _results_in(self, text: str, place: str) -> list[tuple[str, str, str, Any]]:
+        """Id, name, text and value of the results in a text: several, as LLaMA-Factory has them."""
+        if text.lstrip().startswith(RESULT) and (self._is_tagged or self._is_plain):
+            return [(one.id, one.name, one.text, one.value) for one in read_results(text, place)]
+        texts = text.split(_BETWEEN_RESULTS) if len(self._open) > 1 else [text]
+        if len(texts) == 1 and len(self._open) > 1:
+            values = _listed(text)
+            if len(values) == len(self._open):
+                texts = [one if isinstance(one, str) else json_text(one) for one in values]
+        return [("", "", one, one) for one in texts]
+
+    def _read_result_part(self, part: Mapping[str, Any], place: str) -> None:
+        known = {"type", "content", "is_error", *_RESULT_IDS, *_NOTES}
+        for key, value in part.items():
+            if key not in known and not is_blank(value):
+                raise Unreadable(f"{place}.{key}: it is unknown in a result")
+        ids = [part[name] for name in _RESULT_IDS if not is_blank(part.get(name))]
+        is_error = part.get("is_error") is True
+        id = str(ids[0]) if ids else ""
+        self._add_result(id, "", part.get("content"), f"{place}.content", is_error=is_error)
+
+    def _add_result(self, id: str, name: str, content: Any, place: str, *, is_error: bool) -> None:
+        """Add a result to the call that it names, else to the first one without any of its name."""
+        self._may_merge = False
+        self._is_in_order |= not id and not name
+        if not id or (self._is_tagged and id not in self._open):
+            fits = [key for key, called in self._open.items() if not name or called == name]
+            if not fits:
+                of = f" of {name!r}" if name else ""
+                raise Unreadable(f"{place}: a result{of}, but the reply before it has no such call")
+            if id and id not in self._taken and id not in self._ids:
+                self._rename(fits[0], id)
+            else:
+                id = fits[0]
+        if id not in self._ids:
+            raise Unreadable(f"{place}: a result of {id!r}, but no call before it has this id")
+        self._open.pop(id, None)
+        result = {"role": "tool", "tool_call_id": id, "is_error": is_error}
+        self.read_so_far.append({**result, "content": _result_content(content, place)})
+
+    def _rename(self, old: str, new: str) -> None:
+        """Give a call the id that its result has."""
+        for message in reversed(self.read_so_far):
+            for call in message.get("tool_calls", ()):
+                if call["id"] == old:
+                    call["id"] = new
+                    self._open[new] = self._ids[new] = self._ids.pop(old)
+                    self._open.pop(old, None)
+                    self._taken.add(new)
+                    return
+
+
+_INLINE = re.compile(r"\s*<(think|thinking|reasoning|REASONING_SCRATCHPAD)>(.*?)</\1>", re.DOTALL)
+"""A block of reasoning before a text."""
+_BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
+"""Between the results of one reply, as `export` writes them for LLaMA-Factory."""
+
+
+def _plain_text(entry: Mapping[str, Any]) -> str:
+    content = entry.get("content", entry.get("value"))
+    return content if isinstance(content, str) else ""
+
+
+def _ids_in(entry: Mapping[str, Any]) -> list[str]:
+    """The ids of calls that an entry has as objects."""
+    found = [entry.get("tool_calls"), entry.get("content"), entry.get("value")]
+    return [
+        str(one["id"])
+        for given in found
+        if isinstance(given, list)
+        for one in given
+        if isinstance(one, dict) and not is_blank(one.get("id"))
+    ]
+
+
+def _list_of(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise Unreadable(f"{place}: it must be text or a list of parts")
+    return value
+
+
+def _parts(content: Any, place: str) -> Any:
+    """Text, or parts of text and media in the form of OpenAI's API. Raises `Unreadable`."""
+    if isinstance(content, str):
+        return content
+    return [_part(one, f"{place}[{n}]") for n, one in enumerate(_list_of(content, place))]
+
+
+def _type_of(part: Any) -> str | None:
+    """The type of a part; None without one, "unknown" if it is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str | None) else "unknown"
+
+
+def _part(part: Any, place: str) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise Unreadable(f"{place}: it must be text or an object")
+    kind = _type_of(part)
+    if kind in _MEDIA_PARTS:
+        return {key: value for key, value in part.items() if value is not None}
+    if kind not in _TEXT_PARTS:
+        raise Unreadable(f"{place}.type: {kind!r} is no known part of this message")
+    return {"type": "text", "text": _text_in(part, _TEXT_KEYS, place)}
+
+
+def _text_in(part: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
+    """The text of a part, under one of these keys. Raises `Unreadable`."""
+    found = [key for key in keys if part.get(key) is not None]
+    if len(found) != 1 or not isinstance(part[found[0]], str):
+        raise Unreadable(f"{place}.{found[-1] if found else keys[0]}: it must be text")
+    known = {"type", "signature", found[0], *_NOTES}
+    for key, value in part.items():
+        if key not in known and not is_blank(value):
+            raise Unreadable(
+                f"{place}.{key}: it is unknown in a part of the type {part.get('type')!r}"
+            )
+    return str(part[found[0]])
+
+
+def _read_parts_of_reply(
+    content: Any, made: dict[str, Any], place: str
+) -> tuple[list[ForeignCall], list[dict[str, Any]]]:
+    """The calls and pictures among the parts of a reply; `made` gets its text and its thoughts."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ForeignCall] = []
+    pictures: list[dict[str, Any]] = []
+    for n, part in enumerate(_list_of(content, place)):
+        where = f"{place}[{n}]"
+        kind = _type_of(part)
+        if kind in ("tool_use", "tool_call", "function_call"):
+            calls.append(call_of(part, where))
+        elif kind in _THOUGHTS and part.get("redacted") is True:  # as inspect has them
+            hidden = {"type": "redacted_thinking", "data": str(part.get(kind))}
+            made.setdefault("thinking_blocks", []).append(hidden)
+        elif kind in _THOUGHTS:
+            part = {key: part[key] for key in part if key != "redacted"}
+            thoughts.append(_text_in(part, (*_THOUGHTS, "text"), where))
+        elif kind == "redacted_thinking":
+            made.setdefault("thinking_blocks", []).append(dict(part))
+        elif kind in _MEDIA_PARTS and "image" in str(kind):
+            pictures.append(dict(part))
+            texts.append(placeholder(part))
+        elif kind in _MEDIA_PARTS:
+            raise Unreadable(f"{where}.type: {kind!r} is no known part of a reply")
+        else:
+            texts.append(_part(part, where)["text"])
+    made["content"] = "\n".join(texts)
+    if any(thoughts):
+        made["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+    return calls, pictures
+
+
+def _is_all_results(text: str) -> bool:
+    """Whether the text of a user is results in tags: templates of some models put them there."""
+    return text.lstrip().startswith(RESULT) and text.rstrip().endswith("</tool_response>")
+
+
+def _thoughts_in(text: str) -> str | None:
+    """The reasoning before a text, with the white space at its ends."""
+    found, end = [], 0
+    while match := _INLINE.match(text, end):
+        found.append(match[2])
+        end = match.end()
+    thoughts = (one.removeprefix("\n").removesuffix("\n") for one in found)
+    return "\n\n".join(one for one in thoughts if one.strip()) or None
+
+
+def _is_result_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "tool_result"
+
+
+def _result_content(content: Any, place: str) -> Any:
+    """A result as text, or as the parts of one; any other value as JSON. Raises `Unreadable`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and content:
+        kinds = [_type_of(part) for part in content]
+        if all(kind in _MEDIA_PARTS or kind in _TEXT_PARTS[1:] for kind in kinds):
+            return _parts(content, place)
+    return json_text(content)
+
+
+def _listed(text: str) -> list[Any]:
+    """The elements of a text that is a JSON list; none of any other."""
+    if not text.lstrip().startswith("["):
+        return []
+    try:
+        values = parsed_lines(text, "")
+    except Unreadable:
+        return []
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else []
+
+
+def _reads_like_an_error(value: Any) -> bool:
+    """Whether a result in tags, which do not say so, reads like that of a failed call."""
+    if isinstance(value, dict):
+        inner = value.get("content")
+        nested = isinstance(inner, dict) and inner.get("error") is not None
+        return value.get("error") is not None or nested or value.get("success") is False
+    if isinstance(value, str):
+        return not value.strip() or value.lstrip().lower().startswith("error")
+    return False

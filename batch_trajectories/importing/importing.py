@@ -1,0 +1,251 @@
+"""Conversations of other programs, written as rows and records into a run directory.
+
+Its dataset, `imported/conversations.jsonl`, has a row per conversation; a row is on disk before its
+record, so that an import that was killed goes on where it was. Equal conversations are taken once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.errors import ConfigError, DatasetError
+from batch_trajectories.basics.text import first_few
+from batch_trajectories.config.loading import load_config
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.scan import Scan, scan, task_of, tasks
+from batch_trajectories.dataset.source import HUB_PREFIX
+from batch_trajectories.engine.record import as_stored
+from batch_trajectories.engine.run_dir import (
+    RunDir,
+    dataset_of,
+    open_run_dir,
+    read_run_json,
+    write_run_json,
+)
+from batch_trajectories.importing.conversation import Foreign, Unreadable
+from batch_trajectories.importing.sources import Place, conversations_in
+from batch_trajectories.records.files import (
+    AppendFile,
+    DamagedLine,
+    make_directory,
+    repair_tail,
+    replace_file,
+)
+from batch_trajectories.records.records import RecordFile
+from batch_trajectories.records.tasks import Task
+
+MODEL = "imported:any"
+"""The model in the config of such a run; those of its records are in them."""
+
+_SHOWN = 20
+_DIGEST = "imported_digest"
+
+
+@dataclass(slots=True)
+class ImportEnd:
+    """The result of an import."""
+
+    completed: int = 0
+    ended_early: int = 0
+    there: int = 0
+    """Conversations that had a record already."""
+    repeated: int = 0
+    """Conversations that are equal to an earlier one of the same import."""
+    changed: list[str] = field(default_factory=list)
+    """Places whose conversation is another one than when they were imported."""
+    unreadable: list[str] = field(default_factory=list)
+    """What could not be read: place, field and reason."""
+    unreadable_file: Path | None = None
+    """A line for each of them."""
+
+    def describe(self) -> str:
+        """A line per kind, with the first ones."""
+        counted = [
+            (self.completed, "completed", []),
+            (self.ended_early, "without an answer at their end", []),
+            (self.there, "already in this run", []),
+            (self.repeated, "equal to one before them, left out", []),
+            (
+                len(self.changed),
+                "changed since they were imported; import them into another run:",
+                self.changed,
+            ),
+        ]
+        lines = ["imported conversations"]
+        for count, kind, places in counted:
+            if count:
+                lines.append(f"{count:>9,} {kind} {first_few(places, _SHOWN)}".rstrip())
+        if self.unreadable:
+            lines.append(f"{len(self.unreadable):>9,} unreadable, left out")
+            lines += [f"          {what}" for what in self.unreadable[:_SHOWN]]
+            if len(self.unreadable) > _SHOWN:
+                lines.append(f"          all of them: {self.unreadable_file}")
+        return "\n".join(lines)
+
+
+def import_conversations(
+    names: Iterable[Path], run_name: str, output_dir: Path, *, format: str | None = None
+) -> tuple[ImportEnd, RunConfig, Scan]:
+    """Import what files, directories and hub datasets hold into a run, new or imported before.
+
+    `format` is that of all, or None to recognize each. Raises `DatasetError` and `ConfigError` for
+    sources that cannot be read, `StorageError`, and what `open_run_dir` raises.
+    """
+    names = [*names]
+    for name in names:
+        if not str(name).startswith(HUB_PREFIX) and not name.exists():
+            raise DatasetError(f"{name}: no such file or directory")
+    path = output_dir / run_name / "imported" / "conversations.jsonl"
+    config = load_config(
+        None,
+        {
+            **{"run_name": run_name, "output_dir": output_dir, "dataset_file": path},
+            **{"model": MODEL, "sandbox": "local"},
+        },
+    )
+    _refuse_other_runs(config.run_dir)
+    rules = config.row_rules(MODEL)
+    with NamedTemporaryFile() as empty:
+        source = path if path.exists() else Path(empty.name)
+        known = scan(source, max_samples=None, rules=rules, may_be_empty=True)
+    with closing(open_run_dir(config, replace(known, path=path), api=MODEL)) as run_dir:
+        imported = ImportEnd()
+        _import(names, format, path, rules, run_dir, imported)
+        scanned = scan(path, max_samples=None, rules=rules, may_be_empty=True)
+        run = read_run_json(run_dir.path)
+        write_run_json(run_dir.path, run | {"dataset": dataset_of(scanned)})
+    return imported, config, scanned
+
+
+def _refuse_other_runs(run_dir: Path) -> None:
+    """Raise `ConfigError` for a run whose conversations were not imported."""
+    if (run_dir / "run.json").exists() and read_run_json(run_dir)["config"].get("model") != MODEL:
+        raise ConfigError(
+            f"{run_dir}: this run has conversations of its own; import into another --run_name, "
+            "and `export` both together"
+        )
+
+
+def _import(
+    names: Iterable[Path],
+    format: str | None,
+    path: Path,
+    rules: RowRules,
+    run_dir: RunDir,
+    imported: ImportEnd,
+) -> None:
+    make_directory(path.parent)
+    repair_tail(path, run_dir.quarantine)
+    with (
+        closing(RecordFile(run_dir.path, run_dir.quarantine)) as records,
+        closing(AppendFile(path)) as rows,
+    ):
+        there = records.take_found()
+        added: set[bytes] = set()
+        writer = _Rows(rows, scan(path, max_samples=None, rules=rules, may_be_empty=True))
+        found = (one for name in names for one in conversations_in(name, format))
+        for place, read in watched(found, "import", unit="conversations"):
+            try:
+                if isinstance(read, Unreadable):
+                    raise read
+                task = writer.task_of(place, read)
+                if task is None:
+                    imported.changed.append(str(place))
+                    continue
+                if task.key in added:
+                    imported.repeated += 1
+                    continue
+                if task.key in there:
+                    imported.there += 1
+                    continue
+                whence = {"format": place.format, "file": place.source, "line": place.line}
+                record = as_stored(read.record(task, run_dir.digest, place.at, whence))
+            except (Unreadable, DamagedLine, ValueError) as error:
+                imported.unreadable.append(f"{place}: {error}")
+                continue
+            records.add(record)
+            added.add(task.key)
+            if record.status == "completed":
+                imported.completed += 1
+            else:
+                imported.ended_early += 1
+        rows.sync()
+        records.sync()
+    if imported.unreadable:
+        imported.unreadable_file = path.with_name("unreadable.txt")
+        text = "".join(f"{what}\n" for what in imported.unreadable)
+        replace_file(imported.unreadable_file, text.encode(errors="replace"))
+
+
+class _Known(NamedTuple):
+    """What is known of a row."""
+
+    id: str
+    occurrence: int
+    """Which of the rows with its id it is, from 1."""
+    place: str
+    """Where its conversation was read first."""
+
+
+class _Rows:
+    """The rows of an import: those that are there, and new ones."""
+
+    def __init__(self, file: AppendFile, known: Scan) -> None:
+        self._file = file
+        self._rules = known.rules
+        self._known: dict[str, _Known] = {}
+        """By the digests of conversations."""
+        self._places: set[int] = set()
+        self._ids: Counter[str] = Counter()
+        for task in tasks(known):
+            self._add(task.columns)
+
+    def task_of(self, place: Place, found: Foreign) -> Task | None:
+        """The task of a conversation, whose row is on disk then; equal ones share it.
+
+        None if another conversation of its place is there. Raises `ValueError` if no row can hold
+        it.
+        """
+        digest = _digest_of(found)
+        known = self._known.get(digest)
+        columns: dict[str, Any] = {
+            **found.columns,
+            "id": known.id if known else found.id or f"{Path(place.source).stem}-{place.line}",
+            "prompt": found.prompt(),
+            "imported_from": known.place if known else str(place),
+            _DIGEST: digest,
+        }
+        if known is None:
+            if self._places.intersection(map(hash, place.names())):
+                return None
+            self._rules.read(columns)
+            self._file.append(exact_json.dumps(columns, option=orjson.OPT_APPEND_NEWLINE))
+            known = self._add(columns)
+        return task_of(columns, self._rules, occurrence=known.occurrence)
+
+    def _add(self, columns: Mapping[str, Any]) -> _Known:
+        id, place = columns["id"], columns["imported_from"]
+        self._ids[id] += 1
+        self._places.add(hash(place))
+        known = self._known[columns[_DIGEST]] = _Known(id, self._ids[id], place)
+        return known
+
+
+def _digest_of(found: Foreign) -> str:
+    """Over all that the record will hold of it."""
+    content = exact_json.dumps(
+        [found.conversation.stored(0.0), found.tools, found.facts, found.imported, found.id]
+    )
+    return blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,270 @@
+"""Documents of Harbor's Agent Trajectory Interchange Format (ATIF), versions 1.0 to 1.8.
+
+Its RFC 0001 and the models of the harbor package say what a document holds. What a record has no
+field for is kept as it came, and is in the document again that the format `atif` exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from agent.messages.message import Message, Usage
+from agent.models.parsing import make_call
+from agent.wires.reading import message_of
+from agent.wires.wire import WireError
+from batch_trajectories.importing.conversation import (
+    SUBAGENT,
+    Dialogue,
+    Foreign,
+    Reader,
+    Unreadable,
+    of_metadata,
+    time_of,
+    usage,
+)
+from batch_trajectories.records.record_types import KEPT_OF_STEPS
+
+_Text = str | list[dict[str, Any]]
+_Object = dict[str, Any]
+
+
+class _Call(msgspec.Struct):
+    tool_call_id: str
+    function_name: str
+    arguments: _Object
+
+
+class _Result(msgspec.Struct):
+    content: _Text | None = None
+    source_call_id: str | None = None
+    subagent_trajectory_ref: list[_Object] | None = None
+    extra: _Object | None = None
+
+
+class _Observation(msgspec.Struct):
+    results: list[_Result]
+
+
+class _Metrics(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cost_usd: int | float | None = None
+
+
+class _Step(msgspec.Struct):
+    source: Literal["system", "user", "agent"]
+    message: _Text
+    timestamp: str | None = None
+    model_name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+    observation: _Observation | None = None
+    metrics: _Metrics | None = None
+    is_copied_context: bool | None = None
+    extra: _Object | None = None
+
+
+class _Agent(msgspec.Struct):
+    name: str
+    version: str
+    model_name: str | None = None
+    tool_definitions: list[_Object] | None = None
+
+
+class _Totals(msgspec.Struct):
+    total_prompt_tokens: int | None = None
+    total_completion_tokens: int | None = None
+    total_cached_tokens: int | None = None
+    total_cost_usd: int | float | None = None
+
+
+class _Document(msgspec.Struct):
+    schema_version: str
+    agent: _Agent
+    steps: list[_Step]
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    final_metrics: _Totals | None = None
+    extra: _Object | None = None
+    subagent_trajectories: list[_Object] | None = None
+
+
+_OURS = "batch-trajectories"
+
+_MOST_NESTED = 20
+"""Subagents of subagents: more would exceed what Python can call."""
+
+
+def _read(row: Mapping[str, Any]) -> Foreign:
+    documents: dict[str, _Object] = {}
+    document = _typed(row, "")
+    conversation = _conversation(row, document, "", "", documents)
+    extra = document.extra or {}
+    columns = extra.get("columns")
+    facts = of_metadata(extra)
+    facts.setdefault("model", document.agent.model_name)
+    is_own = document.agent.name == _OURS
+    return Foreign(
+        conversation,
+        "atif",
+        id=document.trajectory_id or document.session_id,
+        tools=document.agent.tool_definitions,
+        columns=columns if isinstance(columns, dict) else {},
+        facts=facts,
+        imported={"documents": documents},
+        agent=None if is_own else {"name": document.agent.name, "version": document.agent.version},
+    )
+
+
+def _typed(row: Mapping[str, Any], place: str) -> _Document:
+    try:
+        document = msgspec.convert(row, _Document)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at ")
+        field = place + where.strip("`").removeprefix("$").removeprefix(".")
+        raise Unreadable(f"{field or 'the document'}: {what}") from error
+    if not document.steps:
+        raise Unreadable(f"{place}steps: it is empty")
+    return document
+
+
+def _conversation(
+    row: Mapping[str, Any],
+    document: _Document,
+    place: str,
+    path: str,
+    documents: dict[str, _Object],
+) -> Dialogue:
+    """The conversation of a document; what `documents` keeps of it is under its `path`.
+
+    `place` is where the document stands in that of the file.
+    """
+    documents[path] = {
+        key: value for key, value in row.items() if key not in ("steps", "subagent_trajectories")
+    }
+    raw_steps: Sequence[Mapping[str, Any]] = row["steps"]
+    last_given = max(
+        (n for n, step in enumerate(document.steps) if step.is_copied_context), default=-1
+    )
+    messages: list[Message] = []
+    replies: list[dict[str, Any]] = []
+    quiet: list[int] = []
+    references: dict[str, str] = {}
+    for n, step in enumerate(document.steps):
+        at = f"{place}steps[{n}]"
+        if step.source == "agent":
+            messages.append(_assistant(step, at))
+            if n > last_given:
+                kept = {key: raw_steps[n][key] for key in KEPT_OF_STEPS if key in raw_steps[n]}
+                replies.append(_reply(step, at, document.agent.model_name, kept))
+                if (step.extra or {}).get("loss") is False:
+                    quiet.append(len(replies))
+        else:
+            messages.append(_said(step.source, step.message, f"{at}.message"))
+        names = {call.tool_call_id: call.function_name for call in step.tool_calls or ()}
+        results = step.observation.results if step.observation else []
+        owners = _owners(step, results)
+        if any(id for id, one in zip(owners, results, strict=True) if one.source_call_id is None):
+            messages += [_result(_Result(), id, names, at) for id in names if id not in owners]
+        for number, (result, id) in enumerate(zip(results, owners, strict=True)):
+            where = f"{at}.observation.results[{number}]"
+            if id is not None or result.content:
+                messages.append(_result(result, id, names, where))
+            for reference in result.subagent_trajectory_ref or ():
+                references[str(reference.get("trajectory_id"))] = id or ""
+    conversation = Dialogue(messages, replies, no_loss=quiet, sums=_sums(document))
+    keys: set[str] = set()
+    for n, inner in enumerate(document.subagent_trajectories or ()):
+        where = f"{place}subagent_trajectories[{n}]."
+        if where.count("[") > _MOST_NESTED:
+            raise Unreadable(
+                f"subagent_trajectories: more than {_MOST_NESTED} subagents inside each other"
+            )
+        typed = _typed(inner, where)
+        key = (typed.extra or {}).get("key") or references.get(typed.trajectory_id or "")
+        key = str(key or f"thread#{n + 1}")
+        if key in keys:  # one call can start several
+            key = f"{key}#{n + 1}"
+        keys.add(key)
+        subagent = _conversation(inner, typed, where, f"{path}/{key}", documents)
+        subagent.key, subagent.name = key, typed.agent.name or SUBAGENT
+        conversation.inner.append(subagent)
+    return conversation
+
+
+def _sums(document: _Document) -> dict[str, Any]:
+    if (totals := document.final_metrics) is None:
+        return {}
+    sums: dict[str, Any] = {"cost_usd": totals.total_cost_usd}
+    sums["usage"] = usage(
+        totals.total_prompt_tokens, totals.total_completion_tokens, totals.total_cached_tokens
+    )
+    return sums
+
+
+def _assistant(step: _Step, place: str) -> Message:
+    message = _said("assistant", step.message, f"{place}.message")
+    if step.reasoning_content:
+        message["reasoning"] = step.reasoning_content
+    if step.tool_calls:
+        message["tool_calls"] = [
+            make_call(call.tool_call_id, call.function_name, call.arguments)
+            for call in step.tool_calls
+        ]
+    return message
+
+
+def _said(role: Any, text: _Text, place: str) -> Message:
+    try:
+        return message_of("atif", role, text)
+    except WireError as error:
+        raise Unreadable(f"{place}: {error}") from error
+
+
+def _owners(step: _Step, results: Sequence[_Result]) -> list[str | None]:
+    """The id of the call that each result answers; None for what answers none.
+
+    Terminus-2 names no calls: what its terminal shows after all of a step's is one result.
+    """
+    named = {result.source_call_id for result in results}
+    left = [call.tool_call_id for call in step.tool_calls or () if call.tool_call_id not in named]
+    unnamed = sum(result.source_call_id is None for result in results)
+    ids = iter(left[-unnamed:] if unnamed else ())
+    return [result.source_call_id or next(ids, None) for result in results]
+
+
+def _result(result: _Result, id: str | None, names: Mapping[str, str], place: str) -> Message:
+    """A result; one of no call is what the model read next, as from a user."""
+    content = result.content or ""
+    if id is None:
+        return _said("user", content, f"{place}.content")
+    if id not in names:
+        raise Unreadable(f"{place}.source_call_id: no call of its step has the id {id!r}")
+    message = _said("tool", content, f"{place}.content")
+    is_error = (result.extra or {}).get("is_error") is True
+    return {**message, "tool_call_id": id, "name": names[id], "is_error": is_error}
+
+
+def _reply(step: _Step, place: str, model: str | None, kept: _Object) -> dict[str, Any]:
+    reply: dict[str, Any] = {"model": step.model_name or model, "extra": {"atif": kept}}
+    if (metrics := step.metrics) is not None:
+        reply["usage"] = _usage(metrics)
+        reply["cost_usd"] = metrics.cost_usd
+    if step.timestamp is not None:
+        reply["started_at"] = time_of(step.timestamp, f"{place}.timestamp")
+    return reply
+
+
+def _usage(metrics: _Metrics) -> Usage:
+    return usage(metrics.prompt_tokens, metrics.completion_tokens, metrics.cached_tokens)
+
+
+def _is_document(row: Mapping[str, Any]) -> bool:
+    return str(row.get("schema_version")).startswith("ATIF-v1.")
+
+
+READER = Reader(_is_document, row=_read)

@@ -1,0 +1,348 @@
+"""Session files of Claude Code: ~/.claude/projects/*/SESSION.jsonl, with those of its subagents.
+
+A line is a message, or a block of a reply whose lines share an id. Lines name the line before them:
+what was rewound is not part of the conversation. After a compaction the conversation begins again
+with a summary and the last messages before it, where the session names those; what came before is
+a conversation inside the record, as are subagents. Session files have neither the system prompt nor
+tools nor the reminders that Claude Code adds to requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agent.models.dialects.anthropic_messages import usage_in
+from agent.models.endpoint_words import ending_of
+from agent.models.parsing import object_of, text_or_none
+from agent.models.usage import NOTHING_USED
+from batch_trajectories.basics import exact_json
+from batch_trajectories.importing.conversation import (
+    BEFORE_COMPACTION,
+    SUBAGENT,
+    Dialogue,
+    Foreign,
+    Reader,
+    SourceRow,
+    Unreadable,
+    read_messages,
+)
+
+_API = "anthropic_messages"
+_BOUNDARY = "compact_boundary"
+_THOUGHTS = {"thinking", "redacted_thinking"}
+_NO_MODEL = "<synthetic>"
+"""The model of messages that Claude Code wrote itself. Requests show the model those that are no
+errors: what had come of a block when a user interrupted it, and a word in place of a reply."""
+_INTERRUPTED = "[Request interrupted by user"
+"""How a user's message begins that Claude Code writes then."""
+
+
+def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
+    problems: list[Unreadable] = []
+    main = [row for row in rows if not row.content.get("isSidechain")]
+    if not any("message" in row.content for row in main):
+        main = list(rows)  # the file of a subagent, given by itself
+    *before, last = [_conversation(part, _kept_in(part, main)) for part in _parts(main)]
+    aside = [row for row in rows if row.content.get("isSidechain")] if main != rows else []
+    sides = [
+        _conversation(part, _Kept()) for part in (*_by_root(aside), *_files_of(path, problems))
+    ]
+    last.inner = [
+        *_named(BEFORE_COMPACTION, before),
+        *_named(SUBAGENT, [side for side in sides if side.messages]),
+    ]
+    for n, inner in enumerate(last.inner, start=1):
+        inner.key = f"thread#{n}"
+    heads = [row.content for row in main]
+    directory = next((str(one["cwd"]) for one in heads if "cwd" in one), None)
+    version = next((str(one["version"]) for one in heads if "version" in one), None)
+    id = next((str(one["sessionId"]) for one in heads if "sessionId" in one), path.stem)
+    return Foreign(
+        last,
+        _API,
+        id=id,
+        columns={} if directory is None else {"cwd": directory},
+        agent={"name": "claude-code", "version": version},
+        problems=problems,
+    )
+
+
+def _named(name: str, conversations: Sequence[Dialogue]) -> Iterator[Dialogue]:
+    for one in conversations:
+        one.name = name
+        yield one
+
+
+def _parts(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
+    """The messages, divided where the conversation was compacted."""
+    parts: list[list[SourceRow]] = [[]]
+    for row in rows:
+        if row.content.get("subtype") == _BOUNDARY and parts[-1]:
+            parts.append([])
+        parts[-1].append(row)
+    return [part for part in parts if _has_messages(part)] or [[]]
+
+
+class _Kept(NamedTuple):
+    """Messages that a compaction kept beside its summary."""
+
+    after: str | None = None
+    """The line that they follow."""
+    rows: Sequence[SourceRow] = ()
+
+
+def _kept_in(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
+    """What a part of a session begins with that is of the part before."""
+    for row in part:
+        facts = object_of(row.content, "compactMetadata")
+        named = object_of(facts, "preservedMessages")
+        ids = named.get("allUuids") or named.get("uuids")
+        if isinstance(ids, list):
+            led = {text_or_none(id) for id in ids} - {None}
+            return _Kept(text_or_none(named.get("anchorUuid")), [*_with_results(rows, led)])
+    return _Kept()
+
+
+def _has_messages(rows: Sequence[SourceRow]) -> bool:
+    return any(isinstance(row.content.get("message"), dict) for row in rows)
+
+
+def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
+    """Lines of subagents in the file of their session, by the line that each began with."""
+    roots: dict[str, list[SourceRow]] = {}
+    root_of: dict[str, str] = {}
+    for row in rows:
+        own, parent = str(row.content.get("uuid")), str(row.content.get("parentUuid"))
+        root_of[own] = root = root_of.get(parent, own)
+        roots.setdefault(root, []).append(row)
+    return list(roots.values())
+
+
+def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow]]:
+    """The lines of each subagent that has a file of its own.
+
+    One with a line that cannot be read is left out whole: it would be another conversation.
+    """
+    beside = path.parent.glob("agent-*.jsonl") if not path.stem.startswith("agent-") else ()
+    for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
+        try:
+            is_beside = file.parent == path.parent
+            if is_beside and _session_of(_lines_of(file)) != path.stem:
+                continue
+            yield [*_lines_of(file)]
+        except Unreadable as error:
+            problems.append(Unreadable(f"{error}; the whole subagent is left out"))
+        except OSError as error:
+            problems.append(Unreadable(f"{file.name}: {error.strerror}"))
+
+
+def _lines_of(file: Path) -> Iterator[SourceRow]:
+    """The objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                content = exact_json.loads_with_valid_text(line)
+            except exact_json.JSONDecodeError as error:
+                raise Unreadable(f"{file.name}:{number}: not JSON: {error}") from error
+            if not isinstance(content, dict):
+                raise Unreadable(f"{file.name}:{number}: not an object")
+            yield SourceRow(number, content)
+
+
+def _session_of(rows: Iterable[SourceRow]) -> str | None:
+    """The session that the first line with one names."""
+    ids = (text_or_none(row.content.get("sessionId")) for row in rows)
+    return next((id for id in ids if id is not None), None)
+
+
+def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
+    """Whether a file is that of a subagent whose session is there, too."""
+    if path.parent.name == "subagents":
+        session = path.parent.parent
+    elif path.stem.startswith("agent-"):
+        session = path.with_name(_session_of(first) or "")
+    else:
+        return False
+    return session.with_name(f"{session.name}.jsonl").exists()
+
+
+_PARTS = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
+"""Types of the parts of a reply that a conversation can hold. Those of tools that the provider runs
+(`server_tool_use`, `mcp_tool_use` and their results) are none: a row would lack what they did."""
+
+
+def _check_parts(content: Sequence[Any], number: int | None) -> None:
+    """Raise `Unreadable` for a part of a reply that would be lost."""
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _PARTS:
+            raise Unreadable(
+                f"message.content[{place}]: a part of type {kind!r}; known: "
+                + ", ".join(sorted(_PARTS)),
+                number,
+            )
+
+
+def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
+    items: list[tuple[int, str, dict[str, Any]]] = []
+    replies: dict[str, dict[str, Any]] = {}
+    blocks: dict[str, list[Any]] = {}
+    for row in _with_kept(_not_rewound(rows), kept):
+        message, kind = row.content.get("message"), row.content.get("type")
+        if not isinstance(message, dict):
+            if kind in ("user", "assistant"):
+                raise Unreadable("message: it must be an object", row.number)
+            continue
+        if kind == "user":
+            is_shown = row.content.get("isCompactSummary") or not row.content.get(
+                "isVisibleInTranscriptOnly"
+            )
+            if is_shown:
+                content = message.get("content")
+                if _text_of(content).startswith(_INTERRUPTED):
+                    _mind_cut(items, blocks, replies, is_retried=False)
+                item = {"role": "user", "content": content}
+                items.append((row.number, "message", item))
+        elif kind == "assistant":
+            id = _key(row.content)
+            is_own = _is_own(row.content)
+            if id not in blocks:
+                _mind_cut(items, blocks, replies, is_retried=not is_own)
+            content = message.get("content")
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            if not isinstance(content, list):
+                raise Unreadable("message.content: it must be a list of objects", row.number)
+            _check_parts(content, row.number)
+            if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
+                continue
+            if id not in blocks:
+                blocks[id] = []
+                replies[id] = {"started_at": row.time(), "is_cut": is_own}
+                item = {"role": "assistant", "content": blocks[id]}
+                items.append((row.number, "message", item))
+            blocks[id] += content
+            if is_own:
+                replies[id]["usage"] = NOTHING_USED  # no call was made
+            else:
+                replies[id] |= {"response_id": message.get("id"), **_facts(message)}
+        else:
+            raise Unreadable(
+                f"type: {kind!r} with a message is none of user, assistant", row.number
+            )
+    read = read_messages(_API, items)
+    given = {_key(row.content) for row in kept.rows}
+    told = [reply for id, reply in replies.items() if id not in given]
+    cut = [n for n, reply in enumerate(told, start=1) if reply.pop("is_cut")]
+    return Dialogue([one for messages in read for one in messages], told, cut=cut)
+
+
+def _with_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
+    for row in rows:
+        yield row
+        if kept.after is not None and row.content.get("uuid") == kept.after:
+            yield from kept.rows
+
+
+def _mind_cut(
+    items: list[tuple[int, str, dict[str, Any]]],
+    blocks: dict[str, list[Any]],
+    replies: dict[str, dict[str, Any]],
+    *,
+    is_retried: bool,
+) -> None:
+    """Remove a last reply that was cut off and is in no later request, or note that it was cut.
+
+    Nothing was said between it and another reply, or an error of Claude Code. Later requests have
+    its text where no other reply took its place.
+    """
+    last = items[-1][2].get("content") if items else None
+    cut = next((id for id, one in blocks.items() if one is last), None)
+    if cut is None:
+        return
+    kinds = {block.get("type") for block in blocks[cut]}
+    if kinds <= _THOUGHTS or (is_retried and "tool_use" not in kinds):
+        del items[-1], blocks[cut], replies[cut]
+    else:
+        replies[cut]["is_cut"] = True
+
+
+def _is_own(line: Mapping[str, Any]) -> bool:
+    """Whether Claude Code wrote the message."""
+    return bool(line.get("isApiErrorMessage")) or line["message"].get("model") == _NO_MODEL
+
+
+def _text_of(content: Any) -> str:
+    """The first text of a message."""
+    if isinstance(content, str):
+        return content
+    texts = (text_or_none(block.get("text")) for block in exact_json.objects_among(content))
+    return next((text for text in texts if text), "")
+
+
+def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What the last line of a reply says of all of it."""
+    facts: dict[str, Any] = {"model": message.get("model"), "usage": usage_in(message)}
+    ending = ending_of(message.get("stop_reason"))
+    if ending is not None and ending != "cut":
+        facts["finish_reason"] = ending
+    return facts
+
+
+def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
+    """The lines that lead to the last one, with all of their replies and results.
+
+    Where a line that another one names is missing, the one before that stands for it.
+    """
+    known = {text_or_none(row.content.get("uuid")) for row in rows} - {None}
+    led: set[str | None] = set()
+    parent: str | None = None
+    for row in reversed(rows):
+        own = text_or_none(row.content.get("uuid"))
+        if own is not None and (not led or own == parent or parent not in known):
+            led.add(own)
+            parent = text_or_none(row.content.get("parentUuid"))
+            if parent is None:
+                break
+    return _with_results(rows, led)
+
+
+def _with_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
+    """The lines with these ids, and all others of their replies and results of these."""
+    is_led = [text_or_none(row.content.get("uuid")) in led for row in rows]
+    replies = {_reply_id(row.content) for row, on in zip(rows, is_led, strict=True) if on} - {None}
+    calls = {
+        text_or_none(block.get("id"))
+        for row in rows
+        if _reply_id(row.content) in replies
+        for block in _blocks(row.content)
+    } - {None}
+    for row, on in zip(rows, is_led, strict=True):
+        results = (text_or_none(block.get("tool_use_id")) for block in _blocks(row.content))
+        if on or _reply_id(row.content) in replies or any(id in calls for id in results):
+            yield row
+
+
+def _key(line: Mapping[str, Any]) -> str:
+    """The same for all lines of a reply."""
+    return str(object_of(line, "message").get("id") or line.get("uuid"))
+
+
+def _reply_id(line: Mapping[str, Any]) -> str | None:
+    is_reply = line.get("type") == "assistant"
+    return text_or_none(object_of(line, "message").get("id")) if is_reply else None
+
+
+def _blocks(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return exact_json.objects_among(object_of(line, "message").get("content"))
+
+
+def _is_session(row: Mapping[str, Any]) -> bool:
+    return "sessionId" in row and "type" in row
+
+
+READER = Reader(_is_session, session=_read, is_part=_is_part)

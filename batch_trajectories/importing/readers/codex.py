@@ -1,0 +1,226 @@
+"""Session files of Codex: ~/.codex/sessions/**/rollout-*.jsonl.
+
+A line has `type` and `payload`: facts of the session, items of the Responses API in the order in
+which the model read and wrote them, and events. After a compaction the model reads another history;
+what came before is a conversation inside the record. Session files have no tools. A reply that an
+error or a kill cut off stands in them, and in later requests, with the items that had come; only
+after a whole one there is a record of usage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.models.parsing import object_of, text_or_none
+from agent.models.usage import count_or_none
+from agent.wires.openai_responses import is_assistants
+from agent.wires.wires import WIRES
+from batch_trajectories.basics.exact_json import objects_among
+from batch_trajectories.importing.conversation import (
+    BEFORE_COMPACTION,
+    Dialogue,
+    Foreign,
+    Reader,
+    SourceRow,
+    Unreadable,
+    read_messages,
+    usage,
+)
+
+_API = "openai_responses"
+_ITEM_FIELDS = frozenset(
+    {
+        *("type", "id", "role", "content", "name", "arguments", "call_id", "output", "input"),
+        *("summary", "encrypted_content", "status", "action", "namespace", "phase"),
+    }
+)
+"""Of items; others are Codex's own notes on them."""
+_ENDED = "aborted"
+"""The result that Codex 0.171 sends for a call without one."""
+
+
+@dataclass(slots=True)
+class _Reply:
+    """What a session says of a reply."""
+
+    facts: dict[str, Any]
+    """Keys of a turn of a record."""
+    read: int | None
+    """The number of the last item that the model had read, where the session tells it."""
+    items: list[dict[str, Any]] = field(default_factory=list)
+    is_cut: bool = False
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one context of the model held."""
+
+    items: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    replies: list[_Reply] = field(default_factory=list)
+    has_ended: bool = True
+    """The last reply: the next item of a model begins another."""
+
+    def add(self, row: SourceRow, item: Mapping[str, Any], model: str | None) -> None:
+        """Take an item that the session recorded."""
+        plain = {
+            key: value for key, value in item.items() if key in _ITEM_FIELDS and value is not None
+        }
+        self.items.append((row.number, plain))
+        if not is_assistants(plain):
+            self.has_ended = True
+            return
+        read = count_or_none(object_of(row.content, "metadata").get("sampled_through_sequence"))
+        if self.has_ended or read != self.replies[-1].read:
+            self.replies.append(_Reply({"model": model, "started_at": row.time()}, read))
+            self.has_ended = False
+        self.replies[-1].items.append(plain)
+
+    def mind_cut(self) -> None:
+        """Remove replies that were cut off within their reasoning, and mark the others.
+
+        What directly follows one continues it: later requests have both as one message.
+        """
+        whole: list[_Reply] = []
+        for reply in self.replies:
+            is_cut = reply.read is not None and "response_id" not in reply.facts
+            if is_cut and all(item.get("type") == "reasoning" for item in reply.items):
+                gone = {id(item) for item in reply.items}
+                self.items = [one for one in self.items if id(one[1]) not in gone]
+                continue
+            reply.is_cut = is_cut
+            if whole and whole[-1].is_cut and self._follows(whole[-1], reply):
+                del whole[-1]
+                reply.is_cut = True
+            whole.append(reply)
+        self.replies = whole
+
+    def answer_calls(self) -> None:
+        """Add the results that Codex sends for calls that have none: a kill ended them.
+
+        The last ones may still run.
+        """
+        answered = {item.get("call_id") for _, item in self.items if not is_assistants(item)}
+        placed: list[tuple[int, dict[str, Any]]] = []
+        ended: list[tuple[int, dict[str, Any]]] = []
+        for line, item in self.items:
+            if not is_assistants(item):
+                placed += ended
+                ended = []
+            placed.append((line, item))
+            id, kind = item.get("call_id"), str(item.get("type"))
+            if is_assistants(item) and id is not None and id not in answered:
+                kind = "custom_tool_call" if kind == "custom_tool_call" else "function_call"
+                output = {"type": f"{kind}_output", "call_id": id, "output": _ENDED}
+                ended.append((line, output))
+        self.items = placed
+
+    def _follows(self, one: _Reply, other: _Reply) -> bool:
+        """Whether nothing came between two replies."""
+        ids = [id(item) for _, item in self.items]
+        return ids.index(id(one.items[-1])) + 1 == ids.index(id(other.items[0]))
+
+    def conversation(self, instructions: str | None) -> Dialogue:
+        """Raises `Unreadable`."""
+        wire = WIRES[_API]
+        lines = iter(self.items)
+        _, pieces = wire.messages_of({"input": [item for _, item in self.items]})
+        placed: list[tuple[int | None, str, Any]] = []
+        if instructions:
+            placed.append((None, "base_instructions", ("system", instructions)))
+        for piece in pieces:
+            line, _ = next(lines)
+            for _ in piece[1:] if isinstance(piece, list) else ():
+                next(lines)
+            placed.append((line, "payload", piece))
+        read = read_messages(_API, placed)
+        return Dialogue(
+            [one for messages in read for one in messages],
+            [reply.facts for reply in self.replies],
+            cut=[n for n, reply in enumerate(self.replies, start=1) if reply.is_cut],
+        )
+
+
+def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
+    parts = [_Part()]
+    meta: Mapping[str, Any] = {}
+    model: str | None = None
+    total: Any = None
+    for row in rows:
+        # The first versions wrote items without anything around them.
+        kind = row.content.get("type") if "payload" in row.content else "response_item"
+        payload = row.content.get("payload", row.content)
+        if not isinstance(payload, dict):
+            raise Unreadable("payload: it must be an object", row.number)
+        match kind:
+            case "session_meta":
+                meta = meta or payload
+            case "turn_context":
+                model = payload.get("model") or model
+            case "response_item" if "type" in payload:
+                parts[-1].add(row, payload, model)
+            case "compacted":
+                parts.append(_after_compaction(row, payload))
+            case "token_usage_record" if parts[-1].replies:
+                facts = parts[-1].replies[-1].facts
+                facts["response_id"] = text_or_none(payload.get("response_id"))
+                _add_usage(facts, object_of(payload, "usage"))
+                parts[-1].has_ended = True
+            case "event_msg":
+                info = object_of(payload, "info")
+                before, total = total, info.get("total_token_usage")
+                if parts[-1].replies and (total is None or total != before):  # else no call is new
+                    _add_usage(parts[-1].replies[-1].facts, object_of(info, "last_token_usage"))
+    if any("response_id" in reply.facts for part in parts for reply in part.replies):
+        for part in parts:
+            part.mind_cut()
+    for part in parts:
+        part.answer_calls()
+    instructions = object_of(meta, "base_instructions").get("text") or meta.get("instructions")
+    *before, last = [part.conversation(instructions) for part in parts if part.items] or [
+        Dialogue([], [])
+    ]
+    for n, one in enumerate(before, start=1):
+        one.key, one.name = f"thread#{n}", BEFORE_COMPACTION
+    last.inner = before
+    version = meta.get("cli_version")
+    return Foreign(
+        last,
+        _API,
+        id=str(meta.get("id") or path.stem),
+        columns={"cwd": str(meta["cwd"])} if "cwd" in meta else {},
+        agent={"name": "codex", "version": None if version is None else str(version)},
+    )
+
+
+def _after_compaction(row: SourceRow, payload: Mapping[str, Any]) -> _Part:
+    part = _Part()
+    history = objects_among(payload.get("replacement_history"))
+    if not history:
+        text = {"type": "input_text", "text": str(payload.get("message"))}
+        history = [{"type": "message", "role": "user", "content": [text]}]
+    for item in history:
+        part.add(row, item, None)
+    part.replies, part.has_ended = [], True  # they are those of the part before
+    return part
+
+
+def _add_usage(reply: dict[str, Any], counts: Mapping[str, Any]) -> None:
+    """The tokens of the last reply, if an event tells them."""
+    if counts and "usage" not in reply:
+        reply["usage"] = usage(
+            counts.get("input_tokens"),
+            counts.get("output_tokens"),
+            counts.get("cached_input_tokens"),
+            written=counts.get("cache_write_input_tokens"),
+            reasoned=counts.get("reasoning_output_tokens"),
+        )
+
+
+def _is_session(row: Mapping[str, Any]) -> bool:
+    return row.get("type") == "session_meta" or {"id", "timestamp", "instructions"} <= row.keys()
+
+
+READER = Reader(_is_session, session=_read)

@@ -1,0 +1,188 @@
+"""Texts of models that hold calls and results in tags.
+
+The dialect of the Hermes and Qwen models (`<tools>`, `<tool_call>`, `<tool_response>`) in the forms
+that public sets have, and the `<function=NAME>` blocks of OpenHands and the Agent Data Protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from batch_trajectories.basics.text import clip
+from batch_trajectories.importing.call_forms import (
+    ForeignCall,
+    calls_of,
+    json_text,
+    parsed,
+    tools_of,
+)
+from batch_trajectories.importing.conversation import Unreadable
+
+CALL = "<tool_call>"
+RESULT = "<tool_response>"
+
+_CALLS = re.compile(r"<tool_call>(?=\s*[\[{])")
+_TOOLS = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+_HERMES = "You are a function calling AI model."
+"""How the system prompt begins that Nous Research published; see `hermes_system_prompt.txt`."""
+_QWEN = "# Tools\n\nYou may call one or more functions"
+"""How the section begins that Qwen's chat template adds to a system prompt."""
+_EXAMPLE = re.compile(r".*?<tool_call>\s*\n.*?\n\s*</tool_call>", re.DOTALL)
+"""What follows the tools in both: how to call them, with an example."""
+_XML_CALL = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
+_XML_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_SHOWN = 40
+
+
+class TaggedReply(NamedTuple):
+    """A reply with its calls taken out of the text."""
+
+    text: str
+    calls: list[ForeignCall]
+
+
+class TaggedResult(NamedTuple):
+    """A result: its call, as far as it names one, its text, and the value that was read."""
+
+    id: str
+    name: str
+    text: str
+    value: Any
+
+
+class TaggedSystem(NamedTuple):
+    """A system prompt without the tools that it offers, None if it offers none."""
+
+    text: str
+    tools: list[dict[str, Any]] | None
+
+
+def has_calls(text: str) -> bool:
+    """Whether a reply holds calls in tags."""
+    return _CALLS.search(text) is not None
+
+
+def read_reply(text: str, place: str) -> TaggedReply:
+    """Take the calls out of a reply. Raises `Unreadable` for what stands between or after them."""
+    begin = _CALLS.search(text)
+    if begin is None:
+        return TaggedReply(text, [])
+    calls: list[ForeignCall] = []
+    for body in _blocks(text[begin.start() :], "tool_call", place):
+        calls += calls_of(body, f"{place}: {CALL}")
+    return TaggedReply(_before(text[: begin.start()]), calls)
+
+
+def read_function_call(text: str, place: str) -> TaggedReply:
+    """Read the text of an entry that is a call: JSON, or words and calls in tags.
+
+    Raises `Unreadable`.
+    """
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            return TaggedReply("", calls_of(text, place))
+        except Unreadable:
+            if not has_calls(text):  # words before them may begin like JSON
+                raise
+    if has_calls(text):
+        return read_reply(text, place)
+    if begin := _XML_CALL.search(text):
+        return _read_xml(text, begin.start(), place)
+    shown = clip(text, max_chars=_SHOWN)
+    raise Unreadable(f"{place}: neither JSON nor a known form of a call: {shown!r}")
+
+
+def _read_xml(text: str, begin: int, place: str) -> TaggedReply:
+    calls = []
+    end = begin
+    for match in _XML_CALL.finditer(text, begin):
+        _refuse_words(text[end : match.start()], place)
+        arguments = {one[1]: one[2] for one in _XML_ARGUMENT.finditer(match[2])}
+        _refuse_words(_XML_ARGUMENT.sub("", match[2]), place)
+        calls.append(ForeignCall("", match[1], json_text(arguments), {}))
+        end = match.end()
+    _refuse_words(text[end:], place)
+    return TaggedReply(_before(text[:begin]), calls)
+
+
+def _refuse_words(text: str, place: str) -> None:
+    if text.strip():
+        shown = clip(text.strip(), max_chars=_SHOWN)
+        raise Unreadable(f"{place}: text between or after its calls: {shown!r}")
+
+
+def _before(text: str) -> str:
+    """The words before calls, which begin on a line of their own."""
+    return text.removesuffix("\n") if text.strip() else ""
+
+
+def read_results(text: str, place: str) -> list[TaggedResult]:
+    """The results of an entry, in its order. Raises `Unreadable`."""
+    if not text.lstrip().startswith(RESULT):
+        return [TaggedResult("", "", text, text)]
+    return [_result(body) for body in _blocks(text, "tool_response", place)]
+
+
+def _result(body: str) -> TaggedResult:
+    try:
+        value = parsed(body, "", keeps_digits=True)
+    except Unreadable:
+        return TaggedResult("", "", body, body)
+    keys = {"tool_call_id", "name", "content"}
+    if isinstance(value, dict) and "content" in value and len(value) > 1 and value.keys() <= keys:
+        content, id, name = value["content"], value.get("tool_call_id"), value.get("name")
+        text = content if isinstance(content, str) else json_text(content)
+        return TaggedResult(str(id or ""), str(name or ""), text, content)
+    return TaggedResult("", "", body, value)
+
+
+def read_system(text: str, place: str) -> TaggedSystem:
+    """The tools of a system prompt, and what it says beside the words of the format.
+
+    Raises `Unreadable` for a list of tools that cannot be read.
+    """
+    match = next((one for one in _TOOLS.finditer(text) if one[1].strip()), None)
+    while match is not None and not match[1].strip().startswith(("[", "{")):
+        match = next((one for one in _TOOLS.finditer(text, match.end()) if one[1].strip()), None)
+    if match is None:
+        return TaggedSystem(text, None)
+    before, after = text[: match.start()], text[match.end() :]
+    tools = tools_of(match[1].strip(), f"{place}: <tools>")
+    own, marker, _ = before.partition(_QWEN)
+    if before.lstrip().startswith(_HERMES):
+        own, marker = "", _HERMES
+    if not marker:
+        return TaggedSystem("\n".join(filter(None, (before.rstrip(), after.lstrip()))), tools)
+    example = _EXAMPLE.match(after)
+    rest = (after[example.end() :] if example else after).removeprefix("\n\n")
+    return TaggedSystem("\n\n".join(one for one in (own.rstrip(), rest) if one.strip()), tools)
+
+
+def _blocks(text: str, tag: str, place: str) -> Iterator[str]:
+    """The bodies between tags; those that are JSON may hold the tags, too. Raises `Unreadable`."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    decoder = json.JSONDecoder()
+    rest = text.strip()
+    while rest:
+        if not rest.startswith(opening):
+            shown = clip(rest, max_chars=_SHOWN)
+            raise Unreadable(f"{place}: text between or after {opening} blocks: {shown!r}")
+        rest = rest.removeprefix(opening)
+        body = rest.lstrip()
+        try:
+            _, end = decoder.raw_decode(body)
+            is_json = body[end:].lstrip().startswith(closing)
+        except (ValueError, RecursionError):
+            is_json = False
+        if is_json:
+            yield body[:end]
+            rest = body[end:].lstrip().removeprefix(closing).lstrip()
+            continue
+        words, found, rest = rest.partition(closing)
+        if not found:
+            raise Unreadable(f"{place}: a {opening} block is not closed")
+        yield words.removeprefix("\n").removesuffix("\n")
+        rest = rest.lstrip()

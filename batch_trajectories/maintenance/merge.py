@@ -1,0 +1,331 @@
+"""Merge several runs of one config into a new run, with one record per task.
+
+The merged runs stay unchanged. The new run is made whole in a hidden directory beside its place,
+its training file included, and then put there by renames. After a kill the same command finishes
+the renames, or starts over; until then no command finds a run.
+
+    .NAME.merging/NAME        the new run
+    .NAME.merging/NAME.jsonl  its training file
+    .NAME.merging/ready.json  all is made and only has to be moved; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.basics.text import first_few, plural
+from batch_trajectories.batch_api.verifying import open_calls
+from batch_trajectories.config.fingerprint import stored_meaning
+from batch_trajectories.config.loading import load_config
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.kept_dataset import link_kept
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.dataset.shards import check_shards
+from batch_trajectories.engine.run_dir import (
+    IMAGES,
+    dataset_of,
+    locked,
+    read_run_json,
+    was_started_here,
+    write_run_json,
+)
+from batch_trajectories.records.failures import read_failure
+from batch_trajectories.records.files import (
+    KEPT_WORKSPACES,
+    AppendFile,
+    link,
+    listed,
+    make_directory,
+    read_json,
+    replace_json,
+    sync_directory,
+    training_file_of,
+)
+from batch_trajectories.records.journal import read_journaled_replies
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.records import RecordFile, lines_from, load_index, parse_record
+from batch_trajectories.records.scores import LABELS
+from batch_trajectories.records.scores import NAME as SCORES
+from batch_trajectories.records.tasks import task_key
+from toolsets.workspace.removal import remove_tree
+
+MakeResults = Callable[[Path, Scan, RunConfig], object]
+"""Writes the training files and the summary of a run."""
+
+_SHOWN = 10
+_NONE = -1, b""
+_READY = "ready.json"
+
+_OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
+"""Keys of the new run's config that differ from those of the first run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of `merge`."""
+
+    path: Path
+    taken: Mapping[Path, int]
+    """Number of records by source."""
+    equal: int
+    """Records that were also in another run, byte for byte."""
+
+    def describe(self) -> str:
+        """A line per run, and the sum."""
+        lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
+        if self.equal:
+            lines.append(f"{self.equal:>9,} of them were equal in two runs and are taken once")
+        return "\n".join([*lines, f"{sum(self.taken.values()):>9,} records in {self.path}"])
+
+
+def common_config(
+    runs: Sequence[tuple[Path, dict[str, Any]]],
+    *,
+    run_name: str,
+    output_dir: Path,
+    dataset_file: Path | None,
+    allow_gaps: bool = False,
+) -> RunConfig:
+    """The config of the run that `runs` (directories with their run.json) are merged into.
+
+    Raises `ConfigError` if they differ in options that affect the data; if they differ in their
+    dataset and no `dataset_file` names one with all rows; or if they are shards and some are
+    missing without `allow_gaps`.
+    """
+    first_path, first = runs[0]
+    for path, identity in runs[1:]:
+        one, other = stored_meaning(first), stored_meaning(identity)
+        if keys := [key for key in one | other if one.get(key) != other.get(key)]:
+            raise ConfigError(
+                f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "
+                "merging them would mix different data"
+            )
+    check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
+    if dataset_file is None:
+        are_shards = first["config"].get("shard") is not None
+        if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
+            raise ConfigError(
+                "the runs have different datasets: give a dataset with all rows by --dataset_file"
+            )
+        if first["dataset"].get("source") is None:
+            dataset_file = Path(first["dataset"]["path"])
+        else:
+            dataset_file = Path(first["config"]["dataset_file"])
+    changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}
+    return load_config(None, {**first["config"], **changed, "shard": None})
+
+
+def _rows_of(dataset: Mapping[str, Any]) -> str:
+    """What two runs have in common if they have the same rows: a file, or what it was made of."""
+    source = dataset.get("source")
+    return str(dataset["path"]) if source is None else str(source["blake2b"])
+
+
+def merge(
+    runs: Sequence[tuple[Path, dict[str, Any]]],
+    config: RunConfig,
+    scan: Scan,
+    *,
+    drop: bool,
+    make: MakeResults,
+) -> Merged:
+    """Write the records and failures of `runs` as the run of `config`, and its results by `make`.
+
+    `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
+    `StorageError`, and `RunDirError` if two runs have different records of a task, a run is
+    damaged, unfinished or named twice, or the new run exists already.
+    """
+    paths = [path.resolve() for path, _ in runs]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise RunDirError(f"{twice[0]}: named twice; name each run once")
+    into = config.run_dir
+    wanted = [[str(path) for path in paths], scan.sha256, drop]
+    beside = into.with_name(f".{into.name}.merging")
+    if not beside.exists():
+        _refuse_existing(into)
+    make_directory(beside, is_inside=False, parents=True)
+    with ExitStack() as stack:
+        stack.enter_context(locked(beside))
+        ready = read_json(beside / _READY)
+        if ready is not None and _put_in_place(beside, into) and ready["wanted"] == wanted:
+            remove_tree(beside)
+            taken = {path: ready["taken"][str(path)] for path, _ in runs}
+            return Merged(into, taken, ready["equal"])
+        is_moved = ready is None and not (beside / into.name).exists()
+        if is_moved and (merged := _merged_before(into, runs)) is not None:
+            remove_tree(beside)  # of which a kill has left the rest
+            return merged
+        try:
+            _refuse_existing(into)
+            for path, _ in runs:
+                stack.enter_context(locked(path))
+                _refuse_unfinished(path, drop=drop)
+            making = beside / into.name
+            # What a killed merge has left.
+            (beside / _READY).unlink(missing_ok=True)
+            training_file_of(making).unlink(missing_ok=True)
+            remove_tree(making)
+            taken, equal = _make(making, runs, config, scan)
+            make(making, scan, config)
+            sources = {str(path): count for path, count in taken.items()}
+            replace_json(beside / _READY, {"wanted": wanted, "taken": sources, "equal": equal})
+        except BaseException:
+            remove_tree(beside)
+            raise
+        if not _put_in_place(beside, into):
+            remove_tree(beside)
+            _refuse_existing(into)
+        remove_tree(beside)
+    return Merged(into, taken, equal)
+
+
+def _merged_before(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> Merged | None:
+    """The run in the place of the new one, if it was merged of the same runs."""
+    try:
+        made_of = read_run_json(into)["history"][-1]["merged"]
+        taken = {path: made["records"] for (path, _), made in zip(runs, made_of, strict=True)}
+    except (RunDirError, LookupError, TypeError, ValueError):
+        return None
+    is_same = [str(path) for path in taken] == [made["path"] for made in made_of]
+    return Merged(into, taken, 0) if is_same else None
+
+
+def _refuse_existing(into: Path) -> None:
+    if into.exists() or training_file_of(into).exists():
+        raise RunDirError(f"{into}: it exists already; give the name of a new run by --into")
+
+
+def _put_in_place(beside: Path, into: Path) -> bool:
+    """Move a run that is ready to its place; steps that an earlier start has made are skipped.
+
+    Returns False where it is not there afterwards: somebody else has put a run there meanwhile, or
+    has removed this one.
+    """
+    made = beside / into.name
+    if not made.exists():
+        return into.exists()
+    if into.exists():
+        return False
+    training = training_file_of(made)
+    if training.exists():
+        training.rename(training_file_of(into))
+    made.rename(into)
+    sync_directory(into.parent)
+    return True
+
+
+def _make(
+    making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
+) -> tuple[dict[Path, int], int]:
+    for directory in (making, making / "inflight", making / "workspaces"):
+        directory.mkdir(mode=0o700)
+    dataset = dataset_of(scan)
+    if dataset["source"] is not None:
+        link_kept(scan.path, making)
+        dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
+    records = RecordFile(making, making / "quarantine")
+    failures = AppendFile(making / "failures.jsonl")
+    taken, equal = _copy(runs, records)
+    for path, _ in runs:
+        for _, line in lines_from(path / "failures.jsonl", 0):
+            if read_failure(line) is not None:
+                failures.append(line)
+    for name in (SCORES, LABELS):
+        if not any((path / name).exists() for path, _ in runs):
+            continue
+        given = AppendFile(making / name)
+        for path, _ in runs:
+            for _, line in lines_from(path / name, 0):
+                given.append(line)
+        given.sync()
+        given.close()
+    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path, _ in runs)):
+        make_directory(making / KEPT_WORKSPACES)
+        link(kept, making / KEPT_WORKSPACES)
+    for file in (records, failures):
+        file.sync()
+        file.close()
+    first = runs[0][1]
+    sources = [{"path": str(path), "records": count} for path, count in taken.items()]
+    identity = {
+        **first,
+        "run_name": config.run_name,
+        "created": time.time(),
+        "config": {**first["config"], **{key: config.to_json()[key] for key in _OWN_KEYS}},
+        "dataset": dataset,
+        "history": [*first["history"], {"at": time.time(), "merged": sources}],
+        IMAGES: dict(chain(*(run.get(IMAGES, {}).items() for _, run in reversed(runs)))),
+    }
+    # The config is that of the first run, but all have the same meaning.
+    write_run_json(making, identity, is_own=all(was_started_here(path) for path, _ in runs))
+    return taken, equal
+
+
+def _refuse_unfinished(path: Path, *, drop: bool) -> None:
+    settled = load_index(path)
+    unfinished = read_journaled_replies(path / "inflight", settled=settled).tasks.values()
+    calls = open_calls(path, settled)
+    if drop or not (unfinished or calls):
+        return
+    turns = sum(replies.turns for replies in unfinished)
+    what = f"{plural(len(unfinished), 'conversation')} with {plural(turns, 'turn')} under way"
+    if not unfinished:
+        what = f"{plural(calls, 'call')} in batches, already paid for"
+    raise RunDirError(
+        f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
+    )
+
+
+def _copy(
+    runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
+) -> tuple[dict[Path, int], int]:
+    """Append the record of each task; refuse if two runs disagree on any."""
+    seen: dict[bytes, tuple[Path, bytes]] = {}
+    taken = {path: 0 for path, _ in runs}
+    differing = []
+    equal = 0
+    for path, _ in runs:
+        for key, record in watched(_counting(path), f"merging {path.name}"):
+            content = hashlib.blake2b(record.line, digest_size=16).digest()
+            if key not in seen:
+                seen[key] = (path, content)
+                taken[path] += 1
+                records.add(record)
+            elif seen[key][1] == content:
+                equal += 1
+            else:
+                differing.append(f"{record.id} in {seen[key][0]} and {path}")
+    if differing:
+        raise RunDirError(
+            f"{len(differing)} tasks have different records in two runs: "
+            f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; merge "
+            "only runs with different rows"
+        )
+    return taken, equal
+
+
+def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
+    """The records of a run that count, in file order, with their task keys."""
+    counting = ((entry.offset, key) for key, entry in load_index(path).counting())
+    upcoming, key = next(counting, _NONE)
+    for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
+        record = parse_record(line)
+        if record is None:
+            raise RunDirError(
+                f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
+            )
+        if offset == upcoming and task_key(record.id, record.input_digest) == key:
+            yield key, record
+            upcoming, key = next(counting, _NONE)
+    if key:
+        index = path / "records.idx"
+        raise RunDirError(f"{index}: does not match records.jsonl; run `verify --repair` first")

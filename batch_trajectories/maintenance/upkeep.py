@@ -1,0 +1,288 @@
+"""Verify a run that is not in progress, and repair it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import orjson
+
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.text import plural
+from batch_trajectories.batch_api.verifying import repair_batches
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.sandboxes import remove_leftover_containers
+from batch_trajectories.dataset.kept_dataset import KeptDataset, keep_dataset
+from batch_trajectories.dataset.scan import Scan, scan, tasks
+from batch_trajectories.dataset.scan_cache import NAME, last_scan
+from batch_trajectories.dataset.shards import parse_shard
+from batch_trajectories.engine.narrowing import refuse_narrowing
+from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of
+from batch_trajectories.engine.run_totals import needed_samples
+from batch_trajectories.engine.supervisor.budget import set_aside_damaged
+from batch_trajectories.maintenance.verify import Report
+from batch_trajectories.maintenance.verify_exports import Problem
+from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
+from batch_trajectories.records.files import (
+    MIRRORED_DATASET,
+    alone_on,
+    is_whole,
+    keep_readable,
+    refuse_links,
+)
+from batch_trajectories.records.journal import Inflight, read_journaled_replies
+from batch_trajectories.records.records import RecordFile, UnreadableRecord, load_index, take_out
+from toolsets.workspace.removal import remove_tree
+
+MakeExports = Callable[[Path, Scan, RunConfig], object]
+"""Writes the training files and summary of the run in a directory."""
+
+_NOT_COPIED = ("exports", "records.idx", "summary.json", "statistics.json", "lock", "run.log")
+"""Derived files, and files that are not part of the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The result of `check`."""
+
+    path: Path
+    records: int
+    """Number of whole records."""
+    found: list[Problem]
+    left: list[Problem]
+    """Problems after the repair; without a repair, those found."""
+    repaired: bool
+    owed: str
+    """The tasks that the same command would run now; see `describe_remaining`."""
+
+    def as_json(self) -> str:
+        """For `--json`."""
+        content = {
+            "run_dir": str(self.path),
+            "clean": not self.left,
+            "records": self.records,
+            "problems": [problem.to_json() for problem in self.found],
+            "left": [problem.to_json() for problem in self.left],
+            "owed": self.owed,
+        }
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2).decode()
+
+    def describe(self) -> str:
+        """For a person: a line per problem, a summary, and the remaining tasks."""
+        lines = [problem.describe() for problem in self.found]
+        if self.repaired:
+            lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
+            lines += [f"left: {problem.describe()}" for problem in self.left]
+        if not self.left:
+            lines.append(f"{self.path}: {plural(self.records, 'record')}, no problems found")
+        elif not self.repaired:
+            lines.append(
+                f"{self.path}: {plural(len(self.left), 'problem')}; --repair fixes what it can"
+            )
+        return "\n".join([*lines, self.owed] if self.owed else lines)
+
+
+def check(
+    path: Path,
+    identity: dict[str, Any],
+    config: RunConfig,
+    *,
+    read_data: bool,
+    repair: bool,
+    make: MakeExports,
+) -> Checked:
+    """Check a run, and repair it if `repair`.
+
+    `read_data` compares the training files with those that `make` writes from the same records.
+    Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
+    written, `ConfigError` if a repair would shorten the training file, and `RunDirError` for a
+    link in a run to be repaired: what it leads to is not the run's.
+    """
+    # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
+
+    remake = make if read_data else None
+    if repair:
+        refuse_links(path)
+        with locked(path):
+            report, scan = _verified(path, identity, config, remake)
+            problems = report.problems
+            if problems:
+                if scan is not None:
+                    refuse_narrowing(path, scan, config, identity, accepted=())
+                repair_run(path, report, config)
+                if scan is not None:
+                    make(path, scan, config)
+                report, scan = _verified(path, identity, config, remake)
+    else:
+        refuse_held(path)
+        report, scan = _verified(path, identity, config, remake)
+        problems = report.problems
+        refuse_held(path)  # if a run has started meanwhile, the result means nothing
+    owed = ""
+    if scan is not None and (report.may_owe or report.problems):
+        owed = describe_remaining(path, scan, config)
+    return Checked(path, report.records, problems, report.problems, repair and bool(problems), owed)
+
+
+def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
+    """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
+    arguments = _scan_arguments(path, identity, config)
+    return last_scan(path / NAME, dataset=identity["dataset"], **arguments)
+
+
+def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
+    """The dataset that `config` names, as JSONL in a temporary directory if it is something else.
+
+    Raises what `keep_dataset` raises.
+    """
+    from batch_trajectories.audit.only_sound import read_sound_rows
+
+    return keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rows=config.rows,
+        rules=_scan_arguments(config.run_dir, identity, config)["rules"],
+        max_samples=config.max_samples,
+        writes=False,
+        with_solutions=config.audit,
+        only=read_sound_rows(config),
+        say=say,
+    )
+
+
+def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The arguments with which the last start of the run in `path` scanned its dataset."""
+    dataset = identity["dataset"]
+    file = Path(dataset["path"])
+    if dataset.get("source") is not None and (path / file.name).exists():
+        file = path / file.name  # the run may have been moved or copied
+    elif not file.exists() and (path / MIRRORED_DATASET).exists():
+        file = path / MIRRORED_DATASET
+    elif not file.exists() and (inside := path / file.parent.name / file.name).exists():
+        file = inside  # of an import or a recording
+    return {
+        "path": file,
+        "max_samples": config.max_samples,
+        "rules": config.row_rules(
+            identity["api"],
+            is_priced=dataset.get("is_priced", True),
+            toolsets=dataset.get("toolsets"),
+        ),
+        "num_samples": config.num_samples,
+        "shard": None if config.shard is None else parse_shard(config.shard),
+    }
+
+
+def _verified(
+    path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
+) -> tuple[Report, Scan | None]:
+    from batch_trajectories.maintenance.verify import verify
+
+    try:
+        # The saved one has digests of itself and of the dataset.
+        scanned = (
+            scan_of(path, identity, config)
+            if make is None
+            else scan(**_scan_arguments(path, identity, config))
+        )
+    except DatasetError as error:
+        return verify(path, identity, str(error), config, made=None), None
+    if make is None:
+        return verify(path, identity, scanned, config, made=None), scanned
+    with _copy_of(path) as made:
+        is_made = True
+        try:
+            make(made, scanned, config)
+        except UnreadableRecord:
+            is_made = False  # verify names these records; without them there is nothing to compare
+        return verify(path, identity, scanned, config, made=made if is_made else None), scanned
+
+
+@contextmanager
+def _copy_of(path: Path) -> Iterator[Path]:
+    """A temporary run directory with links to the data of a run, to make its exports again.
+
+    It is in the system's temporary directory and needs room for the exports.
+    """
+    with TemporaryDirectory(prefix="verify-") as directory:
+        copy = Path(directory) / path.name
+        copy.mkdir()
+        for entry in path.resolve().iterdir():
+            if entry.name not in _NOT_COPIED:
+                (copy / entry.name).symlink_to(entry)
+        yield copy
+
+
+_SHOWN = 20
+
+
+def repair_run(path: Path, report: Report, config: RunConfig) -> None:
+    """Repair the problems in `report` of the run in `path`; the caller holds its lock.
+
+    Raises `StorageError`.
+
+    Unreadable data moves to the quarantine and is never deleted, and nothing readable is lost: of
+    several records of a task the one that counts stays, and the others are set aside. `export` and
+    the next start rebuild derived files.
+    """
+    quarantine = path / "quarantine"
+    for file in stale_files_of(path):
+        file.unlink()
+    # Without an index every record is read, and unreadable ones are set aside.
+    (path / "records.idx").unlink(missing_ok=True)
+    if report.duplicates:
+        take_out(path / "records.jsonl", report.duplicates, quarantine)
+    records = RecordFile(path, quarantine)
+    records.close()
+    settled = Settled(records.take_found(), config.max_attempts)
+    (path / NAME).unlink(missing_ok=True)
+    set_aside_damaged(path)
+    for name in ("scores.jsonl", "verdicts.jsonl"):
+        keep_readable(path / name, quarantine, is_whole)
+    for file in filter(Path.exists, (path / "labels.jsonl", path / "control.jsonl")):
+        with alone_on(file):
+            keep_readable(file, quarantine, is_whole)
+    if (path / "inflight").is_dir():
+        Inflight(path / "inflight").read(settled=settled)
+    leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]
+    repair_batches(
+        path,
+        quarantine,
+        leftovers=[file for file in leftovers if file.parent == path / "batches"],
+        ended=Settled(load_index(path), NO_LIMIT),
+    )
+    for file in leftovers:
+        if file.parent == path / "workspaces":
+            remove_tree(file)
+    remove_leftover_containers(config)
+
+
+def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
+    """The tasks that the same command would run now, in one line; "" if none."""
+    entries = load_index(path)
+    rows, _ = entries.match(scan.keys)
+    remaining = [
+        number
+        for number, (row, ending) in enumerate(zip(rows, entries.endings(rows), strict=True))
+        if ending is None
+        or (ending.status == "failed" and not is_settled(entries.entry(row), config.max_attempts))
+    ]
+    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks
+    samples = needed_samples(path, config, scan, entries, rows, begun=unfinished)
+    if samples is not None:
+        remaining = [number for number in remaining if samples.must_run(number)]
+    if not remaining:
+        return ""
+    named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
+    named += " …" if len(remaining) > _SHOWN else ""
+    line = f"run the same command again to run {plural(len(remaining), 'task')}: {named}"
+    if unfinished:
+        turns = sum(replies.turns for replies in unfinished.values())
+        line += f"; {len(unfinished)} of them resume after {plural(turns, 'saved turn')}"
+    return line

@@ -1,0 +1,157 @@
+"""A directory that follows a mirror: a run that continues elsewhere, or a copy to be read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_trajectories.basics.bucket import Bucket, patiently
+from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.mirror.tail import (
+    DIRECTORY,
+    Extent,
+    LogPart,
+    extents_after,
+    name_of,
+    unpack_part,
+)
+from batch_trajectories.records.files import (
+    MIRROR_NOTE,
+    listed,
+    make_directory,
+    open_own,
+    replace_file,
+)
+from batch_trajectories.records.journal import read_note
+
+
+class Copy:
+    """A directory, and how much of the log of a mirror it has."""
+
+    def __init__(self, path: Path, bucket: Bucket) -> None:
+        """Raises `RunDirError` if the directory belongs to another mirror."""
+        self.path = path
+        self.bucket = bucket
+        note = read_note(path) or {"url": bucket.url, "number": 0, "files": {}}
+        if note["number"] and note["url"] != bucket.url:
+            raise RunDirError(
+                f"{path}: it has another mirror, {note['url']}; use that one, or remove "
+                f"{path / MIRROR_NOTE} to have a new one here"
+            )
+        self.number: int = note["number"]
+        """Of the last part that it has."""
+        self.extents = {name: Extent(*extent) for name, extent in note["files"].items()}
+        self.fetched: set[str] = set(note.get("fetched", ()))
+        """Journals that this machine has not written."""
+        self.last: LogPart | None = None
+        """The last part without its pieces; None if it was not read."""
+
+    def parts(self) -> Iterator[LogPart]:
+        """The parts that the log has beyond this directory; `take` each before the next."""
+        for name, content in self.bucket.after(DIRECTORY, name_of(self.number)):
+            if name != name_of(self.number + 1):
+                raise RunDirError(f"{self._where(self.number + 1)}: it is missing")
+            yield unpack_part(content, self._where(self.number + 1))
+
+    def take(self, part: LogPart, *, writes: bool) -> None:
+        """Count the next part; with `writes`, bring its files here. Raises `RunDirError`."""
+        if part.is_new and writes:
+            for name in self.extents:
+                (self.path / name).unlink(missing_ok=True)
+        self.extents = extents_after(self.extents, part, self._where(self.number + 1))
+        for piece in part.pieces if writes else ():
+            path = self.path / piece.name
+            if path.parent != self.path:
+                make_directory(path.parent)
+            flags = os.O_WRONLY | os.O_CREAT | (0 if piece.at else os.O_TRUNC)
+            with os.fdopen(open_own(path, flags), "wb") as file:
+                file.seek(piece.at)
+                file.write(piece.content)
+                file.truncate()
+            if piece.name.startswith("inflight/"):
+                self.fetched.add(piece.name)
+        for name in part.gone if writes else ():
+            (self.path / name).unlink(missing_ok=True)
+        self.number += 1
+        self.last = part._replace(pieces=())
+
+    def catch_up(self) -> None:
+        """Bring what the log has more, and keep that. Raises `RunDirError`, `BucketFailed`."""
+        before = self.number
+        for part in self.parts():
+            self.take(part, writes=True)
+        if self.number > before:
+            os.sync()  # the note must not say more than is there
+            self.save()
+
+    def save(self, **more: Any) -> None:
+        """Write the note in the directory; `more` are further entries."""
+        note = {
+            "url": self.bucket.url,
+            "number": self.number,
+            "files": {name: [*extent] for name, extent in self.extents.items()},
+            "fetched": sorted(self.fetched & self.extents.keys()),
+            **more,
+        }
+        if self.last is not None:
+            note["last"] = {"holder": self.last.holder, "is_end": self.last.is_end}
+        replace_file(self.path / MIRROR_NOTE, orjson.dumps(note) + b"\n")
+
+    def _where(self, number: int) -> str:
+        return f"{self.bucket.url}/{DIRECTORY}/{name_of(number)}"
+
+
+def url_of_run(mirror: str, run_name: str) -> str:
+    """Where the mirror of a run is, below the URL that `--mirror` names."""
+    return f"{mirror.rstrip('/')}/{run_name}"
+
+
+def bring(mirror: str, run_dir: Path) -> None:
+    """Bring a run to a directory of its own name that has none of it yet.
+
+    So that a start finds its dataset and config as the first start left them. The start that
+    follows takes the lease.
+    """
+    if (run_dir / "run.json").exists():
+        return
+    copy = Copy(run_dir, Bucket(url_of_run(mirror, run_dir.name)))
+    make_directory(run_dir, is_inside=False, parents=True)
+    with _alone(run_dir):
+        patiently(copy.catch_up)
+
+
+def copy_of(url: str) -> Path:
+    """The directory, below the user's cache, of the copy of a mirrored run; brought up to date.
+
+    Raises `RunDirError` if there is no run, and `BucketFailed`.
+    """
+    url = url.rstrip("/")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = blake2b(url.encode(), digest_size=6).hexdigest()
+    path = cache / "batch-trajectories" / "mirrors" / key / url.rpartition("/")[2]
+    bucket = Bucket(url)
+    make_directory(path, is_inside=False, parents=True)
+    with _alone(path):
+        copy = Copy(path, bucket)
+        patiently(copy.catch_up)
+    if not listed(path / "inflight") and not (path / "run.json").exists():
+        raise RunDirError(f"{url}: no run here; give the URL of --mirror, '/' and the run's name")
+    return path
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait for other processes that bring parts to this directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,240 @@
+"""A worker in a Ray actor, on any node.
+
+Ray starts it on a node with resources. It exchanges the same messages with the parent as a local
+worker, over a TCP connection instead of a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
+from pathlib import Path
+
+import orjson
+
+from batch_trajectories.basics.errors import RunError, machine_failure
+from batch_trajectories.basics.process import hide_environment
+from batch_trajectories.config.sandboxes import problem_of_sandbox, remove_leftover_containers
+from batch_trajectories.engine.messages import WorkerSetup, pack
+from batch_trajectories.engine.worker.worker import run_worker
+from batch_trajectories.records.files import listed
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The parent's first message to a worker that has connected and runs the same code.
+
+    It is pickled. Workers unpickle only this message, over an authenticated connection; the
+    parent unpickles nothing, as workers send JSON and bytes.
+    """
+
+    setup: WorkerSetup
+    run_token: str
+    """Identifies the run among all that use a node."""
+    lock: bytes
+    """The content of the run directory's lock file, to recognize the directory."""
+    environment: Mapping[str, str]
+    """The parent's environment if it started the cluster on its machine; else empty."""
+    cwd: Path
+    sent_at: float
+    """The parent's monotonic clock when it sent this."""
+
+
+class RayWorkerActor:
+    """The class of the actors."""
+
+    def run(self, host: str, port: int, key: bytes, number: int) -> None:
+        """Work until the parent sends exit or is gone."""
+        # The parent may have blocked them so that Ctrl-C does not end the cluster first.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        hide_environment()
+        connection = connect((host, port), key)
+        asked_at = time.monotonic()
+        hello = {"number": number, "host": socket.gethostname(), "code": code_digest()}
+        connection.send_bytes(orjson.dumps(hello))
+        try:
+            welcome: Welcome = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return  # this code differs from the parent's, which reports it to the user
+        name = f"worker-{number} on {hello['host']}"
+        multiprocessing.current_process().name = name  # for the log
+        offset_s = welcome.sent_at - (asked_at + time.monotonic()) / 2
+        os.environ.update(welcome.environment)
+        with contextlib.suppress(OSError):
+            os.chdir(welcome.cwd)
+        _work(connection, welcome, replace(welcome.setup, clock_offset_s=offset_s))
+        connection.close()
+
+
+def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
+    try:
+        if not setup.is_remote:
+            _check_shares(setup.run_dir, welcome.lock)
+            _check_sandbox(setup)
+            if run_worker(connection, setup):
+                remove_leftover_containers(setup.config)
+            return
+        scratch = _scratch(setup, welcome.run_token)
+        config = setup.config.model_copy(update={"output_dir": scratch})
+        place = _name_of(scratch)
+        setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
+        workspaces = setup.run_dir / "workspaces"
+        workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_sandbox(setup)
+        if run_worker(connection, setup):
+            # What is left is of conversations that continued on other nodes.
+            for workspace in listed(workspaces):
+                shutil.rmtree(workspace, ignore_errors=True)
+            remove_leftover_containers(config)
+            shutil.rmtree(scratch, ignore_errors=True)
+    except Exception as error:
+        failure = machine_failure(error)
+        if failure is None and not isinstance(error, RunError | ImportError | OSError | ValueError):
+            raise
+        # The next worker on this node would fail in the same way.
+        message = f"{multiprocessing.current_process().name}: {failure or error}"
+        connection.send_bytes(pack("halt", message=message))
+
+
+def _check_sandbox(setup: WorkerSetup) -> None:
+    """Refuse to work on a node that lacks what commands or agents need, before any call."""
+    if setup.provenance.sandbox is not None and (problem := problem_of_sandbox(setup.config)):
+        raise ValueError(problem)
+    if setup.config.agent is not None:
+        from batch_trajectories.engine.worker.agent_program import check_agent_of_node
+
+        check_agent_of_node(setup.config)
+
+
+def _check_shares(run_dir: Path, lock: bytes) -> None:
+    try:
+        content = (run_dir / "lock").read_bytes()
+    except OSError:
+        content = b""
+    if content != lock:
+        raise ValueError(
+            f"the run directory {run_dir} is not here: mount its storage at the same path on "
+            "every node, or leave --ray_storage=shared out"
+        )
+
+
+def _scratch(setup: WorkerSetup, run_token: str) -> Path:
+    """The directory for the run's files on this node, shared by its workers."""
+    own = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = own.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077 or own.is_symlink():
+        raise ValueError(
+            f"{own}: not a private directory of this user; remove it, or set another TMPDIR"
+        )
+    scratch = own / run_token
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    return scratch
+
+
+def _name_of(scratch: Path) -> str:
+    """A unique name of this storage: containers may have the same host names and paths."""
+    mark, mine = scratch / "place", scratch / f".{uuid.uuid4().hex}"
+    mine.write_text(uuid.uuid4().hex)
+    with contextlib.suppress(FileExistsError):
+        os.link(mine, mark)  # atomic, and only the first worker succeeds
+    mine.unlink()
+    return mark.read_text()
+
+
+_PACKAGES = ("agent", "batch_trajectories", "toolsets")
+"""The packages that a worker imports."""
+
+
+def code_digest() -> str:
+    """16 hex digits over the modules of workers."""
+    root = Path(__file__).parents[4]
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+_HANDSHAKE_S = 20
+_SILENT_S, _PROBE_EVERY_S, _PROBES = 10, 5, 4
+"""A lost machine is noticed after 30 seconds."""
+
+
+def listen(host: str) -> Listener:
+    """Listen on a free port of `host`."""
+    return Listener((host, 0), backlog=1024)
+
+
+def welcome(connection: Connection, key: bytes) -> bool:
+    """Check that a peer knows `key`, and prove the same to it; False if it does not."""
+    with _socket_of(connection) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_S, 0))
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+            _tune(raw)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+            return False
+    return True
+
+
+def connect(address: tuple[str, int], key: bytes) -> Connection:
+    """Connect to a listener. Raises `OSError` or `AuthenticationError`.
+
+    Both sides prove that they know the run's key, which is random for each start. Later messages
+    are neither authenticated nor encrypted, like all traffic of a Ray cluster.
+    """
+    connection: Connection = Client(address, authkey=key)
+    with _socket_of(connection) as raw:
+        _tune(raw)
+    return connection
+
+
+def hang_up(connection: Connection) -> None:
+    """Shut down a connection that other threads use: they get an end of file."""
+    with contextlib.suppress(OSError), _socket_of(connection) as raw:
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+def _tune(raw: socket.socket) -> None:
+    # Else the second part of a message waits for the acknowledgment of the first.
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _SILENT_S),
+        ("TCP_KEEPINTVL", _PROBE_EVERY_S),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", (_SILENT_S + _PROBE_EVERY_S * _PROBES) * 1000),
+    ):
+        if option := getattr(socket, name, None):  # only Linux has all of them
+            raw.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))

@@ -1,0 +1,181 @@
+"""The supervisor's handle of a worker that is a Ray actor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from batch_trajectories.engine.executor import WorkerHandle
+from batch_trajectories.engine.messages import WorkerSetup, pack, unpack
+from batch_trajectories.ray_cluster.actor import Welcome, hang_up
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.journal import JournalWriter
+
+log = logging.getLogger(__name__)
+
+_SYNC_EVERY_S = 0.1
+"""The journals of all workers share the driver's disk and CPU."""
+
+_EVENTS, _LOG = pack("events")[:16], pack("log")[:13]
+"""The beginnings of messages that are handled here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all workers of a start share."""
+
+    key: bytes
+    address: Any
+    code: str
+    inflight: Path
+    is_remote: bool
+    token: str
+    lock: bytes
+    environment: Mapping[str, str]
+    log_fd: int
+
+
+@dataclass(eq=False, kw_only=True)
+class RayWorker(WorkerHandle):
+    """A worker in a Ray actor. If it does not share the run directory, its journal is written
+    here: by the thread that receives its events, which then acknowledges them."""
+
+    setup: WorkerSetup
+    run: Run
+    actor: Any
+    ended: Any
+    """Ray's reference to the result of its work."""
+    is_gone: bool = False
+    _connection: Connection | None = None
+    _journal: JournalWriter | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Guards `is_gone` and the journal."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """See `WorkerHandle`."""
+        return self._connection is None
+
+    def attach(self, connection: Connection, hello: Mapping[str, Any]) -> None:
+        """Its process has connected and introduced itself."""
+        if hello["code"] != self.run.code:
+            message = (
+                f"node {hello['host']} has another version of this program ({hello['code']}, here "
+                f"{self.run.code}): install the same version there, or submit it with the job"
+            )
+            self.inbox.put((self, pack("halt", message=message)))
+            connection.close()
+            return
+        setup = replace(self.setup, is_remote=self.run.is_remote)
+        with self._lock:
+            if self.is_gone or self._connection is not None:
+                connection.close()
+                return
+            if self.run.is_remote:
+                self._journal = JournalWriter(
+                    self.run.inflight,
+                    self.number,
+                    on_storage_error=self._on_storage_error,
+                    sync_every_s=_SYNC_EVERY_S,
+                )
+            self._connection = connection
+        self.name = f"{self.name} on {hello['host']}"
+        self.heard_at = time.monotonic()
+        welcome = Welcome(
+            setup=setup,
+            run_token=self.run.token,
+            lock=self.run.lock,
+            environment=self.run.environment,
+            cwd=Path.cwd(),
+            sent_at=time.monotonic(),
+        )
+        try:
+            connection.send_bytes(pickle.dumps(welcome))
+        except OSError:
+            log.warning("%s disconnected at once", self.name)  # the listening thread notices, too
+        self._move_bytes(connection)
+
+    def end(self, why: str | None) -> None:
+        """It has ended, or counts as ended: later messages are ignored."""
+        with self._lock:
+            if self.is_gone:
+                return
+            self.is_gone = True
+            self.last_words = why
+            connection = self._connection
+        if connection is None:
+            self.inbox.put((self, None))
+        else:
+            hang_up(connection)
+
+    def is_alive(self) -> bool:
+        """See `WorkerHandle`."""
+        return not self.is_gone
+
+    def kill(self) -> None:
+        """See `WorkerHandle`. A process that cannot be reached ends when its connection breaks."""
+        self._end_actor()
+        self.end(None)
+
+    def reap(self) -> None:
+        """See `WorkerHandle`."""
+        self.end(None)
+        self._outbox.put(None)
+        self._end_actor()
+        for thread in self._threads:
+            thread.join()
+        if self._connection is not None:
+            self._connection.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def durable(self, keys: Sequence[bytes]) -> None:
+        """See `WorkerHandle`."""
+        if self._journal is not None:
+            with self._lock:
+                for key in keys:
+                    self._journal.finish(key)
+        super().durable(keys)
+
+    def _heard(self, message: bytes) -> None:
+        if message.startswith(_EVENTS):
+            self._keep(*unpack(message))
+        elif message.startswith(_LOG):
+            with suppress(OSError):  # the run continues without its log
+                os.write(self.run.log_fd, unpack(message)[1])
+        else:
+            super()._heard(message)
+
+    def _keep(self, header: Mapping[str, Any], lines: bytes) -> None:
+        assert self._journal is not None
+        assert self._connection is not None
+        try:
+            with self._lock:
+                self._journal.append_lines(map(bytes.fromhex, header["keys"]), lines)
+        except StorageError as error:
+            self._on_storage_error(error)
+            return
+        # From this thread: a message through the other one costs twice as much.
+        with suppress(OSError), self._sending:
+            self._connection.send_bytes(pack("kept", number=header["number"]))
+
+    def _on_storage_error(self, error: StorageError) -> None:
+        self.inbox.put((self, pack("halt", message=str(error))))
+
+    def _end_actor(self) -> None:
+        try:
+            ray.kill(self.actor, no_restart=True)
+        except Exception as error:
+            # Of any class: the cluster itself may be shutting down.
+            log.warning("%s: Ray cannot end it: %s", self.name, error)

@@ -1,0 +1,507 @@
+"""The server of a recording: a session of model calls becomes a record.
+
+A session begins with its first model call. It ends by silence, by a call (DELETE /sessions/NAME),
+or with the recording. What a crash interrupts continues when the same name comes back, else its
+record is made once it has been silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import orjson
+from aiohttp import web
+
+from agent.gateway.relay import CallLimits, Relay
+from agent.gateway.server import Gateway, body_of, key_of, server_of
+from agent.loop.rules import Finish, ending_of_refusal
+from agent.messages.message import Event, Message, reply_in
+from agent.models.conversation_id import id_of_task
+from agent.models.errors import ModelError
+from agent.state.trajectory import Status, Trajectory
+from agent.wires.lines import lines_of
+from agent.wires.wire import WireError
+from agent.wires.wires import WIRES, wires_of
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
+from batch_trajectories.basics.text import plural
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.scan import Scan, scan, task_of, tasks
+from batch_trajectories.engine.parser_signs import WARNING_OF_THOUGHT, parser_signs, warning_of_call
+from batch_trajectories.engine.record import Provenance, as_stored, make_record, tokens_missing
+from batch_trajectories.recording.upstream import Models, Upstream
+from batch_trajectories.records.failures import Failure, FailureFile
+from batch_trajectories.records.files import AppendFile, StorageError, make_directory, repair_tail
+from batch_trajectories.records.journal import Inflight, JournalWriter
+from batch_trajectories.records.records import RecordFile
+from batch_trajectories.records.tasks import Task
+
+# The sessions of a recording: each is a row of its dataset, and becomes a record.
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_OF_PATH = re.compile(r"/sessions/([^/?]+)(/[^?]*)?(\?.*)?")
+
+DEFAULT = "session"
+"""The session of requests that name none."""
+
+
+class BadName(ValueError):
+    """Not a valid name for a session."""
+
+
+def session_of(request: web.BaseRequest) -> tuple[str, str]:
+    """The session that a request belongs to, and its path within it.
+
+    Sessions are named by the path, /sessions/NAME/..., or else by the API key, of which only a
+    digest is kept. Raises `BadName`.
+    """
+    path = request.raw_path
+    if match := _OF_PATH.fullmatch(path):
+        name, rest, query = match.groups()
+        if not _NAME.fullmatch(name):
+            raise BadName(
+                f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"
+            )
+        return name, (rest or "/") + (query or "")
+    key = key_of(request)
+    if not key:
+        return DEFAULT, path
+    return f"key-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}", path
+
+
+class SessionFile:
+    """`sessions.jsonl`: the dataset of a recording, one row per session, with its first prompt."""
+
+    def __init__(self, path: Path, rules: RowRules, quarantine: Path) -> None:
+        """Open the file, and create it if it is new. Raises `StorageError`."""
+        make_directory(path.parent, is_inside=False, parents=True)
+        self.path = path
+        self._rules = rules
+        repair_tail(path, quarantine)
+        self._file = AppendFile(path)
+        self._seen: Counter[str] = Counter()
+        self.tasks = list(tasks(self.scan()))
+        """The rows of all sessions so far."""
+        for task in self.tasks:
+            self._seen[task.columns["id"]] += 1
+
+    def scan(self) -> Scan:
+        """The file as a dataset; it may be empty."""
+        return scan(self.path, max_samples=None, rules=self._rules, may_be_empty=True)
+
+    def begin(self, name: str, prompt: str) -> Task:
+        """A new session, on disk. A name that was used before gets a number."""
+        self._seen[name] += 1
+        columns = {"id": name, "prompt": prompt}
+        self._file.append(exact_json.dumps(columns, option=orjson.OPT_APPEND_NEWLINE))
+        return task_of(columns, self._rules, occurrence=self._seen[name])
+
+    def sync(self) -> None:
+        """Make the rows survive a power loss."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.5
+_TELL_S = 5.0
+"""Most programs make their next call sooner."""
+_TOLD_EVERY_S = 0.05
+
+
+class Session:
+    """One conversation under way."""
+
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        gateway: Gateway,
+        trajectory: Trajectory,
+    ) -> None:
+        self.name = name
+        self.task = task
+        self.gateway = gateway
+        self.trajectory = trajectory
+        self.heard_at = time.monotonic()
+        self.watcher: asyncio.Task[None] | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last request; 0 while a call is in flight."""
+        return 0.0 if self.gateway.relay.in_flight else time.monotonic() - self.heard_at
+
+
+class Recorder:
+    """Records sessions until it is stopped. Needs a running event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        models: Models,
+        upstream: Upstream,
+        *,
+        sessions: SessionFile,
+        records: RecordFile,
+        failures: FailureFile,
+        inflight: Inflight,
+        journal: JournalWriter,
+        provenance: Provenance,
+        run_key: str,
+        silence_s: float,
+        say: Callable[[str], object],
+    ) -> None:
+        self._config = config
+        self._rules = config.row_rules(models.settings.api)
+        self._models = models
+        self._upstream = upstream
+        self._file = sessions
+        self._records = records
+        self._failures = failures
+        self._inflight = inflight
+        self._journal = journal
+        self._provenance = provenance
+        self._run_key = run_key
+        self._silence_s = silence_s
+        self._say = say
+        self._said: set[str] = set()
+        self._sessions: dict[str, Session] = {}
+        self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
+        """Answers requests outside sessions: probes, and requests that are not calls."""
+        self._is_stopping = False
+        self._told: set[str] = set()
+        """The sessions that got an answer since the recording was to stop."""
+        self.stopped = asyncio.Event()
+        self.stopped_by: str | None = None
+        """Why the recording cannot continue; its sessions stay as they are."""
+
+    def take_up(self, tasks: Sequence[Task]) -> None:
+        """Continue the sessions that an earlier start has left."""
+        for task in tasks:
+            events = self._inflight.events(task.key)
+            self._open(task.columns["id"], task, events)
+
+    async def serve(self, host: str, port: int) -> None:
+        """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
+        loop = asyncio.get_running_loop()
+        server = server_of(self._handle)
+        try:
+            listener = await loop.create_server(server, host, port)
+        except OSError as error:
+            number = error.errno or 0  # negative where a name has no address
+            why = os.strerror(number) if number > 0 else error
+            raise EnvironmentStop(
+                f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
+            ) from error
+        place, number = listener.sockets[0].getsockname()[:2]
+        self._say(f"recording at http://{place}:{number}; Ctrl-C ends the recording")
+        try:
+            while not self.stopped.is_set():
+                await self._end_silent()
+                try:
+                    async with asyncio.timeout(_LOOK_EVERY_S):
+                        await self.stopped.wait()
+                except TimeoutError:
+                    continue
+            if self.stopped_by is not None:
+                await self._tell_all()
+        finally:
+            self._is_stopping = True
+            listener.close()
+            if self.stopped_by is not None:
+                self._upstream.stop()
+            try:
+                await self._leave_all()
+            finally:
+                server.pre_shutdown()
+                await server.shutdown(1.0)
+
+    async def _tell_all(self) -> None:
+        """Refuse calls for a moment, so that programs learn why the recording stops.
+
+        A closed connection would say nothing. It ends early once all open sessions have asked.
+        """
+        self._upstream.stop()
+        until = time.monotonic() + _TELL_S
+        while time.monotonic() < until and not all(map(self._is_told, self._sessions.values())):
+            await asyncio.sleep(_TOLD_EVERY_S)
+
+    def _is_told(self, session: Session) -> bool:
+        return session.name in self._told or session.gateway.relay.ended.is_set()
+
+    async def _leave_all(self) -> None:
+        """Leave all sessions at the same time; raise the first failure once none is at work."""
+        left = map(self._leave, [*self._sessions.values()])
+        for failure in await asyncio.gather(*left, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    def stop(self) -> None:
+        """End the recording: all sessions become records."""
+        self.stopped.set()
+
+    def halt(self, reason: str) -> None:
+        """Stop the recording; the next start resumes its sessions."""
+        if self.stopped_by is None:
+            self.stopped_by = reason
+        self._is_stopping = True
+        self.stopped.set()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            name, path = session_of(request)
+        except BadName as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        if request.method == "DELETE" and path.rstrip("/") in ("", "/session"):
+            return await self._end_by_call(request, name)
+        session = self._sessions.get(name)
+        if session is None and not self._is_stopping:
+            prompt = await _prompt_of(request, path)
+            session = self._sessions.get(name)  # another request may have begun it meanwhile
+            if session is None and prompt is not None:
+                session = self._open(name, self._file.begin(name, prompt), [])
+        if session is None:
+            return await self._lobby.handle(request, path)
+        session.heard_at = time.monotonic()
+        try:
+            return await session.gateway.handle(request, path)
+        finally:
+            session.heard_at = time.monotonic()
+            if self.stopped_by is not None:
+                self._told.add(name)
+
+    def _open(self, name: str, task: Task, events: list[Event]) -> Session:
+        trajectory = self._rules.read(task.columns).trajectory(events)
+        assignment = self._inflight.next_assignment(task.key)
+        positions = itertools.count(len(events))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                assignment=assignment,
+                position=next(positions),
+            )
+            if self._config.token_ids and (reply := reply_in(event)):
+                self._say_once(tokens_missing(reply))
+
+        conversation = id_of_task(self._run_key, task.key)
+        gateway = self._gateway(task.id, trajectory, journal, conversation)
+        session = Session(name, task, gateway, trajectory)
+        session.watcher = asyncio.create_task(self._watch(session))
+        self._sessions[name] = session
+        return session
+
+    def _say_once(self, message: str | None) -> None:
+        if message is not None and message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+    def _gateway(
+        self,
+        name: str,
+        trajectory: Trajectory,
+        journal: Callable[[Event], None],
+        conversation: str = "",
+    ) -> Gateway:
+        options = self._config.agent_options
+        relay = Relay(
+            route=self._upstream.route,
+            trajectory=trajectory,
+            journal=journal,
+            # `max_turns` has a default, which is for conversations of this program.
+            limits=CallLimits.of(options, has_turn_limit="max_turns" in options.given()),
+            is_stopping=lambda: self._is_stopping,
+            why_stopping=lambda: self.stopped_by,
+            ends_with=partial(self._stops_recording, name),
+            is_live=True,  # somebody may watch
+            conversation=conversation,
+        )
+        return Gateway(relay, wires=tuple(WIRES), models=self._upstream.list_models)
+
+    def _stops_recording(self, name: str, error: ModelError) -> bool:
+        log.warning("%s: a call failed: %s: %s", name, error.kind, error)
+        return not error.was_passed_on and self._upstream.has_failed(error)
+
+    async def _watch(self, session: Session) -> None:
+        """Stop the recording where a failure is not the session's own."""
+        await session.gateway.relay.ended.wait()
+        failure = session.gateway.relay.failure
+        if isinstance(failure, ModelError) and self._upstream.has_failed(failure):
+            self.halt(self._upstream.calls.describe(failure))
+        elif isinstance(failure, StorageError | HostError):
+            self.halt(str(failure))
+
+    async def _end_by_call(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
+        """DELETE /sessions/NAME, or /session with its key; the body can set status and reason."""
+        session = self._sessions.get(name)
+        if session is None:
+            return web.json_response({"error": {"message": f"no session {name!r}"}}, status=404)
+        content = await request.read()
+        try:
+            given = exact_json.loads(content or b"{}")
+            status, reason = given.get("status", ""), given.get("reason")
+        except (exact_json.JSONDecodeError, AttributeError):
+            status = reason = None
+        if status not in ("", *get_args(Status)) or not isinstance(reason, str | None):
+            message = f"status must be one of {', '.join(get_args(Status))}, and reason a text"
+            return web.json_response({"error": {"message": message}}, status=400)
+        end = Finish(status, reason) if status else None
+        record = await self._end(session, end, done=Finish("completed", reason))
+        if record is None:
+            message = "the recording is stopping; the session continues at its next start"
+            return web.json_response({"error": {"message": message}}, status=409)
+        facts = {name: record[name] for name in ("id", "status", "api_calls", "cost_usd")}
+        return web.json_response(facts)
+
+    async def _end_silent(self) -> None:
+        silent = [one for one in self._sessions.values() if one.silent_s > self._silence_s]
+        await asyncio.gather(*(self._end(session) for session in silent))
+
+    async def _leave(self, session: Session) -> None:
+        if self.stopped_by is None:
+            await self._end(session)
+            return
+        try:
+            await self._closed(session)
+        except Exception as error:
+            log.info("%s: stays in the journal: %s", session.task.id, error)
+
+    async def _closed(self, session: Session) -> None:
+        """Wait for the calls of a session, but not longer than `grace_s` if the recording ends."""
+        if session.watcher is not None:
+            session.watcher.cancel()
+        try:
+            async with asyncio.timeout(self._config.grace_s if self._is_stopping else None):
+                await session.gateway.close()
+        except TimeoutError:
+            log.warning("%s: ended before its last call was answered", session.task.id)
+
+    async def _end(
+        self, session: Session, end: Finish | None = None, done: Finish | None = None
+    ) -> dict[str, Any] | None:
+        """Make a session a record; None if it has to stay for the next start.
+
+        `end` is how it ended, by its program; `done` counts unless its last reply was cut off, or
+        was none and the call after it failed.
+        """
+        if self._sessions.get(session.name) is not session:
+            return None
+        del self._sessions[session.name]
+        task, failure = session.task, None
+        try:
+            await self._closed(session)
+        except ModelError as error:
+            if self._upstream.has_failed(error):
+                self.halt(self._upstream.calls.describe(error))
+                return None
+            failure = self._failure(task, error.kind, str(error))
+            end = Finish("failed")
+        except Stopped:
+            return None
+        except (StorageError, HostError) as error:
+            self.halt(str(error))
+            return None
+        relay = session.gateway.relay
+        end = relay.ending or end or _ending(session, done)
+        refusal = relay.last_refusal
+        if refusal is not None and not _has_replies(session):
+            failure = self._failure(task, refusal.kind, refusal.message)
+            end = Finish("failed")
+        if end.status == "failed" and failure is None:
+            message = end.reason or "the program that held the session says that it failed"
+            failure = self._failure(task, "session_failed", message)
+        record = make_record(
+            task,
+            session.trajectory,
+            end=end,
+            spec=self._rules.read(task.columns).spec,
+            setup=self._models.setup,
+            failure=failure,
+            attempt=self._config.max_attempts,
+            provenance=self._provenance,
+        )
+        if failure is not None:
+            self._failures.append(failure)
+            self._failures.sync()
+        self._file.sync()
+        self._records.add(as_stored(record))
+        self._records.sync()
+        self._journal.finish(task.key)
+        self._inflight.finish(task.key)
+        if (signs := parser_signs(record)) is not None:
+            self._say_once(warning_of_call(signs["call"]) if signs["call"] else None)
+            self._say_once(WARNING_OF_THOUGHT if signs["thought"] else None)
+        self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
+        return record
+
+    def _failure(self, task: Task, error_class: str, message: str) -> Failure:
+        # A program of someone else's cannot be started again: this was the last attempt.
+        attempt = self._config.max_attempts
+        return Failure(task.id, task.input_digest, attempt, error_class, message)
+
+
+def _refuse(event: Event) -> None:
+    raise AssertionError(f"{event['kind']}: belongs to no session")
+
+
+async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
+    """The first text of the user in a model call; None if the request is not a call."""
+    wires = wires_of(WIRES)
+    wire = next((w for w in wires if w.operation(request.method, path) == "call"), None)
+    if wire is None:
+        return None
+    try:
+        body = exact_json.loads(await body_of(request))
+        parsed = wire.read(path, body) if isinstance(body, dict) else None
+    except (exact_json.JSONDecodeError, WireError, web.HTTPRequestEntityTooLarge):
+        return None
+    return None if parsed is None else _first_text(parsed.messages) or "(no text)"
+
+
+def _first_text(messages: Sequence[Message]) -> str:
+    return next((one["content"] for one in messages if one["role"] == "user"), "").strip()
+
+
+def _has_replies(session: Session) -> bool:
+    calls = session.trajectory.agent_calls
+    return calls is not None and bool(calls.exchanges)
+
+
+def _ending(session: Session, done: Finish | None) -> Finish:
+    """The ending of a session whose program did not give one; see `Recorder._end`."""
+    calls = session.trajectory.agent_calls
+    prompt = session.task.columns["prompt"]
+    main = None if calls is None else lines_of(calls, prompt).main
+    if calls is None or main is None:
+        return done or Finish("cancelled", "it ended before its first reply")
+    reply = calls.exchanges[main.numbers[-1]]["reply"]
+    match reply["finish_reason"]:
+        case "length" | "refusal" | "context_exceeded" as cut:
+            return Finish(cut)
+    last = session.gateway.relay.last_refusal
+    if last is not None and (end := ending_of_refusal(last.kind, last.message)) is not None:
+        return end
+    if done is not None and last is None:
+        return done
+    if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
+        why = "" if last is None else f"; its last call failed: {last.kind}: {last.message}"
+        return Finish("cancelled", f"it ended before a final answer{why}")
+    return done or Finish("completed")

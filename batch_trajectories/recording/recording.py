@@ -1,0 +1,206 @@
+"""One start of a recording, from its config to the end of all sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batch_trajectories.api.start import RunEnd, end_of, write_results
+from batch_trajectories.basics.process import (
+    allow_many_files,
+    collect_garbage_rarely,
+    hide_environment,
+    log_to,
+    settings_restored,
+)
+from batch_trajectories.basics.text import first_few
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.config.models import budget_of
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.scan import Scan, scan
+from batch_trajectories.engine.record import Provenance
+from batch_trajectories.engine.run_dir import RunDir, open_run_dir
+from batch_trajectories.engine.supervisor.budget import BudgetLog, set_aside_damaged, spent_before
+from batch_trajectories.engine.supervisor.run import Outcome
+from batch_trajectories.recording.recorder import Recorder, SessionFile
+from batch_trajectories.recording.upstream import Models, Upstream
+from batch_trajectories.records.failures import FailureFile, Settled
+from batch_trajectories.records.files import StorageError
+from batch_trajectories.records.journal import Inflight, JournalWriter, next_worker_number
+from batch_trajectories.records.records import RecordFile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a recording listens, and when its sessions end by themselves."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    silence_s: float = 600.0
+
+
+def sessions_of(run_dir: Path) -> Path:
+    """The dataset of a recording."""
+    return run_dir / "sessions" / "sessions.jsonl"
+
+
+def open_recording(
+    config: RunConfig, models: Models, *, fresh: bool, accept_changes: Sequence[str]
+) -> RunDir:
+    """Open and lock the run directory of a recording; see `open_run_dir`."""
+    path, rules = config.dataset_file, config.row_rules(models.settings.api)
+    with tempfile.NamedTemporaryFile() as empty:
+        source = path if path.exists() and not fresh else Path(empty.name)
+        scanned = scan(source, max_samples=None, rules=rules, may_be_empty=True)
+    scanned = replace(scanned, path=path)
+    return open_run_dir(
+        config, scanned, api=models.settings.api, fresh=fresh, accept_changes=accept_changes
+    )
+
+
+def run_recording(
+    config: RunConfig,
+    models: Models,
+    run_dir: RunDir,
+    listening: Listening,
+    *,
+    say: Callable[[str], object],
+) -> tuple[Outcome, Scan]:
+    """Record until a signal ends it or it cannot continue; return the sessions as a dataset."""
+    with settings_restored():
+        log_to(run_dir.path / "run.log", config.log_level)
+        log.info("start of a recording; config digest %s", run_dir.digest)
+        hide_environment()
+        allow_many_files()
+        collect_garbage_rarely()
+        outcome, totals = _record(config, models, run_dir, listening, say)
+        log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+    return outcome, totals
+
+
+def _record(
+    config: RunConfig,
+    models: Models,
+    run_dir: RunDir,
+    listening: Listening,
+    say: Callable[[str], object],
+) -> tuple[Outcome, Scan]:
+    rules = config.row_rules(models.settings.api)
+    with (
+        closing(RecordFile(run_dir.path, run_dir.quarantine)) as records,
+        closing(FailureFile(run_dir.path, run_dir.quarantine)) as failures,
+        closing(BudgetLog(run_dir.path, run_dir.quarantine)) as budget_log,
+        closing(SessionFile(config.dataset_file, rules, run_dir.quarantine)) as sessions,
+    ):
+        for what in (records.unreadable, set_aside_damaged(run_dir.path)):
+            if what:
+                say(f"set aside in {run_dir.quarantine}: {first_few(what)}")
+        inflight = Inflight(run_dir.inflight)
+        index = records.take_found()
+        settled = Settled(index, config.max_attempts)
+        inflight.read(settled=settled)
+        spent = Cost()
+        if budget_of(config) is not None:
+            spent = spent_before((entry for _, entry in index.records()), inflight, budget_log)
+
+        async def serve() -> Outcome:
+            loop = asyncio.get_running_loop()
+            received: list[int] = []
+            used_up: list[str] = []
+
+            def on_storage_error(error: StorageError) -> None:
+                loop.call_soon_threadsafe(recorder.halt, str(error))
+
+            def on_used_up(reason: str) -> None:
+                used_up.append(reason)
+                recorder.halt(reason)
+
+            upstream = Upstream(
+                config,
+                models,
+                spent=spent,
+                budget_log=budget_log,
+                on_used_up=on_used_up,
+                say=say,
+            )
+            with closing(
+                JournalWriter(
+                    run_dir.inflight,
+                    next_worker_number(run_dir.inflight),
+                    on_storage_error=on_storage_error,
+                )
+            ) as journal:
+                recorder = Recorder(
+                    config,
+                    models,
+                    upstream,
+                    sessions=sessions,
+                    records=records,
+                    failures=failures,
+                    inflight=inflight,
+                    journal=journal,
+                    provenance=Provenance(None, config.seed, run_dir.digest, run_dir.versions),
+                    run_key=run_dir.key,
+                    silence_s=listening.silence_s,
+                    say=say,
+                )
+                recorder.take_up([one for one in sessions.tasks if one.key not in settled])
+                serving = asyncio.current_task()
+                assert serving is not None
+
+                def on_signal(number: int) -> None:
+                    received.append(number)
+                    if len(received) > 1:
+                        serving.cancel()
+                    recorder.stop()
+
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    if signal.getsignal(number) is not signal.SIG_IGN:
+                        loop.add_signal_handler(number, on_signal, number)
+                try:
+                    with suppress(asyncio.CancelledError):
+                        await recorder.serve(listening.host, listening.port)
+                finally:
+                    await upstream.close()
+            is_forced = len(received) > 1
+            return Outcome(
+                signal=received[-1] if is_forced else None,
+                stopped_by=recorder.stopped_by,
+                limits=upstream.report(),
+                is_out_of_budget=bool(used_up),
+            )
+
+        outcome = asyncio.run(serve())
+        return outcome, sessions.scan()
+
+
+# Record the model calls of programs that others run.
+
+
+def record(
+    config: RunConfig,
+    upstream: str,
+    listening: Listening,
+    *,
+    fresh: bool = False,
+    accept_config_change: Collection[str] = (),
+    say: Callable[[str], object],
+) -> RunEnd:
+    """Record until a signal ends it; see the command `record`.
+
+    Raises `RunError`, as `run` does.
+    """
+    models = Models(config, upstream)
+    accepted = tuple(accept_config_change)
+    with closing(open_recording(config, models, fresh=fresh, accept_changes=accepted)) as run_dir:
+        outcome, scan = run_recording(config, models, run_dir, listening, say=say)
+        totals = write_results(run_dir.path, scan, config, last_start=outcome.to_json())
+    return end_of(run_dir.path, outcome, totals)

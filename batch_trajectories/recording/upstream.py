@@ -1,0 +1,246 @@
+"""The models that a recording's programs may ask: limits and budget as in any run.
+
+Elsewhere the parent divides limits and budget among workers; here one process is both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from agent.gateway.answers import Answer, api_asked, path_below_root
+from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
+from agent.gateway.server import NO_NAMES
+from agent.models.client.retrying import Retry
+from agent.models.errors import ModelError
+from agent.models.model import ModelSettings
+from agent.models.prices import is_known
+from agent.models.providers import ONLY_RELAYED, Api, provider_at
+from agent.setup import Setup, set_up
+from agent.wires.wires import WIRES
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.config.models import budget_of, check_token_ids, limits_of, settings_of
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.engine.executor import Inbox, WorkerHandle
+from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget
+from batch_trajectories.engine.supervisor.limits import RunLimits
+from batch_trajectories.engine.worker.calls import Calls
+
+log = logging.getLogger(__name__)
+
+ANY = "any"
+"""Stands for the names of all models in the config of a recording."""
+
+_OPENAI = frozenset({"openai_chat", "openai_responses"})
+_TICK_S = 0.1
+_LIST_S = 10.0
+
+
+class Models:
+    """Finds the model for a dialect and a name that a program asks for."""
+
+    def __init__(self, config: RunConfig, upstream: str) -> None:
+        """`upstream` is a prefix as in `--model=PREFIX:NAME`. Raises `ConfigError`."""
+        self._config = config
+        self._upstream = upstream
+        self._known: dict[tuple[str, str], ModelSettings] = {}
+        try:
+            self.settings = settings_of(config, f"{upstream}:{ANY}")
+            self.setup: Setup = set_up(
+                config.agent_options,
+                self.settings,
+                enabled_toolsets=("none",),
+                disabled_toolsets=(),
+            )
+            check_token_ids(config, self.setups)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def setups(self) -> dict[str, Setup]:
+        """The setups of the endpoints, by a name for each."""
+        setups = {}
+        for api in get_args(Api):
+            try:
+                setups[api] = replace(self.setup, settings=self._at(api, self.settings))
+            except RefusedModel:
+                continue
+        return setups
+
+    def find(self, api: str, name: str) -> ModelSettings:
+        """The settings of a model. Raises `RefusedModel`."""
+        if (known := self._known.get((api, name))) is not None:
+            return known
+        try:
+            settings = settings_of(self._config, f"{self._upstream}:{name}")
+        except ValueError as error:
+            raise RefusedModel(str(error)) from error
+        settings = self._at(api, settings)
+        if self._config.max_run_cost_usd is not None and not is_known(settings):
+            raise RefusedModel(
+                f"the price of model {name!r} is unknown, so the budget of the recording cannot be "
+                f"kept; give it under prices, by the name {settings.reference!r}"
+            )
+        self._known[api, name] = settings
+        return settings
+
+    def _at(self, api: str, settings: ModelSettings) -> ModelSettings:
+        """The settings for another dialect of the same server, if it speaks that."""
+        if settings.api == api:
+            return settings
+        base_url = settings.base_url or ""
+        is_own = provider_at(base_url) is None and settings.connection.client is None
+        if is_own and not ONLY_RELAYED & {api, settings.api}:
+            base_url = _root_for(api, base_url)
+        elif not {api, settings.api} <= _OPENAI:
+            raise RefusedModel(
+                f"{self._upstream!r} is asked by {settings.api}, and this request is of {api}"
+            )
+        connection = settings.connection
+        if is_own and (several := connection.replication) is not None:
+            urls = tuple(_root_for(api, url) for url in several.urls)
+            connection = replace(connection, replication=replace(several, urls=urls))
+        return replace(settings, api=api, base_url=base_url, connection=connection)
+
+
+def _root_for(api: str, base_url: str) -> str:
+    """Where a server of the user's own speaks a dialect."""
+    root = base_url.rstrip("/").removesuffix("/v1")
+    return root if api == "anthropic_messages" else f"{root}/v1"
+
+
+@dataclass(eq=False)
+class _Me(WorkerHandle):
+    """This process, as the parent's side sees it."""
+
+    take: Callable[[bytes], None] = field(default=lambda message: None)
+
+    def is_alive(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        """Never called."""
+
+    def reap(self) -> None:
+        """Never called."""
+
+    def send(self, message: bytes) -> None:
+        self.take(message)
+
+
+class Upstream:
+    """The calls of this process. Needs a running event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        models: Models,
+        *,
+        spent: Cost,
+        budget_log: BudgetLog,
+        on_used_up: Callable[[str], None],
+        say: Callable[[str], object],
+    ) -> None:
+        """`spent` is what earlier starts have spent. `on_used_up` gets why no call can be paid,
+        `say` what the user has to know."""
+        limits = limits_of(config, models.setups)
+        self._models = models
+        self._on_used_up = on_used_up
+        self._say, self._said = say, set[str]()
+        self._limits = RunLimits(limits)
+        self._budget = RunBudget(budget_of(config), spent=spent, budget_log=budget_log)
+        inbox: Inbox = Inbox()
+        self._me = _Me(0, "recorder", inbox, ready=True, take=self._from_parent)
+        self.calls = Calls(
+            limits,
+            budget_of(config),
+            number=0,
+            workers=1,
+            proven=(),
+            by_batch=False,
+            keys=None,
+            clock_offset_s=0.0,
+            send=self._from_worker,
+            on_retry=_log_retry,
+            say=self._say_once,
+            conversations=0,
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick()
+
+    def route(self, api: str, name: str) -> Route:
+        """The model that answers a call. Raises `RefusedModel`."""
+        settings = self._models.find(api, name)
+        return Route(self.calls.pool.get(settings))
+
+    async def list_models(self, path: str, headers: Mapping[str, str]) -> Answer:
+        """The endpoint's own list of models; see `agent.gateway.answers`."""
+        own, setups = self._models.settings, self._models.setups
+        api = api_asked(path, headers, own.api)
+        settings = setups[api].settings if api in setups else own
+        if settings.connection.client is not None:  # these know no such request
+            return await NO_NAMES(path, headers)
+        sent = {name: headers[name] for name in WIRES[settings.api].headers if name in headers}
+        request = free_request(path_below_root(settings.api, path), sent)
+        # The program can ask again; it does not wait for an endpoint that has no list.
+        once = replace(settings, call_attempts=1, call_timeout_s=_LIST_S, attempt_timeout_s=_LIST_S)
+        return await ask_freely(self.calls.pool.get(once), request)
+
+    def has_failed(self, error: ModelError) -> bool:
+        """Whether a failed call stops the recording.
+
+        An API that the server lacks fails only the sessions of programs that speak it.
+        """
+        answers = error.action != "stop_run" and bool(self.calls.proven)
+        return self.calls.is_the_endpoints(error) and not answers
+
+    def report(self) -> list[dict[str, Any]]:
+        """What limited the calls; see `RunLimits.report`."""
+        return self._limits.report()
+
+    def stop(self) -> None:
+        """Refuse waiting and new calls."""
+        self.calls.stop()
+
+    async def close(self) -> None:
+        """Return the rest of the budget, and close all connections."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.calls.close()
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+    def _tick(self) -> None:
+        self._share()
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def _share(self) -> None:
+        self._limits.share([self._me])
+        self._budget.grant_shares([self._me])
+        if reason := self._budget.used_up([self._me]):
+            self._on_used_up(reason)
+
+    def _from_worker(self, type: str, **fields: Any) -> None:
+        match type:
+            case "load":
+                self._limits.on_load(self._me, fields["endpoint"], fields["load"])
+            case "refused":
+                self._limits.on_refusal(**fields)
+            case "budget":
+                self._budget.on_worker_budget(self._me, fields["report"])
+                asyncio.get_running_loop().call_soon(self._share)
+
+    def _from_parent(self, message: bytes) -> None:
+        self.calls.receive(*unpack(message))
+
+
+def _log_retry(settings: ModelSettings, retry: Retry) -> None:
+    log.info("%s: %s", settings.base_url, retry)

@@ -1,0 +1,362 @@
+"""The results of checks and scores: rewards, whether a conversation passed, and the sums of both.
+
+Rewards are numbers for a whole conversation, and for each turn of the run's model. A check prints
+them, a function returns them and a judge writes them in one form:
+
+    0.5                                     one reward
+    {"reward": 0.5, "format": 1}            rewards by name
+    {"format": [0, 1, null]}                a reward per turn, null where there is none
+    {"reward": 0.5, "turn_rewards": [0, 1]} both; the list has the name `reward`
+    {"turn_rewards": {"format": [0, 1]}}    per turn, by name
+
+A record is *checked* if the `check` of its row judged it, or its answer was compared with the
+row's `expected` or `target` (`check_expected`): it then has a verdict and a reward. It is *scored*
+if a function, a judge or a check gave it a reward. It can be both, or neither. `has_passed` is the
+one rule for all counts, filters and exports. Where a check timed out, could not run or said
+nothing, its `error` is why (`CHECK_FAILED`): it gave neither, and the answer is not compared.
+
+`scores` in a record are results of functions and judges, oldest first. Each has the keys `source`
+(MODULE:FUNCTION or judge:MODEL), `version` (a digest of the code or the prompt), `rewards` (by
+name; null if it failed), `error` (null, or why it failed), and `turn_rewards` if it gave any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from batch_trajectories.basics.text import clip, plural
+from batch_trajectories.records.record_types import CheckResult, Record, Score
+
+MAIN = "reward"
+"""The name of the reward that counts where no name is given."""
+BY_TURN = "turn_rewards"
+
+MAX_REWARDS = 100
+_NAME_CHARS = 100
+
+
+class Rewards(NamedTuple):
+    """Rewards by name."""
+
+    named: Mapping[str, float]
+    """Those of the whole conversation."""
+    by_turn: Mapping[str, Sequence[float | None]]
+    """Those of each turn of the run's model; None for a turn without one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As records and scores.jsonl hold them."""
+        by_turn = {BY_TURN: dict(self.by_turn)} if self.by_turn else {}
+        return {"rewards": dict(self.named), **by_turn}
+
+
+def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
+    """Read rewards in the form above; a number or list without a name gets `name`.
+
+    A list must have `turns` items, unless that is None. Raises `ValueError` with what is wrong.
+    """
+    if not isinstance(value, Mapping):
+        value = {name: value}
+    elif not value:
+        raise ValueError("is an empty object; give a number, or an object of named numbers")
+    named: dict[str, float] = {}
+    by_turn: dict[str, Sequence[float | None]] = {}
+    for key, item in value.items():
+        if key == BY_TURN:
+            lists = item if isinstance(item, Mapping) else {MAIN: item}
+            by_turn |= {_name(one): _per_turn(one, items, turns) for one, items in lists.items()}
+        elif isinstance(item, list | tuple):
+            by_turn[_name(key)] = _per_turn(key, item, turns)
+        else:
+            named[_name(key)] = number_in(item)
+    if len(named) + len(by_turn) > MAX_REWARDS:
+        raise ValueError(f"holds {len(named) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
+    return Rewards(named, by_turn)
+
+
+def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
+    """Rewards in an object that a program printed, which may hold other things as well.
+
+    Of its values only numbers and `turn_rewards` count, of more than `MAX_REWARDS` numbers only
+    `reward`; None if there are none. Raises `ValueError` for wrong `turn_rewards`, and for a
+    `reward` that is not finite.
+    """
+    if not isinstance(value, Mapping):
+        return None
+    if isinstance(main := value.get(MAIN), float):
+        finite_number(main)
+    numbers = {key: item for key, item in value.items() if _is_reward(key, item)}
+    if len(numbers) > MAX_REWARDS:
+        numbers = {MAIN: numbers[MAIN]} if MAIN in numbers else {}
+    rewards = {**numbers, **({BY_TURN: value[BY_TURN]} if BY_TURN in value else {})}
+    return parse_rewards(rewards, name=MAIN, turns=turns) if rewards else None
+
+
+def number_in(value: Any) -> float:
+    """A finite number. Raises `ValueError` with what it is instead."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"holds {_shown(value)}, which is not a number")
+    return finite_number(value)
+
+
+def finite_number(value: Any) -> float:
+    """A finite number, also from text. Raises as `number_in`."""
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"holds {_shown(value)}, which is not a finite number")
+    return number
+
+
+def _is_reward(name: Any, value: Any) -> bool:
+    try:
+        _name(name)
+        number_in(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _name(name: Any) -> str:
+    if isinstance(name, str) and name.strip() and len(name) <= _NAME_CHARS:
+        return name
+    raise ValueError(f"names a reward {_shown(name)}; give a text of 1 to {_NAME_CHARS} characters")
+
+
+def _per_turn(name: Any, items: Any, turns: int | None) -> list[float | None]:
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"{name!r}: {_shown(items)} is not a list with a reward for each turn")
+    if turns is not None and len(items) != turns:
+        has = plural(len(items), "reward")
+        raise ValueError(f"{name!r} has {has}, and the conversation {plural(turns, 'turn')}")
+    return [None if item is None else number_in(item) for item in items]
+
+
+def _shown(value: Any) -> str:
+    return clip(repr(value), max_chars=100)
+
+
+THRESHOLD = 0.5
+"""A reward from here on passes, where no check judged the conversation."""
+
+CHECK_FAILED = "check_failed"
+"""Stands in counts for a check that itself failed."""
+
+EXPECTED = "expected"
+"""The column with the expected answer."""
+
+_WRONG_ANSWER = "not the expected"
+"""The reason of a conversation that ended with a wrong answer begins with this."""
+
+
+def expected_column(row: Mapping[str, Any]) -> str:
+    """`expected`, or `target` (its name in inspect_ai) if a row has only that."""
+    return "target" if row.get(EXPECTED) is None and row.get("target") is not None else EXPECTED
+
+
+def expected_text(row: Mapping[str, Any]) -> str | None:
+    """The expected answer as answers are compared with it; None for what is no text or number."""
+    expected = row.get(expected_column(row))
+    if isinstance(expected, bool) or not isinstance(expected, str | int | float):
+        return None
+    return str(expected)
+
+
+def has_passed(
+    verdict: bool | None, reward: float | None, threshold: float = THRESHOLD
+) -> bool | None:
+    """Whether a conversation passed: as its check says, else whether its reward is high enough.
+
+    None if it was neither checked nor scored.
+    """
+    if verdict is not None or reward is None:
+        return verdict
+    return reward >= threshold
+
+
+class Judgement(NamedTuple):
+    """The result of the check and the scores of a record."""
+
+    verdict: bool | None
+    """The check's; None if there was no check, or it gave only a reward."""
+    reward: float | None
+    """None if it was neither checked nor scored."""
+    error: str | None = None
+    """Why the check gave no result, where nothing else gave a reward of its name."""
+
+    @property
+    def passed(self) -> bool | None:
+        """See `has_passed`."""
+        return has_passed(self.verdict, self.reward)
+
+    def is_good(self, threshold: float) -> bool | None:
+        """Whether it passed by another threshold."""
+        return has_passed(self.verdict, self.reward, threshold)
+
+
+UNCHECKED = Judgement(None, None)
+"""Of a record that was neither checked nor scored, mostly."""
+
+
+def judgement_of(record: Record, name: str | None = None) -> Judgement:
+    """The result of a record's check and scores; without a check, of comparing its answer.
+
+    The reward is the one with this name. Without a name it is `reward`, the number that the check
+    gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `rewards_of`. A
+    conversation that reached a limit before its answer was compared has neither.
+    """
+    if name is None and not record.scores:
+        if record.check is None and not (record.options or {}).get("check_expected"):
+            return UNCHECKED
+        return _checked(record)
+    named = rewards_of(record).named
+    if name is not None:
+        return Judgement(None, named.get(name))
+    verdict, _, error = _checked(record)
+    # Where the check should have given it, a reward of another name does not stand for it.
+    reward = named.get(MAIN, None if error is not None else next(iter(named.values()), None))
+    return Judgement(verdict, reward, error if reward is None else None)
+
+
+def rewards_of(record: Record) -> Rewards:
+    """All rewards of a record by name: those of the check, then those of its scores.
+
+    Of several with one name the last counts.
+    """
+    named: dict[str, float] = {}
+    by_turn: dict[str, Sequence[float | None]] = {}
+    if record.check is None and not record.scores and not record.options:
+        return Rewards(named, by_turn)
+    if (reward := _checked(record).reward) is not None:
+        named[MAIN] = reward
+    given: list[CheckResult | Score] = [] if record.check is None else [record.check]
+    for one in [*given, *(record.scores or ())]:
+        named |= one.rewards or {}
+        by_turn |= one.turn_rewards or {}
+    return Rewards(named, by_turn)
+
+
+def _checked(record: Record) -> Judgement:
+    if (check := record.check) is not None:
+        if check.error is not None:
+            return Judgement(None, None, check.error)
+        verdict = check.passed if isinstance(check.passed, bool) else None
+        reward = _finite(check.reward)
+        if reward is None and verdict is not None:
+            reward = float(verdict)
+        if reward is not None:
+            return Judgement(verdict, reward)
+    return _by_expected_answer(record)
+
+
+def ended_by_wrong_answer(record: Record) -> bool:
+    """Whether a conversation ended because its answer was not the expected one.
+
+    Like a completed conversation it is whole: the model answered, but wrongly.
+    """
+    reason = record.status_reason or ""
+    return record.status == "errors" and reason.startswith(_WRONG_ANSWER)
+
+
+def is_right_now(record: Record) -> bool:
+    """Whether a conversation ended by a wrong answer that a later check found right."""
+    return ended_by_wrong_answer(record) and _checked(record).verdict is True
+
+
+def _finite(number: Any) -> float | None:
+    try:
+        return float(number) if isinstance(number, int | float) and math.isfinite(number) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+
+
+def _by_expected_answer(record: Record) -> Judgement:
+    options = record.options or {}
+    if not options.get("check_expected") or record.row.get(expected_column(record.row)) is None:
+        return UNCHECKED
+    if record.status == "completed":
+        return Judgement(verdict=True, reward=1.0)
+    was_wrong = any(note.reason == "expected" for note in record.notes)
+    if record.status == "errors" and (was_wrong or ended_by_wrong_answer(record)):
+        return Judgement(verdict=False, reward=0.0)
+    return UNCHECKED
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Sums over the checks and scores of many records."""
+
+    checked: int
+    """Records that a check judged."""
+    scored: int
+    """Other records with a reward."""
+    passed: int
+    """Of both kinds; see `has_passed`."""
+    failed: int
+    """Records that did not pass."""
+    pass_rate: float | None
+    """Percentage of passed among passed and failed; None if there are none."""
+    mean_reward: float | None
+    """Over all records with a reward, to six digits."""
+    check_failed: int = 0
+    """Records whose check gave no result; they do not count as checked."""
+
+
+class CheckSums:
+    """Adds up judgements."""
+
+    def __init__(self) -> None:
+        self._rewards = 0.0
+        self._check_failed = self._checked = self._scored = self._passed = 0
+
+    def add(
+        self, verdict: bool | None, reward: float | None, *, check_failed: bool = False
+    ) -> None:
+        """Count a record; `reward` is None if it was neither checked nor scored."""
+        if reward is None:
+            self._check_failed += check_failed
+            return
+        if verdict is None:
+            self._scored += 1
+        else:
+            self._checked += 1
+        self._passed += has_passed(verdict, reward) is True
+        self._rewards += reward
+
+    def merge(self, other: CheckSums) -> None:
+        """Add the judgements of `other`."""
+        for name, number in vars(other).items():
+            setattr(self, name, getattr(self, name) + number)
+
+    def sums(self) -> Checks:
+        """The sums so far."""
+        known = self._checked + self._scored
+        return Checks(
+            self._checked,
+            self._scored,
+            self._passed,
+            known - self._passed,
+            round(100 * self._passed / known, 2) if known else None,
+            # The index has rewards in four bytes; further digits would be wrong.
+            float(f"{self._rewards / known:.6g}") if known else None,
+            self._check_failed,
+        )
+
+
+def describe(checks: Checks) -> str:
+    """The sums in one line for a person; "" if nothing was checked or scored."""
+    failed = checks.check_failed
+    without = f"{plural(failed, 'check')} failed and gave no reward (see `check.error`)"
+    if checks.pass_rate is None:
+        return without if failed else ""
+    kinds = {"checked": checks.checked, "scored": checks.scored}
+    counted = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items() if number)
+    line = f"{counted}: passed {checks.passed:,} ({checks.pass_rate:.1f}%"
+    if checks.scored:
+        line += f"; without a check by a reward of {THRESHOLD:g} or more"
+    line += f"), did not pass {checks.failed:,}; mean reward {checks.mean_reward:g}"
+    return f"{line}; {without}" if failed else line

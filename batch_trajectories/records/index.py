@@ -1,0 +1,545 @@
+"""The rows of `records.idx`: 64 bytes per record, so a start can load a million at once.
+
+Row 0 marks the format and has a checksum of the bytes up to a size: an index with a changed row is
+not used, and rows after this size are made again. Any other row holds the task key of a record,
+its place, and the numbers for the totals. An ending (status, check result and error class) is
+text; each distinct ending has one row of its own, with length 0, and rows of records refer to it
+by its number. Row size divides the block size of a disk, so a power loss takes whole rows, and a
+row of zeros is detected because its offset is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, islice
+from math import isnan, nan
+from struct import Struct, error
+from sys import intern
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
+
+from agent.messages.message import MOST_TOKENS
+from batch_trajectories.records.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.tasks import task_key
+
+ROW_BYTES = 64
+VERSION = 2
+FORMAT = f"batch records index {VERSION}, {sys.byteorder}".encode()
+MARK = FORMAT.ljust(ROW_BYTES - 1) + b"\n"
+"""Row 0 of an index without a checksum."""
+
+_RECORD = Struct("=16sQIHHIIHHIIfd")
+"""Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out (the high 16 bits
+of each, then the low 32 bits of each), reward, dollars."""
+_ENDING = Struct("=16xQI2x34s")
+"""Offset of the next record, 0, and the ending: status, check result and error class, separated
+by NUL."""
+_Column = tuple[Literal["Q", "I", "H", "f", "d"], int, int]
+"""A column of the rows: type, place in the row, and items of this type per row."""
+OFFSETS: _Column = ("Q", 2, 8)
+LENGTHS: _Column = ("I", 6, 16)
+ENDINGS: _Column = ("H", 14, 32)
+_BUCKETS: _Column = ("H", 0, 32)
+_TURNS: _Column = ("I", 8, 16)
+_CALLS: _Column = ("I", 9, 16)
+_TOKENS: tuple[_Column, ...] = (("H", 20, 32), ("I", 11, 16), ("H", 21, 32), ("I", 12, 16))
+_REWARDS: _Column = ("f", 13, 16)
+_COSTS: _Column = ("d", 7, 8)
+_MOST_ATTEMPTS = 2**16 - 1
+_LOW = 2**32 - 1
+_NO_TOKENS = 2**48 - 1
+"""Stands for an unknown number of tokens."""
+_MAX_REWARD = 3.4e38
+"""The range of a four-byte float."""
+_ENDING_BYTES = 34
+"""Of an ending with its last NUL; earlier versions cut an ending that has no NUL at its end."""
+_WORDS = {None: "", True: "passed", False: "not"}
+_SHORT_WORDS = {None: "", True: "+", False: "-"}
+"""Where these do not fit."""
+_SHORT_CHECK_FAILED = "!"
+_VERDICTS = {word: verdict for words in (_WORDS, _SHORT_WORDS) for verdict, word in words.items()}
+CHUNK = 1 << 13
+_FINE = 2**16 - 1
+"""Buckets in which a key is found at once."""
+_COARSE = 2**12 - 1
+"""Buckets that take 30 MB less per million rows, to go through all of them."""
+
+
+class IndexEntry(NamedTuple):
+    """One record in the index: its place, and the numbers for the totals."""
+
+    offset: int
+    length: int
+    status: str
+    attempt: int
+    turns: int
+    tool_calls: int
+    input_tokens: int | None
+    output_tokens: int | None
+    cost_usd: float | None
+    error_class: str | None
+    """Why the task failed; `CHECK_FAILED` if only its check did."""
+    verdict: bool | None
+    """Of its check; see `runs.store.checks`."""
+    reward: float | None
+    """To seven digits."""
+
+    @property
+    def passed(self) -> bool | None:
+        """See `has_passed`."""
+        return has_passed(self.verdict, self.reward)
+
+    @property
+    def check_failed(self) -> bool:
+        """See `Ending`."""
+        return Ending(self.status, self.verdict, self.error_class).check_failed
+
+
+class Ending(NamedTuple):
+    """How a record ended; many records share one."""
+
+    status: str
+    verdict: bool | None
+    error_class: str | None
+
+    @property
+    def check_failed(self) -> bool:
+        """Whether its check gave no result."""
+        return self.error_class == CHECK_FAILED and self.status != "failed"
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over records; those of tokens and dollars leave out what is unknown."""
+
+    endings: Counter[Ending] = field(default_factory=Counter)
+    turns: int = 0
+    tool_calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    tokens_unknown: int = 0
+    """Records with turns but without token counts."""
+    cost_usd: float = 0.0
+    cost_unknown: int = 0
+    """Records with turns of unknown cost."""
+
+
+def outcome_in(fields: list[Any]) -> tuple[bool | None, float | None]:
+    """Whether the record with these `index_fields` passed, and its dollars."""
+    return has_passed(*fields[10:]), fields[8]
+
+
+def index_fields(record: Record) -> list[Any]:
+    """The fields of a record for the index, without its place: id, input digest, then numbers."""
+    usage = record.usage or {}
+    judgement = judgement_of(record)
+    return [
+        record.id,
+        record.input_digest,
+        record.status,
+        record.attempt,
+        len(record.own_turns),
+        len(record.own_tool_calls),
+        usage.get("input_tokens"),
+        usage.get("output_tokens"),
+        record.cost_usd,
+        _error_class(record, judgement),
+        judgement.verdict,
+        judgement.reward,
+    ]
+
+
+def _error_class(record: Record, judgement: Judgement) -> str | None:
+    if record.error is not None:
+        return record.error.error_class
+    return None if judgement.error is None else CHECK_FAILED
+
+
+class RowMaker:
+    """Makes the rows of an index, record by record."""
+
+    def __init__(self, rows: bytes = MARK) -> None:
+        """`rows` are the rows so far."""
+        endings = endings_in(memoryview(rows))
+        self._numbers = {ending: number for number, ending in enumerate(endings)}
+        self._known: dict[tuple[Any, ...], int] = {}
+        """A cache of these numbers by status, error class and verdict: it saves encoding them."""
+
+    def rows(self, fields: list[Any], offset: int, length: int) -> bytes:
+        """The row of a record, preceded by a row for its ending if that is new.
+
+        `fields` are its `index_fields`. Raises `ValueError` if a type is wrong.
+        """
+        task_id, digest, status, attempt, turns, calls, read, written, cost, *more = fields
+        failure, verdict, reward = more
+        try:
+            if (number := self._known.get((status, failure, verdict), -1)) < 0:
+                ending = _ending_text(status, verdict, failure)
+                number = self._numbers.get(ending, len(self._numbers))
+            row = _RECORD.pack(
+                task_key(task_id, digest),
+                offset,
+                length,
+                number,
+                min(attempt, _MOST_ATTEMPTS),
+                turns,
+                calls,
+                (read := _storable(read)) >> 32,
+                (written := _storable(written)) >> 32,
+                read & _LOW,
+                written & _LOW,
+                nan if reward is None else max(-_MAX_REWARD, min(reward, _MAX_REWARD)),
+                nan if cost is None else cost,
+            )
+        except (error, TypeError, KeyError, AttributeError, OverflowError) as wrong:
+            raise ValueError(fields) from wrong
+        if number < len(self._numbers):
+            self._known[status, failure, verdict] = number
+            return row
+        self._numbers[ending] = number
+        return _ENDING.pack(offset, 0, ending) + row
+
+
+class Index(Mapping[bytes, IndexEntry]):
+    """The records of a run by task key; of several records of a task the last.
+
+    Needs no object per record: only its rows, and 4 or 8 bytes more once tasks are looked up.
+    """
+
+    def __init__(self, rows: bytes) -> None:
+        """`rows` must be valid; see `valid_rows`."""
+        self._rows = rows
+        self._view = memoryview(rows)
+        self._endings = [_parse_ending(ending) for ending in endings_in(self._view)]
+
+    @property
+    def rows(self) -> bytes:
+        """The rows that it was made of."""
+        return self._rows
+
+    def __getitem__(self, key: bytes) -> IndexEntry:
+        if len(key) == 16:
+            for row in reversed(self._by_bucket.get(int.from_bytes(key[:2], sys.byteorder), ())):
+                if self.key(row) == key:
+                    return self.entry(row)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for rows in self._by_bucket.values():
+            yield from {self.key(row): None for row in rows}
+
+    def __len__(self) -> int:
+        return sum(len({self.key(row) for row in rows}) for rows in self._by_bucket.values())
+
+    def entry(self, row: int) -> IndexEntry:
+        """The record of one row; rows of records start at 1."""
+        fields = _RECORD.unpack_from(self._view, ROW_BYTES * row)
+        _, offset, length, ending, attempt, turns, calls, *_, reward, cost = fields
+        read, written = fields[7] << 32 | fields[9], fields[8] << 32 | fields[10]
+        status, verdict, error_class = self._endings[ending]
+        return IndexEntry(
+            offset,
+            length,
+            status,
+            attempt,
+            turns,
+            calls,
+            read if read < MOST_TOKENS else None,
+            written if written < MOST_TOKENS else None,
+            None if isnan(cost) else cost,
+            error_class,
+            verdict,
+            None if isnan(reward) else reward,
+        )
+
+    def records(self) -> Iterator[tuple[bytes, IndexEntry]]:
+        """All records in file order, including those that a later record replaces."""
+        for row, length in enumerate(column_of(self._view, LENGTHS)):
+            if row and length:
+                yield self.key(row), self.entry(row)
+
+    def written(self) -> int:
+        """Number of all records, including those that a later record replaces."""
+        return len(self._view) // ROW_BYTES - 1 - len(self._endings)
+
+    def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
+        """The record that counts for each task, in file order."""
+        return ((self.key(row), self.entry(row)) for row in self.counting_rows())
+
+    def counting_rows(self) -> array[int]:
+        """The rows of these records."""
+        replaced = {row for row, _ in self.repeated()}
+        rows = enumerate(column_of(self._view, LENGTHS))
+        return array("I", (row for row, size in rows if row and size and row not in replaced))
+
+    def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
+        """The record of each task, the latest first."""
+        seen = set()
+        lengths = column_of(self._view, LENGTHS)
+        for row in reversed(range(1, len(lengths))):
+            if lengths[row] and (key := self.key(row)) not in seen:
+                seen.add(key)
+                yield key, self.entry(row)
+
+    def places(self, rows: array[int]) -> tuple[array[int], array[int]]:
+        """The offsets and lengths of the records in these rows; 0 for row 0.
+
+        The lengths replace the rows in the same array, which saves 4 MB per million.
+        """
+        of_offsets, of_lengths = column_of(self._view, OFFSETS), column_of(self._view, LENGTHS)
+        offsets = array("Q", [0]) * len(rows)
+        for number, row in enumerate(rows):
+            if row:
+                offsets[number], rows[number] = of_offsets[row], of_lengths[row]
+        return offsets, rows
+
+    def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
+        """The endings of the records in these rows; None for row 0."""
+        numbers = column_of(self._view, ENDINGS)
+        return (self._endings[numbers[row]] if row else None for row in rows)
+
+    def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
+        """Whether the records in these rows passed; None for row 0."""
+        for ending, reward in self.judged(rows):
+            yield None if ending is None else has_passed(ending.verdict, reward)
+
+    def judged(self, rows: Iterable[int]) -> Iterator[tuple[Ending | None, float | None]]:
+        """The endings and rewards of the records in these rows; None for row 0."""
+        endings, rewards = column_of(self._view, ENDINGS), column_of(self._view, _REWARDS)
+        for row in rows:
+            if row:
+                reward = rewards[row]
+                yield self._endings[endings[row]], None if isnan(reward) else reward
+            else:
+                yield None, None
+
+    def sums(self, rows: Iterable[int]) -> Sums:
+        """Sums over the records in these rows, without an object per record."""
+        sums = Sums()
+        kinds = (ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
+        columns = [column_of(self._view, kind) for kind in kinds]
+        left = iter(rows)
+        while chunk := [*islice(left, CHUNK)]:
+            endings, turns, calls, *tokens, costs = ([of[row] for row in chunk] for of in columns)
+            for number, count in Counter(endings).items():
+                sums.endings[self._endings[number]] += count
+            sums.turns += sum(turns)
+            sums.tool_calls += sum(calls)
+            read, written = (
+                [high << 32 | low for high, low in zip(*half, strict=True)]
+                for half in (tokens[:2], tokens[2:])
+            )
+            sums.input_tokens += sum([number for number in read if number < MOST_TOKENS])
+            sums.output_tokens += sum([number for number in written if number < MOST_TOKENS])
+            of_calls = [*zip(turns, read, written, costs, strict=True)]
+            sums.tokens_unknown += sum(
+                [n > 0 and max(r, w) >= MOST_TOKENS for n, r, w, _ in of_calls]
+            )
+            sums.cost_unknown += sum([n > 0 and isnan(cost) for n, _, _, cost in of_calls])
+            for cost in costs:
+                if not isnan(cost):
+                    sums.cost_usd += cost
+        return sums
+
+    def has_turns(self) -> bool:
+        """Whether any record has a model reply."""
+        return any(entry.turns for _, entry in self.records())
+
+    def costs(self) -> tuple[float, int]:
+        """The cost of all records together, and how many have turns of unknown cost.
+
+        Includes records that later ones replaced: they were paid for.
+        """
+        columns = [column_of(self._view, column) for column in (LENGTHS, _TURNS, _COSTS)]
+        total, unknown = 0.0, 0
+        for start in range(1, len(columns[0]), CHUNK):
+            chunk = (column[start : start + CHUNK].tolist() for column in columns)
+            for length, turns, cost in zip(*chunk, strict=True):
+                if not isnan(cost):
+                    total += cost if length else 0.0
+                elif length and turns:
+                    unknown += 1
+        return total, unknown
+
+    def repeated(self) -> Iterator[tuple[int, int]]:
+        """Pairs of rows: each record that replaces another, after the one that it replaces."""
+        for rows in self._by_coarse_bucket.values():
+            if len(set(map(self.key, rows))) == len(rows):
+                continue
+            last: dict[bytes, int] = {}
+            for row in rows:
+                key = self.key(row)
+                if key in last:
+                    yield last[key], row
+                last[key] = row
+
+    def match(self, keys: bytes) -> tuple[array[int], int]:
+        """The row of the record of each task key (16 bytes each, all different), 0 without one.
+
+        Then the number of tasks that have a record and are not among the keys. Compares bucket by
+        bucket, so only a few keys at a time become objects.
+        """
+        rows = array("I", bytes(4 * (len(keys) // 16)))
+        wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE)
+        others, all_rows = 0, self._rows
+        for bucket, places in self._by_coarse_bucket.items():
+            row_of = {all_rows[64 * row : 64 * row + 16]: row for row in places}
+            for number in wanted.get(bucket, ()):
+                rows[number] = row_of.pop(keys[16 * number : 16 * number + 16], 0)
+            others += len(row_of)
+        return rows, others
+
+    def key(self, row: int) -> bytes:
+        """The task key of the record of one row."""
+        return self._rows[ROW_BYTES * row : ROW_BYTES * row + 16]
+
+    @cached_property
+    def _by_bucket(self) -> Mapping[int, array[int]]:
+        return self._in_buckets(_FINE)
+
+    @cached_property
+    def _by_coarse_bucket(self) -> Mapping[int, array[int]]:
+        return self._in_buckets(_COARSE)
+
+    def _in_buckets(self, mask: int) -> Mapping[int, array[int]]:
+        """The rows of records, sorted by these bits of the first two bytes of their task keys."""
+        buckets = _sorted_into_buckets(column_of(self._view, _BUCKETS), mask)
+        lengths = column_of(self._view, LENGTHS)
+        for bucket in {0, int.from_bytes(MARK[:2], sys.byteorder) & mask} & buckets.keys():
+            buckets[bucket] = array("I", (row for row in buckets[bucket] if row and lengths[row]))
+        return buckets
+
+
+def endings_in(rows: memoryview) -> list[bytes]:
+    """The endings in the rows, by number."""
+    lengths = column_of(rows, LENGTHS)
+    endings = []
+    for start in range(1, len(lengths), CHUNK):
+        sizes = lengths[start : start + CHUNK].tolist()
+        if 0 in sizes:
+            without_length = (start + n for n, size in enumerate(sizes) if not size)
+            endings += [_ENDING.unpack_from(rows, ROW_BYTES * row)[2] for row in without_length]
+    return endings
+
+
+def are_whole(endings: Iterable[bytes]) -> bool:
+    """Whether no ending was cut, as earlier versions did: `check_failed` to `check_faile`."""
+    return not any(ending[-1] for ending in endings)
+
+
+def _ending_text(status: str, verdict: bool | None, error_class: str | None) -> bytes:
+    text = "\0".join((status, _WORDS[verdict], error_class or "")).encode()
+    if len(text) >= _ENDING_BYTES:
+        short_class = _SHORT_CHECK_FAILED if error_class == CHECK_FAILED else error_class or ""
+        text = "\0".join((status, _SHORT_WORDS[verdict], short_class)).encode()
+    return text[: _ENDING_BYTES - 1].ljust(_ENDING_BYTES, b"\0")
+
+
+def _storable(tokens: int | None) -> int:
+    return tokens if tokens is not None and 0 <= tokens < MOST_TOKENS else _NO_TOKENS
+
+
+def _parse_ending(ending: bytes) -> Ending:
+    status, _, rest = ending.rstrip(b"\0").decode(errors="replace").partition("\0")
+    verdict, _, error_class = rest.partition("\0")
+    if error_class == _SHORT_CHECK_FAILED:
+        error_class = CHECK_FAILED
+    # Few words, many entries: keep each word once.
+    return Ending(
+        intern(status), _VERDICTS.get(verdict), intern(error_class) if error_class else None
+    )
+
+
+def column_of(rows: memoryview, column: _Column) -> memoryview[Any]:
+    kind, first, step = column
+    return rows.cast(kind)[first::step]
+
+
+def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[int]]:
+    """The numbers of the items of a column by these bits of their value, in order."""
+    buckets: defaultdict[int, array[int]] = defaultdict(lambda: array("I"))
+    for start in range(0, len(column), CHUNK):
+        for number, value in enumerate(column[start : start + CHUNK].tolist(), start):
+            buckets[value & mask].append(number)
+    return buckets
+
+
+# Which bytes of `records.idx` can be trusted; see `runs.store.index` for its rows.
+
+
+def mark_for(size: int, checksum: int) -> bytes:
+    """Row 0 of an index whose first `size` bytes, without this row, have this CRC-32."""
+    return (b"%b %016x %08x" % (FORMAT, size, checksum)).ljust(ROW_BYTES - 1) + b"\n"
+
+
+def is_index(content: bytes) -> bool:
+    """Whether this is an index of this version."""
+    return content.startswith(FORMAT) and content[ROW_BYTES - 1 : ROW_BYTES] == b"\n"
+
+
+def is_earlier_index(content: bytes) -> bool:
+    """Whether an earlier version of this program wrote this index; it is made again.
+
+    Those of this format are, if they have an ending that was cut.
+    """
+    earlier = (b"batch records index %d," % version for version in range(1, VERSION))
+    if content.startswith(tuple(earlier)):
+        return True
+    whole_rows = memoryview(content)[: len(content) // ROW_BYTES * ROW_BYTES]
+    return is_index(content) and not are_whole(endings_in(whole_rows))
+
+
+def checked_bytes(content: bytes) -> int:
+    """How many bytes of an index match its checksum; 0 if it is damaged or not an index."""
+    if content.startswith(MARK):
+        return len(content)
+    try:
+        size, checksum = (int(word, 16) for word in content[len(FORMAT) : ROW_BYTES].split())
+    except ValueError:
+        return 0
+    is_valid = (
+        content.startswith(mark_for(size, checksum))
+        and size <= len(content)
+        and crc32(memoryview(content)[ROW_BYTES:size]) == checksum
+    )
+    return size if is_valid else 0
+
+
+def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
+    """How many bytes of an index are valid, and how many of `records_size` bytes they cover.
+
+    Each record must begin where the one before it ends. 0, 0 if the index is damaged or not an
+    index.
+    """
+    checked = checked_bytes(content)
+    if checked < ROW_BYTES:
+        return 0, 0
+    view = memoryview(content)[: checked // ROW_BYTES * ROW_BYTES]
+    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    covered, valid = 0, 1
+    for start in range(1, len(offsets), CHUNK):
+        sizes = lengths[start : start + CHUNK].tolist()
+        *begins, end = accumulate(sizes, initial=covered)
+        if offsets[start : start + CHUNK].tolist() == begins and end <= records_size:
+            covered, valid = end, start + len(sizes)
+            continue
+        for row, size in enumerate(sizes, start):
+            if offsets[row] != covered or covered + size > records_size:
+                break
+            covered, valid = covered + size, row + 1
+        break
+    while valid > 1 and not lengths[valid - 1]:
+        valid -= 1  # the row of an ending without the record that it was made for
+    rows = view[: valid * ROW_BYTES]
+    endings = endings_in(rows)
+    are_known = all(map(any, endings)) and are_whole(endings) and len(set(endings)) == len(endings)
+    numbers = column_of(rows, ENDINGS)
+    for start in range(1, valid, CHUNK):
+        are_known = are_known and max(numbers[start : start + CHUNK].tolist()) < len(endings)
+    return (valid * ROW_BYTES, covered) if are_known else (0, 0)

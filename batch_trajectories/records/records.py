@@ -1,0 +1,344 @@
+"""`records.jsonl`, the checkpoint of a run: one finished trajectory per line, only appended.
+
+`records.idx` (see `runs.store.index`) is derived from it: used as far as it matches the records,
+extended if it is behind, and rebuilt if it is missing or wrong. The last record of a task counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+import orjson
+
+from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import EnvironmentStop, RunDirError
+from batch_trajectories.records.files import (
+    AppendFile,
+    DamagedLine,
+    StorageError,
+    open_own,
+    repair_tail,
+    set_aside,
+    storage_error,
+    sync_directory,
+    temporary_for,
+)
+from batch_trajectories.records.index import (
+    MARK,
+    ROW_BYTES,
+    Index,
+    RowMaker,
+    index_fields,
+    mark_for,
+    valid_rows,
+)
+from batch_trajectories.records.record_types import Record, decode_record
+
+_READ_AHEAD = 1 << 20
+_WRITE_BEHIND = 1 << 16
+
+
+HEAD = b'{"id":'
+"""The beginning of a record (`engine/record.py`): its id can be read without the rest."""
+AFTER_ID = b'","status":'
+
+
+class UnreadableRecord(EnvironmentStop):
+    """A record is damaged or not in its place."""
+
+
+class RecordFile:
+    """The records of one run, open for appending. One process at a time."""
+
+    def __init__(self, run_dir: Path, quarantine: Path) -> None:
+        """Open both files, after repairing damage by a crash. Raises `StorageError`."""
+        records, index = run_dir / "records.jsonl", run_dir / "records.idx"
+        repair_tail(records, quarantine)
+        self.unreadable = _bring_index_up_to_date(records, index, quarantine)
+        """Lines that were set aside, as `records.jsonl:7`."""
+        rows = index.read_bytes()
+        self._found: Index | None = Index(rows)
+        self._maker = RowMaker(rows)
+        self._records = AppendFile(records)
+        try:
+            self._index = _IndexFile(index, rows)
+        except BaseException:
+            self._records.close()
+            raise
+        self._rows = bytearray()
+
+    def take_found(self) -> Index:
+        """The records of earlier starts. Call it once: a million records take some 70 MB."""
+        entries, self._found = self._found, None
+        assert entries is not None
+        return entries
+
+    def add(self, record: Record) -> None:
+        """Append a record, as `append` does."""
+        self.append(record.line, index_fields(record))
+
+    def append(self, record: bytes, fields: list[Any]) -> None:
+        """Append the line of a record with these `index_fields`; `sync` makes it survive a power
+        loss. Raises `StorageError`."""
+        offset = self._records.size
+        self._records.append(record)
+        self._rows += self._maker.rows(fields, offset, len(record))
+        if len(self._rows) >= _WRITE_BEHIND:
+            self._write_rows()
+
+    def sync(self) -> None:
+        """Make all appended records survive a power loss. The index can be rebuilt."""
+        try:
+            self._records.check_is_there()
+        except StorageError:
+            self._write_rows()  # the next start misses these records and does not pay again
+            raise
+        self._records.sync()
+        self._write_rows()
+
+    def close(self) -> None:
+        """Close both files."""
+        try:
+            self._records.close()
+        finally:
+            self._index.close()
+
+    def _write_rows(self) -> None:
+        rows, self._rows = bytes(self._rows), bytearray()
+        self._index.append(rows)
+
+
+class _IndexFile:
+    """An index, open for appending; row 0 has the checksum of the rows."""
+
+    def __init__(self, path: Path, rows: bytes) -> None:
+        """`rows` are the content of the file."""
+        self._checksum = crc32(memoryview(rows)[ROW_BYTES:])
+        with ExitStack() as stack:
+            self._file = stack.enter_context(closing(AppendFile(path)))
+            try:
+                # A descriptor for appending cannot write at the beginning.
+                self._mark_fd = open_own(path, os.O_WRONLY)
+            except OSError as error:
+                raise storage_error(path, error) from error
+            stack.callback(os.close, self._mark_fd)
+            self._write_mark()
+            stack.pop_all()
+
+    def append(self, rows: bytes) -> None:
+        """Append rows. Raises `StorageError`."""
+        if rows:
+            self._file.append(rows)
+            self._checksum = crc32(rows, self._checksum)
+            # After the rows: rows beyond the size in row 0 are made again from the records.
+            self._write_mark()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._mark_fd)
+        self._file.close()
+
+    def _write_mark(self) -> None:
+        try:
+            os.pwrite(self._mark_fd, mark_for(self._file.size, self._checksum), 0)
+        except OSError as error:
+            raise storage_error(self._file.path, error) from error
+
+
+def unreadable_record(
+    records: BinaryIO, offset: int, line: bytes, error: Exception | None = None
+) -> UnreadableRecord:
+    """The error for a line of the records, with what to do next.
+
+    `error` is what reading it as a record raised.
+    """
+    try:
+        decode_record(line)
+    except DamagedLine as damage:
+        error = damage
+    why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
+    named = id_in(line)
+    of_id = f" ({named!r})" if named else ""
+    return UnreadableRecord(
+        f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
+        "`verify --repair` sets it aside, and the next start runs its task again."
+    )
+
+
+def id_in(line: bytes) -> str:
+    """The id of a record that may be damaged; "" if it is unreadable."""
+    end = line.find(AFTER_ID, len(HEAD))
+    try:
+        return str(orjson.loads(line[len(HEAD) : end + 1])) if end >= 0 else ""
+    except orjson.JSONDecodeError:
+        return ""
+
+
+def _line_number(records: BinaryIO, offset: int) -> int:
+    """The number, from 1, of the line that begins at `offset`."""
+    number, place = 1, 0
+    while place < offset:
+        block = os.pread(records.fileno(), min(_READ_AHEAD, offset - place), place)
+        if not block:
+            break
+        number += block.count(b"\n")
+        place += len(block)
+    return number
+
+
+def refuse_lost_records(run_dir: Path) -> None:
+    """Raise `RunDirError` if the index has records but records.jsonl is empty or missing.
+
+    The run would do, and pay for, all work again, and an export would empty the training file.
+    """
+    records, index = run_dir / "records.jsonl", run_dir / "records.idx"
+    # In this order: a run in progress writes the record first, then its row.
+    if _size(index) > ROW_BYTES and _size(records) == 0:
+        raise RunDirError(
+            f"{records}: {'empty' if records.exists() else 'missing'}, but {index.name} names "
+            "records that it held; put the file of this run back, or remove "
+            f"{index.name} to continue without them"
+        )
+
+
+def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
+    """All records of a run by task key, the last one of each task; writes nothing.
+
+    Reads records that the index does not cover from records.jsonl. Raises `UnreadableRecord`
+    for damaged ones; if `lenient`, skips them.
+    """
+    records = run_dir / "records.jsonl"
+    rows, covered = _read_rows(run_dir / "records.idx", records)
+    behind = bytearray()
+    maker = RowMaker(rows)
+    for offset, line in watched_lines(records, covered):
+        if (record := parse_record(line)) is not None:
+            behind += maker.rows(index_fields(record), offset, len(line))
+        elif not lenient:
+            with records.open("rb") as file:
+                raise unreadable_record(file, offset, line)
+    return Index(rows + behind if behind else rows)
+
+
+def _read_rows(index: Path, records: Path) -> tuple[bytes, int]:
+    """The valid rows of the index, and how many bytes of the records they cover."""
+    try:
+        content = index.read_bytes()
+    except FileNotFoundError:
+        return MARK, 0
+    size, covered = valid_rows(content, _size(records))
+    rows = content if size == len(content) else content[:size]
+    return (rows, covered) if size and _matches_last_record(rows, records, covered) else (MARK, 0)
+
+
+def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
+    """Whether the last row matches its record: records.jsonl may have been replaced."""
+    if len(rows) == ROW_BYTES:
+        return covered == 0
+    last = Index(rows).entry(len(rows) // ROW_BYTES - 1)
+    with records.open("rb") as file:
+        file.seek(last.offset)
+        line = file.read(last.length)
+    try:
+        row = RowMaker(rows).rows(index_fields(decode_record(line)), last.offset, last.length)
+    except ValueError:  # damaged, or a number is out of the index's range
+        return False
+    return line.endswith(b"\n") and rows.endswith(row)
+
+
+def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
+    """Cut the index to its valid rows and append missing ones.
+
+    Moves unreadable records to the quarantine, and returns their names.
+    """
+    rows, covered = _read_rows(index, records)
+    if covered:
+        os.truncate(index, len(rows))
+    else:
+        index.unlink(missing_ok=True)
+    unreadable = set()
+    file = AppendFile(index)
+    try:
+        behind = bytearray(b"" if covered else MARK)
+        maker = RowMaker(rows)
+        for offset, line in watched_lines(records, covered):
+            record = parse_record(line)
+            if record is None:
+                unreadable.add(offset)
+                continue
+            behind += maker.rows(index_fields(record), offset, len(line))
+            if len(behind) >= _WRITE_BEHIND:
+                file.append(bytes(behind))
+                behind.clear()
+        file.append(bytes(behind))
+    finally:
+        file.close()
+    if unreadable:
+        index.unlink()  # first: its offsets will be wrong
+        named = take_out(records, unreadable, quarantine)
+        _bring_index_up_to_date(records, index, quarantine)
+        return named
+    return []
+
+
+def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
+    """Move the lines at these offsets to the quarantine; return their names, as
+    `records.jsonl:7`."""
+    named = []
+    replacement = temporary_for(records)
+    replacement.unlink(missing_ok=True)
+    with closing(AppendFile(replacement)) as replacement_file:
+        for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
+            if offset in offsets:
+                set_aside(quarantine, f"{records.name}.line{number}", line)
+                named.append(f"{records.name}:{number}")
+            else:
+                replacement_file.append(line)
+        replacement_file.sync()
+    replacement.replace(records)
+    sync_directory(records.parent)
+    return named
+
+
+def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from `offset` on, without a torn last line."""
+    try:
+        file = path.open("rb", buffering=_READ_AHEAD)
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if line.endswith(b"\n"):
+                yield offset, line
+            offset += len(line)
+
+
+def watched_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The lines of `lines_from`, with a progress line."""
+    with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
+        for place, line in lines_from(path, offset):
+            yield place, line
+            work.advance(len(line))
+
+
+def parse_record(line: bytes) -> Record | None:
+    """The record of one line, None if it is not whole or a field has another type."""
+    try:
+        record = decode_record(line)
+        RowMaker().rows(index_fields(record), 0, len(line))
+    except ValueError:
+        return None
+    return record
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

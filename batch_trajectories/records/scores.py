@@ -1,0 +1,291 @@
+"""What was given after the run: `scores.jsonl` and `labels.jsonl` in the run directory.
+
+Scores come from functions, judges and checks. The file only grows. Each line has the keys of a
+score (see `runs.store.checks`), and `record` (see `score_key`), `id` and `at`; those of a judge
+also `question`, `reply`, `model`, `usage` and `cost_usd`; those of `check` (`CHECK`) also `check`,
+its result, `image`, and what `with_later_checks` reads. Of several scores of a record by one source
+the last counts.
+
+Labels are what people decided. Their file only grows, too. A line has `record`, `id`, `at`, `who`,
+and what this reviewer decides or takes back (null) about the record:
+
+    verdict  "keep", "reject" or "fix"
+    no_loss  numbers of turns that carry no loss
+    note     a text
+    over     the samples of its prompt that it is preferred to: their records by id
+
+For each of these the last line of a reviewer that has it counts, so that an undo is a later line.
+
+Records themselves never change: readers add scores and labels to the records that they read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.records.checks import CHECK_FAILED, judgement_of
+from batch_trajectories.records.files import append_line, read_object
+from batch_trajectories.records.index import ROW_BYTES, Index, RowMaker
+from batch_trajectories.records.record_types import CheckResult, Label, Record, Score
+from batch_trajectories.records.records import lines_from
+
+NAME = "scores.jsonl"
+LABELS = "labels.jsonl"
+
+CHECK = "check"
+"""The source of the verdicts that the command `check` gives."""
+
+_MARK = b'"source":"%s"' % CHECK.encode()
+_FINISHED = re.compile(rb'"finished_at":([0-9.e+-]+),"schema_version"')
+_TAIL_BYTES = 256
+_KEY_BYTES = 16
+
+DISPUTED = "disputed"
+"""The verdict of reviewers who disagree."""
+_NOTE_CHARS = 10_000
+
+
+def score_key(record: Record) -> str:
+    """Identifies a record by its task and the time it finished, as a task can be run again."""
+    text = f"{record.input_digest} {record.id} {record.finished_at}"
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Scores:
+    """The scores on disk, of which only the places are in memory, and the labels."""
+
+    def __init__(self, run_dir: Path, *, only: str | None = None) -> None:
+        """Those of all sources and people, or of `only` one source. An incomplete last line is
+        ignored.
+
+        Raises `RunDirError`.
+        """
+        self._path = run_dir / NAME
+        self._by_source: dict[str, dict[bytes, int]] = {}
+        for offset, line in read_scores(self._path):
+            if only not in (None, line["source"]):
+                continue
+            places = self._by_source.setdefault(line["source"], {})
+            places[bytes.fromhex(line["record"])] = offset
+        has_labels = only is None and (run_dir / LABELS).exists()
+        self._labels = Labels(run_dir) if has_labels else None
+
+    def added_to(self, record: Record) -> Record:
+        """The record with these scores after its own, and its labels; the same object if it has
+        none here."""
+        if not self._by_source and self._labels is None:
+            return record
+        if self._labels is not None and (labels := self._labels.of(score_key(record))):
+            record = replace(record, labels=labels)
+        return with_scores_at(self._path, record, self.places_of(record))
+
+    def places_of(self, record: Record) -> list[int]:
+        """The places in scores.jsonl of the scores that count for a record."""
+        if not self._by_source:
+            return []
+        key = bytes.fromhex(score_key(record))
+        return [of_source[key] for of_source in self._by_source.values() if key in of_source]
+
+
+def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
+    """The record with the scores at these places of a scores.jsonl after its own."""
+    if not places:
+        return record
+    with path.open("rb") as file:
+        added = [_score_at(file, place) for place in places]
+    sources = {score.source for score in added}
+    of_source = [score for score in record.scores or () if score.source not in sources]
+    check = record.check
+    for score in added:
+        if score.check is not None:
+            check = msgspec.convert(score.check, CheckResult)
+    return replace(record, scores=[*of_source, *added], check=check)
+
+
+def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All whole lines with their places. Raises `RunDirError` for a line that is not a score."""
+    for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
+        try:
+            line = read_object(content)
+            msgspec.convert(line, Score)
+            bytes.fromhex(line["record"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"{path}:{number}: not a score ({error}); `verify --repair` sets it aside, and its "
+                "record can be scored again"
+            ) from error
+        yield offset, line
+
+
+def _score_at(file: BinaryIO, offset: int) -> Score:
+    file.seek(offset)
+    return msgspec.convert(read_object(file.readline()), Score)
+
+
+def of_record(record: Record, result: CheckResult) -> dict[str, Any]:
+    """What a line says of the record whose check had this `result`: see `with_later_checks`.
+
+    The record must be as it was stored, without scores that were given later.
+    """
+    judgement = judgement_of(replace(record, check=result))
+    failed = judgement.error is not None
+    return {
+        "finished_at": record.finished_at,
+        "judged": [judgement.verdict, judgement.reward, CHECK_FAILED if failed else None],
+    }
+
+
+def with_later_checks(run_dir: Path, index: Index) -> Index:
+    """The index with the last result of `check` for each record that has one."""
+    found = {}
+    for _, line in lines_from(run_dir / NAME, 0):
+        if _MARK in line:
+            try:
+                given = read_object(line)
+                found[bytes.fromhex(given["task"])] = float(given["finished_at"]), given["judged"]
+            except (ValueError, KeyError, TypeError):
+                continue  # damaged; what reads the scores themselves says so
+    return _judged(run_dir, index, found) if found else index
+
+
+def _judged(
+    run_dir: Path, index: Index, found: dict[bytes, tuple[float, tuple[Any, Any, Any]]]
+) -> Index:
+    rows, added = bytearray(index.rows), bytearray()
+    maker = RowMaker(index.rows)
+    numbers, _ = index.match(b"".join(found))
+    with (run_dir / "records.jsonl").open("rb") as records:
+        for (finished_at, judged), number in zip(found.values(), numbers, strict=True):
+            if not number:
+                continue
+            entry = index.entry(number)
+            size = min(_TAIL_BYTES, entry.length)
+            tail = os.pread(records.fileno(), size, entry.offset + entry.length - size)
+            finished = _FINISHED.search(tail)
+            if finished is None or float(finished[1]) != finished_at or entry.status == "failed":
+                continue  # the task was run again since
+            verdict, reward, failed = judged
+            fields = ["", "", *entry[2:9], failed, verdict, reward]
+            made = maker.rows(fields, entry.offset, entry.length)
+            end = ROW_BYTES * (number + 1)
+            rows[end - ROW_BYTES + _KEY_BYTES : end] = made[_KEY_BYTES - ROW_BYTES :]
+            added += made[:-ROW_BYTES]
+    return Index(bytes(rows + added))
+
+
+class LabelChange(msgspec.Struct, forbid_unknown_fields=True):
+    """One line's decisions about a record; unset fields keep their value."""
+
+    verdict: Literal["keep", "reject", "fix"] | msgspec.UnsetType | None = msgspec.UNSET
+    no_loss: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    note: str | msgspec.UnsetType | None = msgspec.UNSET
+    over: dict[str, str] | msgspec.UnsetType | None = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if isinstance(self.no_loss, list) and min(self.no_loss, default=1) < 1:
+            raise ValueError("`no_loss`: turns are numbered from 1")
+        if isinstance(self.note, str) and len(self.note) > _NOTE_CHARS:
+            raise ValueError(f"`note`: has more than {_NOTE_CHARS:,} characters")
+
+
+def label_change(value: Any) -> LabelChange:
+    """Check what a person decided. Raises `ValueError`, which names the field."""
+    change = msgspec.convert(value, LabelChange)
+    if isinstance(change.no_loss, list):
+        change.no_loss = sorted(set(change.no_loss))
+    if not msgspec.to_builtins(change):
+        raise ValueError("decides nothing; give verdict, no_loss, note or over")
+    return change
+
+
+def append_label(
+    run_dir: Path, record: str, id: str, who: str, change: LabelChange
+) -> dict[str, Any]:
+    """Append a decision about the record with this `score_key`; returns the line.
+
+    Raises `OSError` and `StorageError`.
+    """
+    about = {"record": record, "id": id, "who": who, "at": time.time()}
+    line = {**about, **msgspec.to_builtins(change)}
+    append_line(run_dir / LABELS, line)
+    return line
+
+
+class Labels:
+    """The labels on disk, merged: in memory, as people decide about thousands of records."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read them. Raises `RunDirError`."""
+        self._path = run_dir / LABELS
+        self._read = 0
+        self._number = 0
+        self._by_record: dict[str, dict[str, Label]] = {}
+        self._ids: dict[str, str] = {}
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Read the lines that have come since. Raises `RunDirError`."""
+        for offset, content in lines_from(self._path, self._read):
+            self._number += 1
+            line = _parsed(content, f"{self._path}:{self._number}")
+            of_record = self._by_record.setdefault(line["record"], {})
+            said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
+            who = line["who"]
+            before = of_record.get(who, Label(who=who))
+            of_record[who] = replace(before, at=line["at"], **said)
+            self._ids[line["id"]] = line["record"]
+            self._read = offset + len(content)
+
+    def of(self, record: str) -> list[Label]:
+        """The labels of the record with this `score_key`, one per reviewer."""
+        return list(self._by_record.get(record, {}).values())
+
+    def by_record(self) -> Iterator[tuple[str, list[Label]]]:
+        """The `score_key` of each record that has labels now, and these.
+
+        Other threads may read on meanwhile.
+        """
+        for record, labels in list(self._by_record.items()):
+            yield record, list(labels.values())
+
+    def verdicts(self) -> Iterator[tuple[str, str]]:
+        """The id of each record with a verdict, and the verdict of all its reviewers."""
+        for id, record in list(self._ids.items()):
+            if (verdict := verdict_of(self.of(record))) is not None:
+                yield id, verdict
+
+
+def verdict_of(labels: Sequence[Label]) -> str | None:
+    """The verdict on which the reviewers agree, else `disputed`; None if nobody gave one."""
+    verdicts = {label.verdict for label in labels if label.verdict is not None}
+    return DISPUTED if len(verdicts) > 1 else next(iter(verdicts), None)
+
+
+def marked_turns(record: Record) -> list[int]:
+    """The turns that a reviewer marked to carry no loss."""
+    return sorted({turn for label in record.labels for turn in label.no_loss or ()})
+
+
+def _parsed(content: bytes, place: str) -> dict[str, Any]:
+    try:
+        line = read_object(content)
+        said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
+        msgspec.convert(said, LabelChange)
+        if not all(isinstance(line[key], str) for key in ("record", "id", "who")):
+            raise TypeError("`record`, `id` and `who` must be texts")
+        float(line["at"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirError(
+            f"{place}: not a label ({error}); `verify --repair` sets it aside"
+        ) from error
+    return line

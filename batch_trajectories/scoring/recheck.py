@@ -1,0 +1,275 @@
+"""Judge the conversations of a finished run again, with a changed or added check: `check`.
+
+The work is a run of its own in `checks/` of the run directory: rows with a workspace to rebuild and
+a check, and workers that call no model. It resumes like any run. When all is judged, the verdicts
+are appended to scores.jsonl, and the directory is removed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from batch_trajectories.api.start import exit_of, open_planned, write_results
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.audit.audited import without_model
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.console import say, watched
+from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.text import first_few, plural
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.kept_dataset import keep_dataset
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.scan import scan, task_of
+from batch_trajectories.engine.plan import make_plan, warn
+from batch_trajectories.engine.run_dir import locked, refuse_held
+from batch_trajectories.engine.run_totals import compute_totals
+from batch_trajectories.engine.supervisor.run import run_batch
+from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.files import make_directory, open_temporary, temporary_for
+from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.reader import open_index, read_record
+from batch_trajectories.records.record_types import CheckResult, Record, decode_record
+from batch_trajectories.records.scores import CHECK, Scores, of_record, score_key
+from batch_trajectories.records.tasks import task_key
+from batch_trajectories.scoring.rechecks import (
+    HARMLESS,
+    REFUSED,
+    Judging,
+    LeftOut,
+    NewRows,
+    Rechecks,
+)
+from batch_trajectories.scoring.score_file import open_scores
+from toolsets.workspace.removal import remove_tree
+
+_IDS_SHOWN = 5
+_AT_ONCE = 500
+_NEVER_LAST = 1_000_000
+"""An attempt that fails gives no verdict: the next command makes another."""
+
+_WORDS = {True: "passed", False: "not passed", None: "without a verdict"}
+
+
+@dataclass
+class RecheckEnd:
+    """How a start of `check` ended."""
+
+    path: Path
+    """The run directory."""
+    changes: Counter[tuple[bool | None, bool | None]] = field(default_factory=Counter)
+    """Verdicts that were given, by the verdict before and the new one."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Conversations that were not judged, by reason: `HARMLESS` and `REFUSED`."""
+    refused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """The ids of those that have something to judge."""
+    details: dict[str, str] = field(default_factory=dict)
+    """What is known besides of the last one with a reason."""
+    failed: Sequence[Mapping[str, Any]] = ()
+    """Why workspaces could not be rebuilt: `class`, `message`, `count`."""
+    exit_code: int = 0
+    """0: all that can be judged is; 1: some is not; else that of a run."""
+    reason: str | None = None
+    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    unwritten: str | None = None
+    """Why training file and summary were not written again."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, with the ids of all that was refused."""
+        changes = [{"from": a, "to": b, "count": n} for (a, b), n in self.changes.items()]
+        return {
+            **{"run_dir": str(self.path), "verdicts": self.changes.total(), "changes": changes},
+            **{"left_out": dict(self.left_out), "refused": dict(self.refused)},
+            **{"failed": list(self.failed), "unwritten": self.unwritten},
+        }
+
+    def as_table(self) -> str:
+        """The verdicts, and what has none, for a person."""
+        given = self.changes.total()
+        lines = [f"{plural(given, 'verdict')} given in {self.path / 'scores.jsonl'}"]
+        for (before, now), count in sorted(self.changes.items(), key=lambda item: -item[1]):
+            same = "still " if before == now else f"{_WORDS[before]} -> "
+            lines.append(f"  {count:>9,}  {same}{_WORDS[now]}")
+        for reason, words in (HARMLESS | REFUSED).items():
+            if count := self.left_out[reason]:
+                ids = self.refused.get(reason, [])
+                named = f": {first_few(ids, _IDS_SHOWN)}" if ids else ""
+                named += " (--json has all)" if len(ids) > _IDS_SHOWN else ""
+                detail = f" ({self.details[reason]})" if self.details.get(reason) else ""
+                lines.append(f"  {count:>9,}  {words}{detail}{named}")
+        lines += [f"  {one['count']:>9,}  not rebuilt: {one['message']}" for one in self.failed]
+        if any(before != now for before, now in self.changes):
+            lines.append(f"`compare {self.path.name}` shows which verdicts changed, and why")
+        if self.unwritten is not None:
+            lines.append(f"training file and summary stay as they are: {self.unwritten}")
+        return "\n".join(lines)
+
+
+def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> RecheckEnd:
+    """Judge the conversations of a run again; blocks until all are judged.
+
+    `config` is that of the run with what is to differ; `has_new_rows`: its dataset has the rows.
+    Raises what `start` raises.
+    """
+    refuse_held(stored.path)
+    place = _place_of(stored.path, config, has_new_rows=has_new_rows)
+    config = without_model(
+        config,
+        **{"checked_run": stored.path.absolute(), "max_attempts": _NEVER_LAST},
+        **{"executor": "local", "max_samples": None, "shard": None, "num_samples": 1},
+        **{"output_dir": place, "run_name": "judging", "on_bad_row": "fail"},
+    )
+    found = RecheckEnd(stored.path)
+    rechecks = Rechecks(config, _new_rows(config) if has_new_rows else None)
+    for directory in (place.parent, place):
+        make_directory(directory)
+    rows = place / "rows.jsonl"
+    count = _write_rows(stored.path, rechecks, rows, found)
+    config = config.model_copy(update={"dataset_file": rows, "rows": None, "columns": {}})
+    if count:
+        plan = make_plan(config)
+        warn(plan, say)
+        with open_planned(plan, fresh=False, accept_config_change=()) as run_dir:
+            outcome = run_batch(plan, run_dir)
+            totals = compute_totals(run_dir.path, plan.scan, plan.config)
+        found.failed = totals.reasons
+        found.exit_code, found.reason = exit_of(outcome, totals)
+        if found.reason is not None:
+            return found
+    with locked(stored.path):
+        _append(stored, rechecks, config, found)
+        found.unwritten = _write_results(stored)
+    remove_tree(place)
+    with suppress(OSError):  # another check is under way there
+        place.parent.rmdir()
+    found.exit_code = int(bool(found.refused or found.failed))
+    return found
+
+
+def _place_of(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
+    """Where the work of this check is; the same command finds it again."""
+    options = config.to_json()
+    for name in ("num_workers", "batch_size", "concurrency", "log_level", "grace_s"):
+        del options[name]
+    content = exact_json.dumps([options, has_new_rows], option=orjson.OPT_SORT_KEYS)
+    return run_dir / "checks" / blake2b(content, digest_size=6).hexdigest()
+
+
+def _new_rows(config: RunConfig) -> NewRows:
+    rules = config.row_rules("scripted")
+    dataset = keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rows=config.rows,
+        rules=rules,
+        max_samples=None,
+        writes=False,
+        say=say,
+    )
+    found = scan(dataset.path, max_samples=None, rules=rules)
+    for bad in found.bad_rows[:_IDS_SHOWN]:
+        say(f"{config.dataset_file}: row {bad.line}: cannot be used: {bad.reason}")
+    return NewRows(found, dataset)
+
+
+def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, found: RecheckEnd) -> int:
+    """Write the rows for the workers; their number."""
+    count = 0
+    temporary = temporary_for(rows)
+    with open_temporary(temporary, rows) as file:
+        for record, judging in _judgings(run_dir, rechecks, doing="reading records"):
+            if isinstance(judging, LeftOut):
+                found.left_out[judging.reason] += 1
+                if judging.reason in REFUSED:
+                    found.refused[judging.reason].append(record.id)
+                    found.details[judging.reason] = judging.detail
+            elif judging.row is not None:
+                file.write(exact_json.dumps(judging.row) + b"\n")
+                count += 1
+    temporary.replace(rows)
+    return count
+
+
+def _judgings(
+    run_dir: Path, rechecks: Rechecks, *, doing: str
+) -> Iterator[tuple[Record, Judging | LeftOut]]:
+    scores = Scores(run_dir, only=CHECK)
+    with open_index(run_dir) as (index, records):
+        for key, entry in watched(index.counting(), doing, total=index.written()):
+            record = scores.added_to(read_record(records, entry.offset, entry.length, key))
+            yield record, rechecks.of(record, entry, key)
+
+
+def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, found: RecheckEnd) -> None:
+    """Append the verdicts that scores.jsonl does not have yet."""
+    rules = config.row_rules("scripted")
+    with ExitStack() as stack:
+        file = stack.enter_context(open_scores(stored.path))
+        made = stack.enter_context(open_index(config.run_dir))
+        judgings = _judgings(stored.path, rechecks, doing="judging")
+        lines = (
+            line
+            for record, judging in judgings
+            if isinstance(judging, Judging)
+            and (line := _line_of(record, judging, rules, made, found)) is not None
+        )
+        while some := [*islice(lines, _AT_ONCE)]:
+            file.append(some)
+
+
+def _line_of(
+    record: Record, judging: Judging, rules: RowRules, made: Any, found: RecheckEnd
+) -> tuple[str, str, dict[str, Any]] | None:
+    """The key, the id and the score of a record; None where its workspace was not rebuilt."""
+    index, records = made
+    check, image = judging.check, None
+    if judging.row is not None:
+        task = task_of(judging.row, rules)
+        entry: IndexEntry | None = index.get(task.key)
+        if entry is None:
+            return None
+        judged = read_record(records, entry.offset, entry.length, task.key)
+        if judged.check is None:
+            return None
+        check, image = judged.as_dict()["check"], judged.image
+    result = msgspec.convert(check, CheckResult)
+    own = decode_record(record.line)
+    before = judgement_of(record).verdict
+    found.changes[before, result.passed if isinstance(result.passed, bool) else None] += 1
+    score = {
+        **{"source": CHECK, "version": judging.version, "rewards": None, "error": None},
+        **{
+            "check": check,
+            "task": task_key(own.id, own.input_digest).hex(),
+            **of_record(own, result),
+        },
+        **({} if image is None else {"image": image}),
+    }
+    return score_key(record), record.id, score
+
+
+def _write_results(stored: StoredRun) -> str | None:
+    """Write training file and summary with the verdicts; why not, if that is not possible."""
+    manifest = stored.path / "exports" / "manifest.json"
+    try:
+        before = orjson.loads(manifest.read_bytes())["gone"]
+        dataset = stored.scan
+    except (FileNotFoundError, KeyError, DatasetError) as error:
+        return str(error)
+    if compute_totals(stored.path, dataset, stored.config).gone > before:
+        return (
+            "the dataset of the run has changed since; keep it, and give the new rows by "
+            "--dataset_file"
+        )
+    write_results(stored.path, dataset, stored.config)
+    return None

@@ -1,0 +1,219 @@
+"""Which conversations `check` can judge again, and from what.
+
+Of a conversation with a check, its workspace is rebuilt: in a fresh image from its whole diff, if
+its check runs in a fresh copy anyway; else from its kept workspace. Where no check is given, its
+answer is compared with the expected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import orjson
+
+from agent.loop.rules import is_expected
+from batch_trajectories.audit.audited import SAME_IN_RUNS
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.sandboxes import image_sandboxes
+from batch_trajectories.dataset.column_names import HISTORY_COLUMNS, INSIDE_COLUMNS, SETUP_COLUMNS
+from batch_trajectories.dataset.kept_dataset import KeptDataset
+from batch_trajectories.dataset.lines import read_row_at
+from batch_trajectories.dataset.row import opening_messages
+from batch_trajectories.dataset.row_image import image_columns
+from batch_trajectories.dataset.scan import Scan, tasks
+from batch_trajectories.export.conversation.ending import answer_of, is_answered
+from batch_trajectories.records.checks import expected_text
+from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.record_types import Record, Score
+from batch_trajectories.records.scores import CHECK, score_key
+
+SAME = "same"
+"""Instead of a reason: the last verdict is already one of this check."""
+
+HARMLESS = {
+    SAME: "judged by this check before",
+    "failed": "failed: there is no conversation to judge",
+    "no_check": "its row has no check, and no expected answer that is compared",
+    "no_answer": "ended before an answer that can be compared",
+}
+"""Why there is nothing to judge."""
+
+REFUSED = {
+    "no_row": "the dataset has no row for it",
+    "several_rows": "several rows have its prompt and no id: give them ids",
+    "bad_row": "its row cannot be used",
+    "cut_diff": "its diff was cut: what it changed is not known whole",
+    "no_diff": "its diff could not be made",
+    "only_diff": "its check runs in the container as it was (in: same), of which the run kept only "
+    "a diff: give --check_in=fresh, or run with --keep_workspaces",
+    "not_kept": "neither a diff nor its workspace was kept: run with --keep_workspaces",
+}
+"""Why a conversation cannot be judged that has something to judge."""
+
+
+class Judging(NamedTuple):
+    """How a conversation is judged again."""
+
+    version: str
+    """A digest of the check: what the row says of it, the options of tasks, and the image."""
+    row: dict[str, Any] | None
+    """For the workers; None where the answer is compared."""
+    check: dict[str, Any] | None = None
+    """The result of comparing the answer."""
+
+
+class LeftOut(NamedTuple):
+    """Why a conversation is not judged again."""
+
+    reason: str
+    """A key of `HARMLESS` or `REFUSED`."""
+    detail: str = ""
+
+
+class NewRows:
+    """The rows of another dataset, found by the prompts of records."""
+
+    def __init__(self, scan: Scan, dataset: KeptDataset) -> None:
+        self._dataset = dataset  # which may be a temporary file
+        self._path = scan.path
+        self._by_id: dict[str, int] = {}
+        self._by_prompt: dict[bytes, int | None] = {}
+        for number, task in enumerate(tasks(scan)):
+            place = scan.offsets[number]
+            if not _is_made(task.prompt_id):
+                self._by_id[task.prompt_id] = place
+            else:  # a hash of the whole row, which another check changes
+                prompt = _prompt_of(task.columns)
+                self._by_prompt[prompt] = None if prompt in self._by_prompt else place
+
+    def of(self, record: Record) -> dict[str, Any] | LeftOut:
+        """The row of a record."""
+        place = self._by_id.get(record.prompt_id)
+        if place is None and _is_made(record.prompt_id):
+            prompt = _prompt_of(record.row)
+            place = self._by_prompt.get(prompt)
+            if place is None and prompt in self._by_prompt:
+                return LeftOut("several_rows")
+        if place is None:
+            return LeftOut("no_row")
+        with self._path.open("rb") as file:
+            return read_row_at(file, place) or LeftOut("no_row")
+
+
+class Rechecks:
+    """Says of each record of a run how it is judged again."""
+
+    def __init__(self, config: RunConfig, rows: NewRows | None) -> None:
+        """`config` is that of the workers; without `rows` those of the records count."""
+        self._config = config
+        self._rows = rows
+        self._rules = config.row_rules("scripted")
+        options = config.to_json()
+        self._options = {name: options[name] for name in SAME_IN_RUNS}
+        self._images: dict[str, str | None] = {}
+
+    def of(self, record: Record, place: IndexEntry, key: bytes) -> Judging | LeftOut:
+        """How a record is judged, which is at this place of the records."""
+        if record.status == "failed":
+            return LeftOut("failed")
+        row = record.row if self._rows is None else self._rows.of(record)
+        if isinstance(row, LeftOut):
+            return row
+        found = self._by_answer(record, row)
+        if row.get("check") is not None:
+            found = self._by_check(record, row, place, key)
+        last = next((one for one in record.scores or () if one.source == CHECK), None)
+        is_same = isinstance(found, Judging) and last is not None and last.version == found.version
+        return LeftOut(SAME) if is_same and not _has_failed(last) else found
+
+    def _by_answer(self, record: Record, row: Mapping[str, Any]) -> Judging | LeftOut:
+        expected = expected_text(row)
+        is_asked = self._config.check_expected or (record.options or {}).get("check_expected")
+        if not is_asked or expected is None:
+            return LeftOut("no_check")
+        if not is_answered(record):
+            return LeftOut("no_answer")
+        answer = answer_of(record) or ""
+        passed = is_expected(answer, expected)
+        check = {"passed": passed, "reward": float(passed), "answer": answer[:200]}
+        return Judging(_digest({"expected": expected}), None, check)
+
+    def _by_check(
+        self, record: Record, row: Mapping[str, Any], place: IndexEntry, key: bytes
+    ) -> Judging | LeftOut:
+        names = [*SETUP_COLUMNS]
+        if self._rules.image != "ignored":
+            names += image_columns(row)
+        if self._config.is_inside:
+            names += [*HISTORY_COLUMNS, *INSIDE_COLUMNS]
+        columns = {name: row[name] for name in names if row.get(name) is not None}
+        columns["prompt"] = record.id
+        try:
+            task = self._rules.read(columns)
+        except ValueError as error:
+            return LeftOut("bad_row", str(error))
+        source = _source(record, is_afresh=task.is_judged_afresh)
+        if isinstance(source, LeftOut):
+            return source
+        reference = task.image.reference if task.image else self._config.docker_image
+        image = self._digest_of(reference) if self._config.is_inside and reference else None
+        judge = task.check.image if task.check else None
+        judged = {
+            **{"offset": place.offset, "length": place.length, "task": key.hex(), "from": source},
+            "turns": None if record.agent is not None else len(record.own_turns),
+        }
+        decides = {**columns, "prompt": None, "options": self._options, "image": image}
+        if judge is not None:
+            decides["judge"] = self._digest_of(judge.reference)
+        version = _digest(decides)
+        id_ = f"check-{record.id}-{score_key(record)}"  # which no generated id looks like
+        return Judging(version, {"id": id_, **columns, "judged": judged})
+
+    def _digest_of(self, reference: str) -> str | None:
+        if reference not in self._images:
+            try:
+                found = image_sandboxes(self._config).digests([reference])
+            except ToolError:
+                found = {}  # the plan says why
+            self._images[reference] = found.get(reference)
+        return self._images[reference]
+
+
+def _has_failed(score: Score | None) -> bool:
+    """Whether a check itself failed: it is repeated."""
+    return score is not None and (score.check or {}).get("error") is not None
+
+
+def _source(record: Record, *, is_afresh: bool) -> str | LeftOut:
+    """What the workspace is made of: `diff` or `workspace`."""
+    diff = record.diff
+    if is_afresh and diff is not None and not diff.get("truncated") and not diff.get("error"):
+        return "diff"
+    if record.workspace is not None and "name" in record.workspace:
+        return "workspace"
+    if diff is not None and diff.get("truncated"):
+        return LeftOut("cut_diff")
+    if diff is not None and diff.get("error"):
+        return LeftOut("no_diff", str(diff["error"]))
+    if diff is not None:
+        return LeftOut("only_diff")
+    return LeftOut("not_kept", (record.workspace or {}).get("error", ""))
+
+
+def _is_made(prompt_id: str) -> bool:
+    """Whether an id is not the row's own."""
+    return prompt_id.startswith("row-")
+
+
+def _prompt_of(columns: Mapping[str, Any]) -> bytes:
+    content = exact_json.dumps(opening_messages(columns, None))
+    return blake2b(content, digest_size=16).digest()
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    content = exact_json.dumps(value, option=orjson.OPT_SORT_KEYS)
+    return blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,113 @@
+"""`scores.jsonl` of a run: what has a score, and appending; see `runs.store.scores`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.records.files import AppendFile, alone_in, repair_tail, with_checksum
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.scores import NAME, read_scores, score_key
+
+Wanted = Callable[[Record], bool]
+"""Whether a record is to be scored."""
+
+
+class Scored(NamedTuple):
+    """What a command has scored."""
+
+    scores: int
+    failed: Mapping[str, int]
+    """Why scores among these failed, with counts; the next `score` repeats those of functions."""
+
+
+class ScoreFile:
+    """The scores of a run, open for more."""
+
+    def __init__(self, run_dir: Path, wanted: Wanted | None) -> None:
+        self.run_dir = run_dir
+        self._wanted = wanted
+        self._path = run_dir / NAME
+        self._file: AppendFile | None = None
+
+    def done(self, source: str, version: str) -> set[str]:
+        """The keys of records that this source has scored, in this version.
+
+        A failure does not count, except a judge's reply that holds no score: it is paid for.
+        """
+        return {
+            line["record"]
+            for _, line in read_scores(self._path)
+            if line["source"] == source
+            and line["version"] == version
+            and (line["error"] is None or line.get("reply") is not None)
+        }
+
+    def judge_cost_usd(self) -> float:
+        """The dollars of all judge replies, as far as they are known."""
+        return sum(line.get("cost_usd") or 0.0 for _, line in read_scores(self._path))
+
+    def append(self, scores: Iterable[tuple[str, str, Mapping[str, Any]]]) -> None:
+        """Append scores, each after the key and the id of its record; they are then durable."""
+        at = time.time()
+        lines = b"".join(
+            with_checksum(exact_json.dumps({"record": key, "id": id, **score, "at": at}))
+            for key, id, score in scores
+        )
+        if not lines:
+            return
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        self._file.append(lines)
+        self._file.sync()
+
+    def unscored(
+        self, done: Mapping[str, set[str]], versions: Mapping[str, str], *, doing: str | None = None
+    ) -> Iterator[tuple[Record, Sequence[str]]]:
+        """The wanted records that did not fail, with the sources that they still lack.
+
+        `done` are keys of records by source, `versions` those of the sources. `doing` names the
+        work for its progress.
+        """
+        for record in stored_records(self.run_dir, doing=doing):
+            if record.status == "failed":
+                continue
+            key = score_key(record)
+            during_run = {
+                (score.source, score.version)
+                for score in record.scores or ()
+                if score.error is None
+            }
+            missing = [
+                source
+                for source, version in versions.items()
+                if key not in done[source] and (source, version) not in during_run
+            ]
+            if missing and (self._wanted is None or self._wanted(record)):
+                yield record, missing
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+@contextmanager
+def open_scores(run_dir: Path, wanted: Wanted | None = None) -> Iterator[ScoreFile]:
+    """Open the scores of a run, to score `wanted` records (None: all).
+
+    Raises `RunLocked` while another process scores.
+    """
+    refusal = f"{run_dir / NAME}: another `score` works on it; wait until it has ended"
+    with alone_in(run_dir, refusal):
+        repair_tail(run_dir / NAME, run_dir / "quarantine")
+        file = ScoreFile(run_dir, wanted)
+        try:
+            yield file
+        finally:
+            file.close()

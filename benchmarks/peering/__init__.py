@@ -1,1 +1,0 @@
-"""What runs inside the environments of `benchmarks.peers`; imports nothing of ours."""

@@ -1,0 +1,292 @@
+"""Runs that were not started here: what their run.json says of code, keys and addresses is not
+used without a flag."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.engine import origin
+from batch_trajectories.engine.run_dir import read_run_json, was_started_here
+from tests.helpers.answering import answering
+from tests.helpers.running import SCRIPTED, lines, run, write_rows
+
+LOOK = {"tool_calls": [{"name": "read_file", "arguments": {"path": "a.txt"}}]}
+SAY = [LOOK, {"content": "y"}]
+
+
+def started(cwd: Path, **options: Any) -> Path:
+    """A run of this user, of two conversations with checks."""
+    rows = [{"id": f"p{n}", "prompt": "x", "script": SAY, "check": "true"} for n in (0, 1)]
+    write_rows(cwd / "p.jsonl", *rows)
+    done = run(cwd, "--row_setup", **{**SCRIPTED, **options})
+    assert done.returncode == 0, done.stderr
+    return cwd / "trajectories" / "r"
+
+
+def received(run_dir: Path, **changes: Any) -> None:
+    """The run as a stranger gives it away, with a config and a checksum of theirs."""
+    identity = json.loads((run_dir / "run.json").read_text())
+    identity["config"] |= changes
+    identity.pop("crc32", None)
+    (run_dir / "run.json").write_text(json.dumps(identity))
+
+
+def said(content: str) -> dict[str, Any]:
+    return {
+        "id": "x",
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": content},
+            }
+        ],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+    }
+
+
+class TestMarks:
+    def test_a_run_is_this_users_from_its_start(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        assert was_started_here(run_dir)
+        assert StoredRun(run_dir).is_own
+        moved = tmp_path / "elsewhere"
+        shutil.copytree(run_dir, moved)
+        assert was_started_here(moved), "runs may be moved"
+
+    def test_one_that_was_edited_is_not(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        received(run_dir, temperature=0.5)
+        assert not was_started_here(run_dir)
+
+    def test_nor_one_of_another_user_or_an_earlier_version(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        other = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config")}
+        done = run(tmp_path, "score", "r", judge="j", env=other)
+        assert done.returncode == 2
+        identity = json.loads((run_dir / "run.json").read_text())
+        del identity["mac"], identity["crc32"]
+        (run_dir / "run.json").write_text(json.dumps(identity))
+        assert not was_started_here(run_dir)
+
+    def test_its_own_command_marks_it(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        received(run_dir, sandbox="docker")
+        assert not was_started_here(run_dir)
+        started(tmp_path)
+        assert was_started_here(run_dir)
+        assert read_run_json(run_dir)["config"]["sandbox"] == "bwrap", "that of the command"
+
+    def test_the_key_is_for_this_user_alone(self, tmp_path: Path) -> None:
+        started(tmp_path)
+        key = Path(os.environ["XDG_CONFIG_HOME"], "batch-trajectories", "run_key")
+        assert (key.stat().st_mode & 0o777, len(key.read_bytes())) == (0o600, 32)
+        assert [path.name for path in key.parent.iterdir()] == ["run_key"]
+
+    def test_without_a_place_for_the_key_runs_are_nobodys(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        nowhere = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "file")}
+        rows = [{"id": "p0", "prompt": "x", "script": SAY}]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        assert run(tmp_path, **SCRIPTED, env=nowhere).returncode == 0
+        assert not was_started_here(tmp_path / "trajectories" / "r")
+
+    def test_merging_a_received_run_does_not_mark_it(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        assert run(tmp_path, "merge", "r", into="own").returncode == 0
+        assert was_started_here(tmp_path / "trajectories" / "own")
+        received(run_dir, grace_s=1)
+        assert run(tmp_path, "merge", "r", into="theirs").returncode == 0
+        assert not was_started_here(tmp_path / "trajectories" / "theirs")
+
+
+def test_every_option_is_known_to_act_or_not() -> None:
+    """A new option that runs code, or names a variable or an address, is to be added."""
+    harmless = {
+        *("columns", "rows", "run_name", "output_dir", "model", "api", "system_prompt"),
+        *("enabled_toolsets", "disabled_toolsets", "distribution", "forks", "web_search_provider"),
+        *("temperature", "top_p", "max_tokens", "reasoning_effort", "token_ids"),
+        *("prompt_caching", "script_file", "require_reasoning", "require_passed", "accept_rows"),
+        *("empty_think", "seed", "max_samples", "shard", "on_bad_row", "batch_size"),
+        *("num_workers", "executor", "worker_resources", "ray_storage", "concurrency"),
+        *("max_run_cost_usd", "max_run_tokens", "max_in_flight", "rpm", "tpm"),
+        *("start_in_flight", "batch_api", "batch_wait_s", "batch_max_requests", "max_attempts"),
+        *("command_timeout_s", "tool_timeout_s", "max_rebuild_s", "attempt_timeout_s"),
+        *("idle_timeout_s", "stream_replies", "call_attempts", "call_timeout_s", "grace_s"),
+        *("heartbeat_timeout_s", "log_level", "models", "escalate_after", "model_budgets"),
+        *("num_samples", "until_passed", "also_failed"),
+        *("workspace", "workdir", "container_engine", "row_setup", "check_in"),
+        *("keep_workspaces", "audit", "checked_run", "only_sound", "reward_timeout_s"),
+        *("command_memory_mb", "max_processes", "workspace_mb"),
+        *("max_turns", "max_errors", "repeat_limit", "max_reasks", "max_cost_usd"),
+        *("max_total_tokens", "max_conversation_s", "parallel_tools", "bad_arguments"),
+        *("repair_tool_names", "continue_cut", "final_summary", "completion_tools"),
+        *("check_expected", "expected_attempts", "awaiting_input", "simulated_user"),
+        *("result_references", "observation_chars", "state_max_turns", "text_protocol", "plan"),
+        *("preparation", "preparation_toolsets", "ephemeral_system_prompt", "compact_after"),
+        *("summarize_over_tokens", "summarize_over_messages", "summarize_keep", "subagents"),
+        "max_subagent_depth",
+    }
+    assert RunConfig.model_fields.keys() - harmless == set(origin._ACTIVE)
+
+
+class TestScore:
+    def test_a_stranger_gets_neither_key_nor_conversations(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever run.json names: nothing is asked there, and no command runs."""
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+        monkeypatch.setenv("SECRET", "mine")
+        run_dir = started(tmp_path)
+        with answering(lambda *_: (200, said("RIGHT"))) as (url, bodies):
+            at = f"{url}/v1"
+            mark = tmp_path / "ran"
+            named: dict[str, dict[str, Any]] = {
+                "j": {"base_url": at, "key_env": "SECRET", "model": "m"},
+                "own:j": {"endpoints": {"own": {"base_url": at, "key_env": "SECRET"}}},
+                "cmd:j": {
+                    "endpoints": {"cmd": {"base_url": at, "key_command": ["touch", str(mark)]}}
+                },
+                "head:j": {
+                    "endpoints": {"head": {"base_url": at, "headers_env": {"x-a": "SECRET"}}}
+                },
+                "code:j": {"endpoints": {"code": {"client": "evil:client"}}},
+            }
+            for name, changes in named.items():
+                received(run_dir, **{"base_url": None, "endpoints": {}, **changes})
+                done = run(tmp_path, "score", "r", judge=name)
+                assert done.returncode == 2, done.stderr
+                assert "--trust_run" in done.stderr
+                assert "not started here by you" in done.stderr
+            assert not bodies
+            assert not mark.exists()
+            received(run_dir, base_url=at, model="openai:m", key_env=None, endpoints={})
+            monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+            done = run(tmp_path, "score", "r", judge="openai:j", call_attempts=1)
+            assert done.returncode == 4
+            assert "to be sent to http://127.0.0.1:9/v1" in done.stderr
+            assert not bodies
+            monkeypatch.delenv("OPENAI_BASE_URL")
+            done = run(tmp_path, "score", "r", "--trust_run", judge="j", call_attempts=1)
+            assert done.returncode == 0, done.stderr
+            assert f"2 conversations to be sent to {at}, model j" in done.stderr
+            assert len(bodies) == 2
+
+    def test_a_provider_is_asked_at_its_own_host(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also for a run of this user's that had a --base_url."""
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+        monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+        with answering(lambda *_: (200, said("RIGHT"))) as (url, bodies):
+            given = {**SCRIPTED, "model": "openai:m", "base_url": f"{url}/v1"}
+            write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": "x"})
+            assert run(tmp_path, **given).returncode == 0
+            asked = len(bodies)
+            done = run(tmp_path, "score", "r", judge="openai:j", call_attempts=1)
+            assert (done.returncode, len(bodies)) == (4, asked)
+            assert "to be sent to http://127.0.0.1:9/v1" in done.stderr
+            assert "OPENAI_API_KEY" in done.stderr
+            done = run(tmp_path, "score", "r", judge="openai:j", base_url=f"{url}/v1")
+            assert (done.returncode, len(bodies)) == (0, asked + 1)
+
+    def test_its_prices_do_not_count(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        received(run_dir, prices={"j": {"input": 0, "output": 0}})
+        at: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "key_env": "none"}
+        done = run(tmp_path, "score", "r", judge="j", max_tokens=5, max_judge_cost_usd=1, **at)
+        assert "the price of 'j' is unknown" in done.stderr
+
+
+class TestCheck:
+    def test_commands_of_a_stranger_run_in_a_sandbox(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path, keep_workspaces=1)
+        mark = tmp_path / "ran"
+        write_rows(
+            tmp_path / "new.jsonl",
+            *({"id": f"p{n}", "prompt": "x", "check": f"touch {mark}"} for n in (0, 1)),
+        )
+        evil = {"tools": ["evil.py:T"], "reward": ["evil.py:f"], "env_from": ["HOME"]}
+        (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+        received(run_dir, sandbox="local", **evil)
+        done = run(tmp_path, "check", "r", dataset_file="new.jsonl")
+        assert not mark.exists(), done.stderr
+        assert 'not used: sandbox="local", env_from=["HOME"]' in done.stderr
+        assert "--trust_run" in done.stderr
+        again = (tmp_path / "new.jsonl").read_text().replace("touch", "exec touch")
+        (tmp_path / "again.jsonl").write_text(again)
+        done = run(tmp_path, "check", "r", "--trust_run", dataset_file="again.jsonl")
+        assert mark.exists(), done.stdout + done.stderr
+        assert 'used: sandbox="local", env_from=["HOME"]' in done.stderr
+
+    def test_options_that_are_given_are_the_users(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path, keep_workspaces=1)
+        received(run_dir, sandbox="local")
+        done = run(tmp_path, "check", "r", sandbox="local")
+        assert "--trust_run" not in done.stderr
+
+    def test_a_run_of_this_users_is_judged_as_before(self, tmp_path: Path) -> None:
+        started(tmp_path, keep_workspaces=1)
+        done = run(tmp_path, "check", "r")
+        assert (done.returncode, done.stderr.count("not started here")) == (0, 0), done.stderr
+
+
+class TestFork:
+    FORK = ("fork", "r", "--at_turn=1", "--n=1", "--run_name=b")
+
+    @pytest.mark.parametrize(
+        "evil",
+        [
+            {"sandbox": "local"},
+            {"tools": ["evil.py:T"]},
+            {"reward": ["evil.py:f"]},
+            {"approve": "evil.py:f"},
+            {"mcp": {"m": {"command": "touch", "args": ["ran"]}}},
+            {"base_url": "http://127.0.0.1:9/v1"},
+            {"key_env": "SECRET"},
+            {"extra_body": {"mcp_servers": [{"url": "http://127.0.0.1:9"}]}},
+            {"endpoints": {"e": {"base_url": "http://127.0.0.1:9/v1", "key_command": ["x"]}}},
+            {"mirror": "s3://theirs/b"},
+            {"prefill_messages": "secrets.json"},
+        ],
+        ids=lambda evil: next(iter(evil)),
+    )
+    def test_refuses_what_a_stranger_names(self, tmp_path: Path, evil: dict[str, Any]) -> None:
+        run_dir = started(tmp_path)
+        (tmp_path / "evil.py").write_text("open('ran', 'w')\n")
+        received(run_dir, **{"sandbox": "bwrap", **evil})
+        done = run(tmp_path, *self.FORK)
+        assert done.returncode == 2
+        assert f"not used: {next(iter(evil))}=" in done.stderr
+        assert not (tmp_path / "ran").exists()
+        assert not (tmp_path / "trajectories" / "b").exists()
+
+    def test_takes_the_rest_and_what_is_given(self, tmp_path: Path) -> None:
+        run_dir = started(tmp_path)
+        received(run_dir, output_dir=str(tmp_path / "theirs"), temperature=0.5)
+        done = run(tmp_path, *self.FORK, sandbox="local")
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "theirs").exists()
+        forked = tmp_path / "trajectories" / "b"
+        assert len(lines(forked / "records.jsonl")) == 2
+        assert read_run_json(forked)["config"]["temperature"] == 0.5
+        assert was_started_here(forked)
+
+    @pytest.mark.parametrize("agent", ["touch x", [1], {"name": ["x"]}])
+    def test_an_agent_of_any_form_is_refused_in_a_sentence(
+        self, tmp_path: Path, agent: Any
+    ) -> None:
+        run_dir = started(tmp_path)
+        received(run_dir, agent=agent)
+        refused = run(tmp_path, "fork", run_dir, run_name="f")
+        assert refused.returncode == 2, refused.stderr
+        assert "Traceback" not in refused.stderr

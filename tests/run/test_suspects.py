@@ -1,0 +1,235 @@
+"""Suspects in the supervisor: tasks that may have killed their workers. The workers are played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_trajectories.api.start import run
+from batch_trajectories.basics.errors import EnvironmentStop
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.engine.executor import Inbox, WorkerHandle
+from batch_trajectories.engine.messages import WorkerSetup, pack, unpack
+from batch_trajectories.engine.worker.call_limiter import Load
+from batch_trajectories.records.journal import JournalWriter
+from batch_trajectories.records.tasks import task_key
+from tests.helpers.running import lines, write_prompts
+from tests.records.test_storage import reply
+
+URL = "http://127.0.0.1:9/v1"
+
+Play = Callable[["Player", dict[str, Any]], None]
+"""What a worker does with a message."""
+
+
+@dataclass(eq=False)
+class Player(WorkerHandle):
+    """A worker that answers each message as `play` says."""
+
+    play: Play = lambda player, header: None
+    inflight: Path = Path()
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    was_killed_with: int = 0
+    """Number of tasks it had when it was killed."""
+
+    def is_alive(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        self.was_killed_with = len(self.held)
+
+    def reap(self) -> None:
+        pass
+
+    def send(self, message: bytes) -> None:
+        header, _ = unpack(message)
+        self.heard.append(header)
+        self.play(self, header)
+        if header["type"] == "exit":
+            self.inbox.put((self, None))
+
+    def say(self, type: str, **fields: Any) -> None:
+        """Send a message to the supervisor."""
+        self.inbox.put((self, pack(type, **fields)))
+
+    def die(self, assignment: dict[str, Any]) -> None:
+        """Write the first event of a task, then die."""
+        writer = JournalWriter(self.inflight, self.number, on_storage_error=print)
+        task = assignment["task"]
+        event: Any = reply(1)
+        writer.append(
+            *(task["id"], task["input_digest"], event),
+            assignment=assignment["number"],
+            position=len(assignment["events"]),
+        )
+        writer.close()
+        self.inbox.put((self, None))
+
+    def fail(self, assignment: dict[str, Any], error_class: str) -> None:
+        """Report that a task has failed."""
+        task = assignment["task"]
+        failure = {"error_class": error_class, "message": "no", "attempt": assignment["attempt"]}
+        failure |= {"id": task["id"], "input_digest": task["input_digest"]}
+        self.say("failed", key=key_of(assignment), model=None, failure=failure)
+
+    @property
+    def assignments(self) -> list[dict[str, Any]]:
+        """All that it got."""
+        return [one for header in self.heard for one in assigned(header)]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The ids of all tasks that it got."""
+        return [one["task"]["id"] for one in self.assignments]
+
+
+def release_at_stop(player: Player, header: dict[str, Any]) -> None:
+    """Give the tasks of a worker back, once the run stops."""
+    if header["type"] == "stop":
+        for key in list(player.held):
+            player.say("released", key=key.hex())
+
+
+def assigned(header: dict[str, Any]) -> list[dict[str, Any]]:
+    return header["assignments"] if header["type"] == "tasks" else []
+
+
+def key_of(assignment: dict[str, Any]) -> str:
+    return task_key(assignment["task"]["id"], assignment["task"]["input_digest"]).hex()
+
+
+@dataclass
+class Players:
+    """An executor whose workers are played."""
+
+    play: Play
+    workers: list[Player] = field(default_factory=list)
+
+    def start(self, setup: WorkerSetup, inbox: Inbox) -> Player:
+        player = Player(
+            *(setup.number, f"worker {setup.number}", inbox),
+            play=self.play,
+            inflight=setup.run_dir / "inflight",
+        )
+        self.workers.append(player)
+        self.play(player, {"type": "started"})
+        player.say("ready")
+        return player
+
+    def close(self) -> None:
+        pass
+
+
+def run_played(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    play: Play,
+    *,
+    prompts: int,
+    say: Callable[[str], object] = str,
+    **options: Any,
+) -> tuple[list[Player], str]:
+    """Run with played workers; return these, and why the run was stopped."""
+    players = Players(play)
+    opened = "batch_trajectories.engine.supervisor.run.open_executor"
+    monkeypatch.setattr(opened, lambda config, run_dir: players)
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(
+        run_name="r",
+        dataset_file=write_prompts(tmp_path / "p.jsonl", prompts),
+        base_url=URL,
+        key_env="none",
+        **{"model": "m", "num_workers": 2, "batch_size": 1, **options},
+    )
+    try:
+        ended = run(config, progress=say)
+    except EnvironmentStop as error:
+        return players.workers, str(error)
+    return players.workers, ended.stopped_by or ""
+
+
+def test_a_suspect_whose_journal_is_damaged_stops_the_run_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turns of other workers may end: they are paid for."""
+
+    def play(player: Player, header: dict[str, Any]) -> None:
+        if header["type"] == "started" and player.number == 3:
+            for segment in player.inflight.glob("*.jsonl"):
+                segment.write_bytes(b"x" * segment.stat().st_size)
+        for assignment in assigned(header):
+            if assignment["task"]["id"] == "p0000":
+                player.die(assignment)
+        release_at_stop(player, header)
+
+    workers, stopped_by = run_played(tmp_path, monkeypatch, play, prompts=2)
+    assert "removed or changed while the run needed it" in stopped_by
+    assert [worker.tasks for worker in workers] == [["p0000"], ["p0001"], ["p0000"], []]
+    assert not any(worker.was_killed_with for worker in workers)
+
+
+def test_a_poison_task_whose_journal_is_damaged_stops_the_run_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is made of its journal."""
+
+    def play(player: Player, header: dict[str, Any]) -> None:
+        for assignment in assigned(header):
+            if assignment["task"]["id"] == "p0000":
+                if player.number == 3:
+                    for segment in player.inflight.glob("worker-[02]-*"):
+                        segment.write_bytes(b"x" * segment.stat().st_size)
+                player.die(assignment)
+        release_at_stop(player, header)
+
+    workers, stopped_by = run_played(tmp_path, monkeypatch, play, prompts=2)
+    assert "removed or changed while the run needed it" in stopped_by
+    assert not any(worker.was_killed_with for worker in workers)
+    failures = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert [one["class"] for one in failures] == ["worker_died"] * 3
+
+
+def test_a_suspect_stays_alone_while_refusals_of_its_worker_are_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal that was held back is of a task that its worker no longer has."""
+
+    def kill_workers(player: Player, header: dict[str, Any]) -> None:
+        for assignment in assigned(header):
+            if player.number < 2:
+                player.die(assignment)
+            else:
+                player.say("halt", message="enough")
+        release_at_stop(player, header)
+
+    run_played(tmp_path, monkeypatch, kill_workers, prompts=1)
+    started: list[Player] = []
+
+    def play(player: Player, header: dict[str, Any]) -> None:
+        if header["type"] == "started":
+            started.append(player)
+        for assignment in assigned(header):
+            if assignment["task"]["id"] == "p0005":
+                for refused in player.assignments:
+                    player.fail(refused, "bad_request")
+            elif assignment["task"]["id"] == "p0000":
+                load = asdict(Load(replies=1))
+                player.say("load", endpoint=f"{URL} none", load=load)
+            elif len(started) == 3 and assignment["task"]["id"] == "p0004":
+                player.say("halt", message="enough")
+        release_at_stop(player, header)
+
+    def on_replayed(text: str) -> None:
+        if text.startswith("p0005: attempt 1 failed"):
+            started[1].inbox.put((started[1], None))  # its tasks have to go elsewhere
+
+    run_played(tmp_path, monkeypatch, play, prompts=6, say=on_replayed, batch_size=4)
+    assert [player.tasks for player in started] == [
+        ["p0001", "p0003", "p0005", "p0000"],
+        ["p0002", "p0004"],
+        ["p0002", "p0004"],
+    ]
