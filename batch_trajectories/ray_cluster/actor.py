@@ -170,7 +170,7 @@ _PACKAGES = ("agent", "batch_trajectories", "toolsets")
 
 def code_digest() -> str:
     """16 hex digits over the modules of workers."""
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):

@@ -18,7 +18,7 @@ from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = [pytest.mark.slow, needs_bwrap]
 
-_AGENT = ROOT / "testing" / "scripted_agent.py"
+_AGENT = ROOT / "tests/fakes/scripted_agent.py"
 _SPEAKS = {
     "chat": "openai_chat",
     "messages": "anthropic_messages",

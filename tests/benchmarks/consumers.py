@@ -61,7 +61,7 @@ _TEXT = "text"
 
 @dataclass(frozen=True)
 class _Consumer:
-    """What is installed, and the module of `benchmarks/consuming` that runs in it."""
+    """What is installed, and the module of `tests/benchmarks/consuming` that runs in it."""
 
     module: str
     packages: tuple[str, ...]

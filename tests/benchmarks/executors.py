@@ -25,7 +25,7 @@ import click
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.ray_cluster import two_nodes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

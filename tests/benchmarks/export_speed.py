@@ -39,7 +39,7 @@ from batch_trajectories.records.files import read_object
 from batch_trajectories.records.index import MARK, RowMaker, index_fields
 from tests.fakes.fake_endpoint import FakeEndpoint
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, tuple[int, int, int, str]] = {
     "large": (5, 3600, 800, "terminal,file"),
     "small": (2, 160, 60, "terminal"),

@@ -24,7 +24,7 @@ import click
 
 from tests.fakes.fake_endpoint import FakeEndpoint
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 KINDS = (
     *("http429", "http429_none", "http429_1", "http429_date", "http408", "http409", "http500"),

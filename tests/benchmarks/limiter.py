@@ -21,7 +21,7 @@ import click
 
 from tests.fakes.fake_endpoint import FakeEndpoint
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _SETTLED_AFTER_S = 10.0
 
 

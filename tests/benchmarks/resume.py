@@ -26,7 +26,7 @@ from batch_trajectories.records.files import read_object
 from batch_trajectories.records.records import RecordFile
 from tests.fakes.fake_endpoint import FakeEndpoint
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _CHUNK = 10_000
 
 

@@ -33,7 +33,7 @@ import click
 from tests.benchmarks.engines import SYSTEM, TOOLS
 from tests.fakes.quick_endpoint import QuickEndpoint, scripted_replies
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _TOOL = '''
 @tool(idempotent=True)
 async def {name}(number: int) -> str:

@@ -26,7 +26,7 @@ import click
 
 from batch_runner import main as command_line
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}
 _LOOKS = (("stats", "r"), ("report", "r"), ("compare", "r", "r"), ("status", "r"))
 DEFECT = 70

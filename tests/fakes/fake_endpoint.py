@@ -280,7 +280,7 @@ class FakeEndpoint(Options, BaseUrls):
                 command += [f"--fault={kind}:{rate}" for kind, rate in value.items()]
             elif value is not None:
                 command.append(f"{_flag(option.name)}={value}")
-        root = Path(__file__).resolve().parents[1]
+        root = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
         ready = cast(IO[str], self._process.stdout).readline()
         if not ready:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-PROGRAM = Path(__file__).parent.parent / "batch_runner.py"
+PROGRAM = Path(__file__).parents[2] / "batch_runner.py"
 
 _IMPORTED = (
     *("batch_runner", "tqdm", "truststore", "yaml"),
@@ -33,9 +33,9 @@ _IMPORTED = (
         for name in (
             *("cli.run", "cli.fork", "cli.inspect_runs", "cli.look", "cli.look_at_source"),
             *("cli.lists", "cli.record", "cli.score"),
-            *("api.start", "api.stored_run", "cli.listings", "runs.supervisor.run"),
-            *("runs.planning.plan", "runs.supervisor.supervisor", "export.training_files"),
-            *("export.dataset.build", "export.run_statistics", "report.comparison"),
+            *("api.start", "api.stored_run", "cli.listings", "engine.supervisor.run"),
+            *("engine.plan", "engine.supervisor.supervisor", "export.training_files"),
+            *("export.dataset.build", "export.statistics.run", "report.comparison"),
             *("report.conversation_text", "report.page.writer", "report.status"),
         )
     ),

@@ -25,7 +25,7 @@ from batch_trajectories.records.files import without_checksum
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.prefork import Forked, can_fork
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 WRITE_A_NOTE: dict[str, Any] = {
     "tool": "write_file",

@@ -29,7 +29,7 @@ from tests.helpers.running import (
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap
 from toolsets.sandbox.inside.processes import descendants
 
-SCRIPT = ROOT / "testing" / "scripted_agent.py"
+SCRIPT = ROOT / "tests/fakes/scripted_agent.py"
 PYTHON = f"{sys.base_prefix}/bin/python3"
 """The one that every sandbox shows."""
 APIS = {
@@ -47,7 +47,7 @@ def endpoint() -> Iterator[AgentEndpoint]:
 
 
 def scripted(dialect: str = "chat", *flags: str, **fields: Any) -> dict[str, Any]:
-    """The agent of `testing/`."""
+    """The agent of `tests/fakes/`."""
     return {
         "command": [PYTHON, str(SCRIPT), dialect, *flags, "{prompt}"],
         "speaks": APIS[dialect],

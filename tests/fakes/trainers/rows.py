@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+_PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
 
 
 def rows(directory: Path, name: str = "openai") -> Iterator[dict[str, Any]]:
