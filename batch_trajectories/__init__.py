@@ -1,13 +1,6 @@
 """Generate tool-using agent trajectories in bulk, as training data.
 
 `from batch_trajectories import RunConfig, run, open_run, AIAgent`; docs/api.md describes them.
-
-api/     runs from Python: start them and read them
-cli/     the commands of batch_runner.py
-export/  records -> training files
-report/  records -> pages and words for people
-runs/    one run: dataset, config, stored records, parent and workers
-basics/  what all of them use, and agent and toolsets
 """
 
 from __future__ import annotations

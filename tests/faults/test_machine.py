@@ -23,7 +23,7 @@ from batch_trajectories.basics.errors import (
 )
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
-from tests.run.test_suspects import Player, run_played
+from tests.engine.test_suspects import Player, run_played
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''

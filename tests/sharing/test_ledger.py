@@ -17,7 +17,7 @@ from batch_trajectories.engine.shared_limits import Ledger, Member, SharedLimits
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.records.files import SHARED_NOTE
 from tests.helpers.running import wait_until
-from tests.run.test_limiter import FakeWorker
+from tests.engine.test_limiter import FakeWorker
 
 LIMIT = Cost(tokens=1000)
 

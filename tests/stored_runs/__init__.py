@@ -1,9 +1,5 @@
 """Runs of earlier commits, which must go on and read as they did.
 
-make               makes the runs of a commit; their datasets and options are beside it
-tools              the tools of these runs
-test_stored_runs   resumes, verifies and exports them
-
 Each folder is named after a commit. It has a complete run with its training file, one that was
 killed, and one with failed attempts. `exports.json` has the hashes of files that an earlier commit
 exported of the complete ones.

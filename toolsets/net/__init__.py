@@ -1,5 +1,1 @@
-"""What web tools and the browser may reach.
-
-guard         checks each address when a socket connects to it
-web_settings  the settings of the web tools
-"""
+"""What web tools and the browser may reach."""

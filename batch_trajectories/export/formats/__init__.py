@@ -2,6 +2,4 @@
 
 The first line of a module is what `export --help` says of it, and `FORMAT` is the format: see
 `export/rows/format.py`.
-
-Other rooms import hermes.
 """

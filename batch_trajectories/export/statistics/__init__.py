@@ -1,0 +1,1 @@
+"""What a run has produced, counted for people: the command `stats`, health checks, the funnel."""

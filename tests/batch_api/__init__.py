@@ -1,0 +1,1 @@
+"""Tests of batch_api/: waves of the Batch API, with a crash at each step."""

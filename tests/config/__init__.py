@@ -1,0 +1,1 @@
+"""Tests of config/: options, config files, endpoints."""

@@ -1,0 +1,1 @@
+"""Tests of dataset/: sources, rows and their columns, the scan."""

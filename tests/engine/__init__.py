@@ -1,0 +1,1 @@
+"""Tests of engine/: limits, budgets, steering, stopping, suspects, checks and rewards."""

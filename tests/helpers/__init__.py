@@ -1,0 +1,1 @@
+"""What tests share: starting the program, reading what it wrote, servers and small datasets."""

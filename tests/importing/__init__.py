@@ -1,0 +1,1 @@
+"""Tests of importing/: conversations of other programs."""

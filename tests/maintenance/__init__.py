@@ -1,0 +1,1 @@
+"""Tests of maintenance/: verify, repair, merge, fork."""

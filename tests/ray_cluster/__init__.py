@@ -1,0 +1,1 @@
+"""Tests of ray_cluster/ that need no Ray."""

@@ -1,0 +1,1 @@
+"""Checks with real programs, started by hand and in CI: agents, sessions, servers and trainers."""

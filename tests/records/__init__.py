@@ -1,0 +1,1 @@
+"""Tests of records/: records, journals, the index, scores."""
