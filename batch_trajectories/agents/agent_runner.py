@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from agent.gateway.command_agent import CommandAgent, fill
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.rules import Finish, ending_of_refusal
-from agent.messages.message import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
+from agent.messages.message import AgentExitEvent, AgentRestartedEvent, ReplyEvent
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.runner import ConversationRunner
@@ -48,6 +48,7 @@ from batch_trajectories.engine.worker.agent_program import (
     version_of,
 )
 from batch_trajectories.engine.worker.calls import Calls, StoppableModel, Stops
+from batch_trajectories.engine.worker.task_runner import AgentTask
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
@@ -116,28 +117,6 @@ class _Ran(NamedTuple):
     """The calls of the commands before it."""
     end: Finish | None
     """Why there was no further message, where that ends the conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentTask:
-    """One conversation of an agent."""
-
-    key: bytes
-    agent: CommandAgent
-    setup: Setup
-    row: RowTask
-    context: ToolContext
-    trajectory: Trajectory
-    journal: Callable[[Event], None]
-    kept: Callable[[], Awaitable[None]] | None
-    """Waits until the journal is on disk; None where it is at once."""
-    conversation: str = ""
-    """See `agent.models.conversation_id`."""
-
-    def record(self, event: Event) -> None:
-        """Journal an event and apply it."""
-        self.journal(event)
-        self.trajectory.apply(event)
 
 
 class AgentRunner:

@@ -314,6 +314,11 @@ def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
     return [Cost(*reserve) for job in unsent for reserve in job.reserves]
 
 
+def has_open_batches(run_dir: Path, quarantine: Path, settled: Container[bytes]) -> bool:
+    """Whether earlier starts left batches with calls of tasks that are not `settled`."""
+    return bool(BatchLog(run_dir, quarantine).load(settled))
+
+
 def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, list[Any]]]:
     """Amounts that earlier starts reserved for calls without an answer, by task and call.
 

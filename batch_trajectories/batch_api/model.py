@@ -8,7 +8,7 @@ is requested again with the same id, and gets the result of its batch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from agent.messages.message import Event
 from agent.models.batches.calls import body_of, read_reply
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request
+from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import priced
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.engine.messages import item_id, name_of
+from batch_trajectories.engine.messages import Assignment, item_id, name_of
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter
 
@@ -60,6 +60,33 @@ class BatchApiClient:
             return await answer
         finally:
             self._waiting.pop(id, None)
+
+    def wrapping(
+        self,
+        task: bytes,
+        assignment: Assignment,
+        *,
+        limiters: Mapping[str, CallLimiter],
+        budget: WorkerBudget,
+    ) -> Callable[[Model], Model]:
+        """Return what wraps a task's models in a `BatchApiModel`, except scripted ones."""
+        used = items_in(assignment["events"])
+        held = {id: Cost(*reserve) for id, reserve in assignment["held"].items()}
+
+        def wrapped(model: Model) -> Model:
+            if not isinstance(model, RetryingModel):
+                return model
+            return BatchApiModel(
+                model,
+                client=self,
+                limiter=limiters[model.asked.endpoint],
+                budget=budget,
+                task=task,
+                used=used,
+                held=held,
+            )
+
+        return wrapped
 
     def on_answer(self, id: str, how: str, reply: bytes) -> None:
         """The parent has answered."""

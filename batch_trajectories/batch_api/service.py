@@ -450,10 +450,3 @@ class BatchService:
 
     def _on_problem(self, problem: str) -> None:
         self.problem = self.problem or problem
-
-
-def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[bytes]) -> RunConfig:
-    """The config, with the Batch API on if earlier starts have left open batches."""
-    if config.batch_api or not BatchLog(run_dir.path, run_dir.quarantine).load(settled):
-        return config
-    return config.model_copy(update={"batch_api": True})

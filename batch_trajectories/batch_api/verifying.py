@@ -23,7 +23,7 @@ from batch_trajectories.batch_api.batch_log import (
     set_aside_damaged_steps,
 )
 from batch_trajectories.engine.messages import task_of
-from batch_trajectories.maintenance.verify_exports import Problem
+from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.files import listed
 from batch_trajectories.records.records import lines_from
 

@@ -11,6 +11,7 @@ from batch_trajectories.basics.errors import ConfigError, install
 from batch_trajectories.config.models import settings_of
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Executor
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.local_workers import LocalExecutor, fork_workers
 from batch_trajectories.engine.run_dir import RunDir
 from toolsets.catalog.registry import ALL, TOOLSETS
@@ -81,6 +82,5 @@ def open_executor(config: RunConfig, run_dir: RunDir) -> Executor:
     """Open the executor that starts the workers of a run. Raises `ConfigError`."""
     if config.executor == "local":
         return LocalExecutor()
-    from batch_trajectories.ray_cluster.executor import RayExecutor  # slow, and an extra
-
-    return RayExecutor(config, run_dir)
+    executor: Executor = find_feature(config.executor)(config, run_dir)
+    return executor

@@ -6,10 +6,11 @@ import ipaddress
 import json
 import os
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from agent.messages.tokens import GRAMMAR, sampling_in
@@ -30,6 +31,7 @@ from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.run_dir import check_training_file, look_at_place
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
@@ -127,9 +129,8 @@ def make_plan(
         say=say,
     )
     if dataset.source is not None and (sound := dataset.source.get(ONLY)) is not None:
-        from batch_trajectories.audit.only_sound import describe_sound
-
-        say(describe_sound(sound))
+        reader: SoundRowsReader = find_feature("only_sound")
+        say(reader.describe_sound(sound))
     try:
         scan = cached_scan(
             config.run_dir / NAME,
@@ -155,12 +156,23 @@ def make_plan(
     )
 
 
+class SoundRowsReader(Protocol):
+    """Reads which rows of a dataset an audit found sound."""
+
+    def read_sound_rows(self, config: RunConfig, /) -> RowFilter | None:
+        """Return the filter of `--only_sound`. Raises `ConfigError`."""
+        ...
+
+    def describe_sound(self, told: Mapping[str, Any], /) -> str:
+        """Return a sentence on the rows that were kept and left out, from the source's counts."""
+        ...
+
+
 def _sound_rows(config: RunConfig) -> RowFilter | None:
     if config.only_sound is None:
         return None
-    from batch_trajectories.audit.only_sound import read_sound_rows  # most runs name no audit
-
-    return read_sound_rows(config)
+    reader: SoundRowsReader = find_feature("only_sound")
+    return reader.read_sound_rows(config)
 
 
 def _sandbox_problem(config: RunConfig) -> str | None:

@@ -29,7 +29,8 @@ from batch_trajectories.dataset.scan_cache import NAME, load_scan
 from batch_trajectories.engine.run_dir import stale_files_of
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
-from batch_trajectories.maintenance.verify_exports import Problem, check_exports
+from batch_trajectories.maintenance.verify_exports import check_exports
+from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_failure
 from batch_trajectories.records.files import DamagedLine, is_whole, listed, tail_of
 from batch_trajectories.records.index import (

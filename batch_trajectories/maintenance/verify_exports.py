@@ -1,4 +1,4 @@
-"""Problems of a run directory, and the check that its training files match its records."""
+"""Check that the training files of a run match its records."""
 
 from __future__ import annotations
 
@@ -13,30 +13,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch_trajectories.engine.run_totals import RunTotals
-
-Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
-"""unreadable: damaged data; contradiction: data that disagree about a task; derived: a file that
-does not match the files that it is made from; leftover: a file that is no longer needed."""
-
-
-class Problem(NamedTuple):
-    """A problem, and where it is."""
-
-    kind: Kind
-    file: Path
-    line: int | None
-    """From 1; None for the whole file."""
-    message: str
-
-    def describe(self) -> str:
-        """One line for a person."""
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.message}"
-
-    def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {**self._asdict(), "file": str(self.file)}
-
+from batch_trajectories.records.problem import Problem
 
 class _Entry(NamedTuple):
     """A file in the manifest."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from agent.models.model import url_of
 from batch_trajectories.basics.console import silenced
@@ -34,6 +35,7 @@ from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.dataset.scan_cache import NAME
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import open_executor
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.messages import WorkerSetup
 from batch_trajectories.engine.plan import Plan, describe
 from batch_trajectories.engine.record import Provenance
@@ -48,7 +50,7 @@ from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.progress import Progress
 from batch_trajectories.engine.supervisor.refusals import Refusals
 from batch_trajectories.engine.supervisor.supervisor import Supervisor
-from batch_trajectories.engine.supervisor.worker_pool import Start, TaskQueue
+from batch_trajectories.engine.supervisor.worker_pool import CallCollector, Start, TaskQueue
 from batch_trajectories.records.failures import FailureFile, Settled, is_settled
 from batch_trajectories.records.files import has_batches, listed
 from batch_trajectories.records.journal import Inflight, segments
@@ -58,7 +60,6 @@ from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
 if TYPE_CHECKING:
-    from batch_trajectories.batch_api.service import BatchService
     from batch_trajectories.engine.shared_limits import SharedLimits
     from batch_trajectories.engine.stopping import Opening
     from batch_trajectories.engine.supervisor.key_service import KeyService
@@ -147,9 +148,8 @@ def _work(
         records = files.enter_context(closing(RecordFile(run_dir.path, run_dir.quarantine)))
         damaged = set_aside_damaged(run_dir.path)
         if has_batches(run_dir.path):
-            from batch_trajectories.batch_api.batch_log import set_aside_damaged_steps
-
-            damaged += set_aside_damaged_steps(run_dir.path)
+            earlier: EarlierBatches = find_feature("batch_api_log")
+            damaged += earlier.set_aside_damaged_steps(run_dir.path)
         failures = files.enter_context(closing(FailureFile(run_dir.path, run_dir.quarantine)))
         inflight = Inflight(run_dir.inflight, damaged=damaged)
         budget_log = files.enter_context(closing(BudgetLog(run_dir.path, run_dir.quarantine)))
@@ -185,11 +185,10 @@ def _work(
             cost_usd=state.cost_usd,
         )
         makes_batches = config.batch_api
-        if has_batches(run_dir.path):
-            from batch_trajectories.batch_api.service import with_open_batches
-
-            config = with_open_batches(config, run_dir, state.settled)
-            if config is not plan.config:
+        if not makes_batches and has_batches(run_dir.path):
+            earlier = find_feature("batch_api_log")
+            if earlier.has_open_batches(run_dir.path, run_dir.quarantine, state.settled):
+                config = config.model_copy(update={"batch_api": True})
                 plan = replace(plan, config=config)
                 progress.say(
                     "waiting for the batches of earlier starts; all other calls are made live"
@@ -201,13 +200,12 @@ def _work(
                 from batch_trajectories.engine.supervisor.key_service import KeyService
 
                 keys = stack.enter_context(closing(KeyService(plan.setups)))
-            batches: BatchService | None = None
+            batches: CallCollector | None = None
             if config.batch_api:
-                from batch_trajectories.batch_api.service import BatchService
-
-                batches = BatchService(
+                batches = find_feature("batch_api")(
                     config, plan.setups, run_dir, state.settled, is_new=makes_batches
                 )
+                assert batches is not None
                 stack.callback(batches.close)
             shared = _shared_limits(config, run_dir, progress)
             limits = limits_of(config, plan.setups)
@@ -275,6 +273,30 @@ def _queue(plan: Plan, state: RunState, failures: FailureFile) -> TaskQueue:
     return TaskQueue(first, failures.deaths, find=find, opening=state.opening)
 
 
+class EarlierBatches(Protocol):
+    """Reads the batches that earlier starts of a run have made at the provider."""
+
+    def set_aside_damaged_steps(self, run_dir: Path, /) -> list[str]:
+        """Move unreadable lines of `batches.jsonl` to the quarantine; return their names."""
+        ...
+
+    def free_unsent(self, run_dir: Path, quarantine: Path, /) -> list[Cost]:
+        """Void jobs that were never sent; return the amounts reserved for their calls."""
+        ...
+
+    def held_in(
+        self, run_dir: Path, settled: Container[bytes], /
+    ) -> dict[bytes, dict[str, list[Any]]]:
+        """Return amounts that are reserved for calls without an answer, by task and call."""
+        ...
+
+    def has_open_batches(
+        self, run_dir: Path, quarantine: Path, settled: Container[bytes], /
+    ) -> bool:
+        """Whether a batch has calls of tasks that are not `settled`."""
+        ...
+
+
 class RunState(NamedTuple):
     """Finished and remaining work when a start begins."""
 
@@ -318,13 +340,12 @@ def _state_of(
     spent = Cost()
     held: dict[bytes, dict[str, list[Any]]] = {}
     if has_batches(run_dir.path):
-        from batch_trajectories.batch_api.batch_log import free_unsent, held_in
-
+        earlier: EarlierBatches = find_feature("batch_api_log")
         # Freed first: after a crash between the two the amount stays granted, never freed twice.
-        if freed := free_unsent(run_dir.path, run_dir.quarantine):
+        if freed := earlier.free_unsent(run_dir.path, run_dir.quarantine):
             budget_log.append("returned", sum(freed, Cost()))
         if budget_of(plan.config) is not None:
-            held = held_in(run_dir.path, settled)
+            held = earlier.held_in(run_dir.path, settled)
     if budget_of(plan.config) is not None:
         amounts = [Cost(*reserve) for of_task in held.values() for reserve in of_task.values()]
         stored = (entry for _, entry in index.records())

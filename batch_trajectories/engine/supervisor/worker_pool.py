@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batch_trajectories.config.models import Setups
 from batch_trajectories.config.run_config import RunConfig
@@ -28,7 +28,6 @@ from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import DEATHS_OF_A_SUSPECT, Task
 
 if TYPE_CHECKING:
-    from batch_trajectories.batch_api.service import BatchService
     from batch_trajectories.engine.stopping import Opening
     from batch_trajectories.engine.supervisor.key_service import KeyService
 
@@ -127,6 +126,47 @@ KILL_AFTER_GRACE_S = 5.0
 _START_TIMEOUT_S = 120.0
 
 
+class CallCollector(Protocol):
+    """Collects the calls of all workers and has them answered later, as by a Batch API.
+
+    Its methods never wait: the work is done in a thread.
+    """
+
+    problem: str | None
+    """Why the run has to stop."""
+
+    def ask(self, worker: WorkerHandle, header: Mapping[str, Any], payload: bytes, /) -> None:
+        """Take a worker's call; the worker gets the answer."""
+        ...
+
+    def leave(self, task: bytes, /) -> None:
+        """The worker of a task has died: nobody waits for its calls now."""
+        ...
+
+    def forget(self, task: bytes, /) -> None:
+        """A task has its record: its calls need no answer."""
+        ...
+
+    def tick(self, held: int | None, *, ended_share: float, say: Callable[[str], object]) -> None:
+        """Do what is due. `held` tasks are in flight, None while more are assigned.
+
+        `ended_share` is the share of tasks that have ended; `say` gets messages for the user.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Send nothing more; what was sent continues at the provider."""
+        ...
+
+    def describe(self) -> str:
+        """For the progress line; "" if no call is collected."""
+        ...
+
+    def close(self) -> None:
+        """End the thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The parts of one start of a run."""
@@ -146,7 +186,7 @@ class Start:
     budget: RunBudget
     held: dict[bytes, dict[str, list[Any]]]
     """Amounts that earlier starts reserved for calls in batches, by task and call."""
-    batches: BatchService | None
+    batches: CallCollector | None
     keys: KeyService | None
     refusals: Refusals
 

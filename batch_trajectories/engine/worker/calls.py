@@ -15,16 +15,42 @@ from agent.models.resolve import read_key
 from agent.state.trajectory import Kept
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.messages import Assignment
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 
 if TYPE_CHECKING:
     from agent.models.client.key_command import RenewableKey
     from agent.models.client.pool import OnRetry
-    from batch_trajectories.batch_api.model import BatchApiClient
     from batch_trajectories.engine.worker.call_limiter import CallLimiter, Load
 
 _LOAD_EVERY_S = 0.1
+
+
+class CollectedCalls(Protocol):
+    """The worker's half of a feature that collects calls in the parent; made with `send`."""
+
+    def wrapping(
+        self,
+        task: bytes,
+        assignment: Assignment,
+        *,
+        limiters: Mapping[str, CallLimiter],
+        budget: WorkerBudget,
+    ) -> Callable[[Model], Model]:
+        """Return a function that wraps the models of one task.
+
+        `limiters` are those of live calls, by endpoint.
+        """
+        ...
+
+    def on_answer(self, id: str, how: str, reply: bytes) -> None:
+        """The parent has answered the call with this id."""
+        ...
+
+    def stop(self) -> None:
+        """Stop all calls that wait or come: they raise `Stopped`."""
+        ...
 
 
 class Calls:
@@ -71,11 +97,9 @@ class Calls:
             endpoint: self._limiter(endpoint, of_endpoint)
             for endpoint, of_endpoint in limits.items()
         }
-        self._batch_client: BatchApiClient | None = None
+        self._collected: CollectedCalls | None = None
         if by_batch:
-            from batch_trajectories.batch_api.model import BatchApiClient
-
-            self._batch_client = BatchApiClient(send)
+            self._collected = find_feature("batch_api_calls")(send)
         self._loads: dict[str, Load] = {}
         if limits:
             from batch_trajectories.engine.worker.call_limiter import Load
@@ -138,41 +162,24 @@ class Calls:
             case "reclaim":
                 self._budget.reclaim()
             case "answer":
-                assert self._batch_client is not None
-                self._batch_client.on_answer(header["id"], header["how"], payload)
+                assert self._collected is not None
+                self._collected.on_answer(header["id"], header["how"], payload)
             case "key" if self._keys is not None:
                 command, number, problem = header["command"], header["number"], header["problem"]
                 self._keys.on_key(command, number, problem, payload.decode())
 
     def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
-        """Wraps the models of a task in a `BatchApiModel`, except scripted ones."""
-        if (client := self._batch_client) is None:
+        """Return what wraps the models of a task whose calls are collected; else a no-op."""
+        if self._collected is None:
             return lambda model: model
-        from agent.models.client.retrying import RetryingModel
-        from batch_trajectories.batch_api.model import BatchApiModel, items_in
-
-        used = items_in(assignment["events"])
-        held = {id: Cost(*reserve) for id, reserve in assignment["held"].items()}
-
-        def wrapped(model: Model) -> Model:
-            if not isinstance(model, RetryingModel):
-                return model
-            return BatchApiModel(
-                model,
-                client=client,
-                limiter=self._limiters[model.asked.endpoint],
-                budget=self._budget,
-                task=task,
-                used=used,
-                held=held,
-            )
-
-        return wrapped
+        return self._collected.wrapping(
+            task, assignment, limiters=self._limiters, budget=self._budget
+        )
 
     def stop(self) -> None:
         """Stop all attempts that wait or come: they raise `Stopped`."""
-        if self._batch_client is not None:
-            self._batch_client.stop()
+        if self._collected is not None:
+            self._collected.stop()
         for limiter in self._limiters.values():
             limiter.stop()
         self._budget.stop()

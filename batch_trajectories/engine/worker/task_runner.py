@@ -8,10 +8,10 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.loop.loop import close_calls
 from agent.loop.rules import Finish
@@ -22,13 +22,14 @@ from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
-from agent.setup import Home, replies_played
+from agent.setup import Home, Setup, replies_played
 from agent.state.trajectory import Kept, Trajectory
 from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
 from batch_trajectories.basics.text import in_a_line, plural
 from batch_trajectories.config.models import Setups, setup_of_task
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowTask
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.messages import Assignment, WorkerSetup, no_counters, pack
 from batch_trajectories.engine.parser_signs import parser_signs
 from batch_trajectories.engine.record import (
@@ -50,7 +51,6 @@ from toolsets.context import ToolContext
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
-    from batch_trajectories.agents.agent_runner import AgentRunner
     from batch_trajectories.engine.worker.reward_functions import RewardFunctions
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,47 @@ class Work:
     """Where its workspace is kept; see `rechecks.keeping`."""
 
 
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """One conversation of an agent that is a command."""
+
+    key: bytes
+    agent: CommandAgent
+    setup: Setup
+    row: RowTask
+    context: ToolContext
+    trajectory: Trajectory
+    journal: Callable[[Event], None]
+    kept: Callable[[], Awaitable[None]] | None
+    """Waits until the journal is on disk; None where it is at once."""
+    conversation: str = ""
+    """See `agent.models.conversation_id`."""
+
+    def record(self, event: Event) -> None:
+        """Journal an event and apply it."""
+        self.journal(event)
+        self.trajectory.apply(event)
+
+
+class AgentPrograms(Protocol):
+    """Runs the agents of one worker that are commands."""
+
+    async def with_version(self, agent: CommandAgent) -> CommandAgent:
+        """Return an agent with its version. Raises `AgentFailed`."""
+        ...
+
+    async def run(self, task: AgentTask) -> tuple[Finish, CommandAgent]:
+        """Run the agent to its end; return that, and the agent with its version.
+
+        Raises `AgentFailed`, `ModelError` where the endpoint failed, `Stopped`, and `HostError`.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End all commands."""
+        ...
+
+
 class TaskRunner:
     """Runs the tasks of one worker."""
 
@@ -95,9 +136,9 @@ class TaskRunner:
         self._journal = journal
         self._calls = calls
         self._stops = stops
-        self._agents = (
-            None if setup.config.agent is None else _agent_runner(setup, spaces, calls, stops)
-        )
+        self._agents: AgentPrograms | None = None
+        if setup.config.agent is not None:
+            self._agents = find_feature("agent")(setup.config, spaces, calls, stops)
         self._rewards = _reward_functions(setup.config) if setup.config.reward else None
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
@@ -343,8 +384,6 @@ class TaskRunner:
 
     async def _run_agent(self, work: Work) -> tuple[Finish, CommandAgent]:
         """Run an agent that is a command; return its end, and it with its version."""
-        from batch_trajectories.agents.agent_runner import AgentTask
-
         assert self._agents is not None
         assert work.row.agent is not None
         if work.context.sandbox is not None:
@@ -447,14 +486,6 @@ def _reward_functions(config: RunConfig) -> RewardFunctions:
     )
 
     return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
-
-
-def _agent_runner(
-    setup: WorkerSetup, spaces: Workspaces, calls: Calls, stops: Stops
-) -> AgentRunner:
-    from batch_trajectories.agents.agent_runner import AgentRunner  # HTTP for few
-
-    return AgentRunner(setup.config, spaces, calls, stops)
 
 
 def _has_begun(assignment: Assignment) -> bool:

@@ -15,10 +15,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.models.model import ModelSettings
 from batch_trajectories.basics.closing import close_all
@@ -36,18 +37,18 @@ from batch_trajectories.basics.process import (
 from batch_trajectories.config.models import set_up_models, uses_key_command
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.toolsets import catalog_of
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.messages import Assignment, WorkerSetup, no_counters, pack, unpack
 from batch_trajectories.engine.worker.calls import Calls
 from batch_trajectories.engine.worker.task_runner import TaskRunner
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from batch_trajectories.records.files import StorageError
-from batch_trajectories.records.journal import JournalWriter
+from batch_trajectories.records.journal import Journal, JournalWriter
 from batch_trajectories.records.tasks import Task
 from toolsets.sandbox.factory import FORK_SERVERS, sandbox_kind
 
 if TYPE_CHECKING:
     from agent.models.client.retrying import Retry
-    from batch_trajectories.ray_cluster.remote_journal import RemoteJournal
     from toolsets.browser.process import Browsers
     from toolsets.mcp.servers import McpServers
 
@@ -103,17 +104,20 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
 def _kind_of_runner(config: RunConfig) -> type[TaskRunner]:
     if not config.audit:
         return TaskRunner
-    if config.checked_run is not None:
-        from batch_trajectories.scoring.recheck_runner import RecheckRunner
-
-        return RecheckRunner
-    from batch_trajectories.audit.runner import AuditRunner
-
-    return AuditRunner
+    runner: type[TaskRunner] = find_feature("audit" if config.checked_run is None else "recheck")
+    return runner
 
 
 def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
     """Ignore a signal to the whole process group."""
+
+
+class SentJournal(Journal, Protocol):
+    """The journal of a worker on another machine, which the parent writes."""
+
+    def on_kept(self, number: int) -> None:
+        """The parent has written all messages up to this number."""
+        ...
 
 
 class Worker:
@@ -225,11 +229,10 @@ class Worker:
         """Whether a conversation or subagent can use one of these toolsets."""
         return any(setup.uses(name) for setup in self._setups.values() for name in toolsets)
 
-    def _open_journal(self) -> RemoteJournal | JournalWriter:
+    def _open_journal(self) -> SentJournal | JournalWriter:
         if self._setup.is_remote:
-            from batch_trajectories.ray_cluster.remote_journal import RemoteJournal
-
-            return RemoteJournal(self._outbox.put, place=self._setup.place)
+            open_sent: Callable[..., SentJournal] = find_feature("ray_journal")
+            return open_sent(self._outbox.put, place=self._setup.place)
         return JournalWriter(
             self._setup.run_dir / "inflight",
             self._setup.number,
