@@ -1,9 +1,9 @@
-# The fast loop: `make` checks the code, `make test ROOM=export` runs the tests of one room.
+# The fast loop: `make` checks the code, `make test ROOM=export` runs the tests of one folder.
 PYTHON ?= .venv/bin/python
-ROOM ?= runs
+ROOM ?= engine
 WORKERS ?= auto
 
-.PHONY: check setup test tests options
+.PHONY: check map options setup test tests
 
 check:
 	$(PYTHON) -m ruff check .
@@ -22,3 +22,7 @@ tests:
 
 options:
 	$(PYTHON) -m batch_trajectories.cli.option_docs > docs/options.md
+
+# Folders, longest files, most used modules: to look at, not to obey.
+map:
+	$(PYTHON) -m tests.helpers.house_map

@@ -154,9 +154,8 @@ def test_a_feature_is_where_its_row_says(feature: str) -> None:
     """Each row of `FEATURES` resolves, in a folder above the engine."""
     module = FEATURES[feature].partition(":")[0]
     assert FLOORS.index(floor_of(module)) > FLOORS.index("engine")
-    if floor_of(module) == "ray_cluster":
-        if module.endswith(".executor"):
-            pytest.importorskip("ray")
+    if floor_of(module) == "ray_cluster" and module.endswith(".executor"):
+        pytest.importorskip("ray")
     find_feature(feature)
 
 

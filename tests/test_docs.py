@@ -53,7 +53,8 @@ KNOWN = {option for name in COMMANDS for option in options_of(name)} | set(
 
 FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job|get))[^`\n]*"
-    r"|(?:-m (?:(?:benchmarks|testing)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*|--(?:signal|array)="
+    r"|(?:-m (?:tests\.(?:benchmarks|fakes|real)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*"
+    r"|--(?:signal|array)="
     r"|--logprobs-mode|--policy\b"
 )
 """Commands for programs other than ours."""

@@ -23,8 +23,8 @@ from batch_trajectories.batch_api.batch_log import (
     set_aside_damaged_steps,
 )
 from batch_trajectories.engine.messages import task_of
-from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.files import listed
+from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.records import lines_from
 
 _NEXT: Mapping[State, Container[str]] = {

@@ -26,7 +26,6 @@ from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_o
 from batch_trajectories.engine.run_totals import needed_samples
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
-from batch_trajectories.maintenance.verify_exports import Problem
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
 from batch_trajectories.records.files import (
     MIRRORED_DATASET,
@@ -36,6 +35,7 @@ from batch_trajectories.records.files import (
     refuse_links,
 )
 from batch_trajectories.records.journal import Inflight, read_journaled_replies
+from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.records import RecordFile, UnreadableRecord, load_index, take_out
 from toolsets.workspace.removal import remove_tree
 

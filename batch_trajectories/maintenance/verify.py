@@ -30,7 +30,6 @@ from batch_trajectories.engine.run_dir import stale_files_of
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
 from batch_trajectories.maintenance.verify_exports import check_exports
-from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_failure
 from batch_trajectories.records.files import DamagedLine, is_whole, listed, tail_of
 from batch_trajectories.records.index import (
@@ -48,6 +47,7 @@ from batch_trajectories.records.index import (
     is_index,
 )
 from batch_trajectories.records.journal import key_and_order, segments
+from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.record_types import Record, decode_record
 from batch_trajectories.records.records import id_in, lines_from, watched_lines
 from batch_trajectories.records.tasks import SCHEMA_VERSION

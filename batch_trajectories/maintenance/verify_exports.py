@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from batch_trajectories.engine.run_totals import RunTotals
 from batch_trajectories.records.problem import Problem
+
 
 class _Entry(NamedTuple):
     """A file in the manifest."""

@@ -1,7 +1,7 @@
 """Repeatable counts per turn: instructions, bytes on disk, blocks of memory; instructions per
 exported record; and of sandboxes: system calls of a start and of a command, and memory of its own.
 
-    python -m tests.benchmarks.counts            compare with the committed counts; exit code 1 if above
+    python -m tests.benchmarks.counts            compare with the committed counts; exit 1 if above
     python -m tests.benchmarks.counts --write    make these the committed counts
 
 The same conversations are played with a real client over loopback, the loop, a tool, the turn

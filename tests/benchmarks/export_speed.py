@@ -1,6 +1,7 @@
 """Export speed, compared with only reading and writing the records.
 
-    python -m tests.benchmarks.export_speed [--rows 4000] [--size small] [--format hermes] [--reps 5]
+    python -m tests.benchmarks.export_speed [--rows 4000] [--size small] [--format hermes]
+        [--reps 5]
 
 Conversations with tools are run against the fake endpoint, copied under new ids into a run of
 `--rows` records, and exported. In turns, each in a process of its own and `--reps` times:

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.throughput [--parts latency,cpu,...] [--repeat 5] [--json FILE]
 
 latency   time from the first request to the last reply over what the model's latency alone takes
-cpu       CPU per model call, start-up taken off, over that of each engine of `tests.benchmarks.engines`
+cpu       CPU per model call, start-up taken off, over that of each engine of `engines.py`
 workers   calls per second of two workers over one, at a model without latency
 memory    memory of a run for each agent in flight that is added, and that of its parent
 start     time to the first request beside `import openai`, and CPU of --help

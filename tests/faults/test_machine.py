@@ -21,9 +21,9 @@ from batch_trajectories.basics.errors import (
     machine_failure,
     machine_failure_in,
 )
+from tests.engine.test_suspects import Player, run_played
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
-from tests.engine.test_suspects import Player, run_played
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''

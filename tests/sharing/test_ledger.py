@@ -16,8 +16,8 @@ from batch_trajectories.engine.messages import unpack
 from batch_trajectories.engine.shared_limits import Ledger, Member, SharedLimits
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.records.files import SHARED_NOTE
-from tests.helpers.running import wait_until
 from tests.engine.test_limiter import FakeWorker
+from tests.helpers.running import wait_until
 
 LIMIT = Cost(tokens=1000)
 

@@ -1,1 +1,1 @@
-"""The index of a run: facts of its records as columns, so that a million can be filtered at once."""
+"""The index of a run: facts of its records as columns, so that a page can filter a million."""

@@ -1,4 +1,4 @@
-"""inspect_ai on the work of `tests.benchmarks.peers`: a solver that continues until no tool is called.
+"""inspect_ai on the work of `tests.benchmarks.peers`: it continues until no tool is called.
 
 python inspect_loop.py URL PROMPTS AGENTS [BYTES]
 

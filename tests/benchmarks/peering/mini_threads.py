@@ -1,4 +1,4 @@
-"""mini-swe-agent on the work of `tests.benchmarks.peers`: its agent in threads, as in its batch command.
+"""mini-swe-agent on the work of `tests.benchmarks.peers`, in threads as in its batch command.
 
 python mini_threads.py URL PROMPTS AGENTS TURNS [nowhere|local|bwrap]
 
