@@ -57,11 +57,15 @@ if TYPE_CHECKING:
     from toolsets.net.web_settings import WebSettings
 
 
-# The options of a run about where commands run, what they work on, and how it is judged.
+class RunConfig(AgentOptions):
+    """The config of a run: the options of its conversations and its own."""
 
+    if TYPE_CHECKING:
+        # Options may be given as in a config file (a path as text, a tuple as a list), which is
+        # more than their fields hold.
+        def __init__(self, *, dataset_file: str | Path, run_name: str, **options: Any) -> None: ...
 
-class SandboxOptions(AgentOptions):
-    """The options of conversations, and those of sandboxes."""
+    # Where commands run, what they work on, and how it is judged.
 
     sandbox: str = meaning(
         "bwrap",
@@ -134,53 +138,7 @@ class SandboxOptions(AgentOptions):
     workspace_mb: PositiveInt = meaning(4096, "Size limit of a workspace.")
     network: bool = meaning(False, "Give sandboxed commands network access.")
 
-    @model_validator(mode="after")
-    def _has_images(self) -> SandboxOptions:
-        if not self.is_inside:
-            if self.images is not None or self.workdir is not None:
-                name = "workdir" if self.images is None else "images"
-                raise ValueError(f"{name}: needs --workspace=image")
-            return self
-        if self.workdir is not None and not self.workdir.startswith("/"):
-            raise ValueError("workdir: must be an absolute path")
-        return self
-
-    def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
-        """What sandboxes are to know, with the image of a row in the place of the run's."""
-        return SandboxSettings(
-            image=image or self.docker_image,
-            engine=self.container_engine,
-            runtime=self.container_runtime,
-            images=self.images,
-            pull=self.pull,
-        )
-
-    @property
-    def is_inside(self) -> bool:
-        """The workspace is a directory of an image."""
-        return self.workspace == "image"
-
-    @property
-    def uses_images(self) -> bool:
-        """Whether commands run in container images, whose programs are not this machine's.
-
-        Raises `ConfigError` for a sandbox that is not installed here, as of a stored run.
-        """
-        if self.is_inside:
-            return True
-        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
-
-        try:
-            return sandbox_kind(self.sandbox).needs_image
-        except SandboxError as error:
-            raise ConfigError(str(error)) from error
-
-
-# How many conversations a prompt gets, and from which models: a part of `RunConfig`.
-
-
-class SampleOptions(SandboxOptions):
-    """The options about samples and their models, beside those of conversations and sandboxes."""
+    # How many conversations a prompt gets, and from which models.
 
     models: Annotated[dict[str, Weight] | tuple[str, ...] | None, BeforeValidator(parse_json)] = (
         meaning(
@@ -213,54 +171,7 @@ class SampleOptions(SandboxOptions):
         0, "With --until_passed: and until so many have not passed, for pairs.", ge=0
     )
 
-    @model_validator(mode="after")
-    def _stops_in_time(self) -> Self:
-        """The options of samples that depend on others; a cascade gives them their defaults."""
-        is_list = isinstance(self.models, tuple)
-        if is_list != (self.escalate_after is not None):
-            raise ValueError(
-                "models: a list of models is a cascade, which needs escalate_after; to draw one "
-                "for each conversation, give {NAME: WEIGHT}"
-                if is_list
-                else "escalate_after: needs models: [SMALL, ..., LARGE], a list in this order"
-            )
-        if self.models is not None and self.escalate_after is not None:
-            if len(set(self.models)) != len(self.models):
-                raise ValueError("models: a model of a cascade is named twice")
-            samples = self.escalate_after * len(self.models)
-            if "num_samples" not in self.model_fields_set:
-                self.__dict__.update(num_samples=samples)
-            if self.until_passed is None:
-                self.__dict__.update(until_passed=1)
-            if (reached := -(-self.num_samples // self.escalate_after)) < len(self.models):
-                raise ValueError(
-                    f"num_samples: {self.num_samples} samples reach only {reached} of "
-                    f"{len(self.models)} models; with escalate_after: {self.escalate_after} give "
-                    f"{samples} or more"
-                )
-        if strange := [
-            name for name in self.model_budgets or () if name not in (self.models or ())
-        ]:
-            raise ValueError(f"model_budgets: {strange[0]!r} is no model of escalate_after")
-        if self.model_budgets is not None and self.escalate_after is None:
-            raise ValueError("model_budgets: needs escalate_after; see max_run_cost_usd")
-        if self.also_failed and self.until_passed is None:
-            raise ValueError("also_failed: needs until_passed")
-        if (least := (self.until_passed or 0) + self.also_failed) > self.num_samples:
-            raise ValueError(
-                f"until_passed: --num_samples={self.num_samples} is the maximum per prompt; give "
-                f"{least} or more"
-            )
-        return self
-
-
-class RunConfig(SampleOptions):
-    """The config of a run: the options of its conversations and its own."""
-
-    if TYPE_CHECKING:
-        # Options may be given as in a config file (a path as text, a tuple as a list), which is
-        # more than their fields hold.
-        def __init__(self, *, dataset_file: str | Path, run_name: str, **options: Any) -> None: ...
+    # The dataset, the run and its limits.
 
     dataset_file: Place = running(
         ...,
@@ -452,6 +363,87 @@ class RunConfig(SampleOptions):
         allow_inf_nan=False,
     )
     log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
+
+    @model_validator(mode="after")
+    def _has_images(self) -> Self:
+        if not self.is_inside:
+            if self.images is not None or self.workdir is not None:
+                name = "workdir" if self.images is None else "images"
+                raise ValueError(f"{name}: needs --workspace=image")
+            return self
+        if self.workdir is not None and not self.workdir.startswith("/"):
+            raise ValueError("workdir: must be an absolute path")
+        return self
+
+    def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
+        """What sandboxes are to know, with the image of a row in the place of the run's."""
+        return SandboxSettings(
+            image=image or self.docker_image,
+            engine=self.container_engine,
+            runtime=self.container_runtime,
+            images=self.images,
+            pull=self.pull,
+        )
+
+    @property
+    def is_inside(self) -> bool:
+        """The workspace is a directory of an image."""
+        return self.workspace == "image"
+
+    @property
+    def uses_images(self) -> bool:
+        """Whether commands run in container images, whose programs are not this machine's.
+
+        Raises `ConfigError` for a sandbox that is not installed here, as of a stored run.
+        """
+        if self.is_inside:
+            return True
+        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
+
+        try:
+            return sandbox_kind(self.sandbox).needs_image
+        except SandboxError as error:
+            raise ConfigError(str(error)) from error
+
+    @model_validator(mode="after")
+    def _stops_in_time(self) -> Self:
+        """The options of samples that depend on others; a cascade gives them their defaults."""
+        is_list = isinstance(self.models, tuple)
+        if is_list != (self.escalate_after is not None):
+            raise ValueError(
+                "models: a list of models is a cascade, which needs escalate_after; to draw one "
+                "for each conversation, give {NAME: WEIGHT}"
+                if is_list
+                else "escalate_after: needs models: [SMALL, ..., LARGE], a list in this order"
+            )
+        if self.models is not None and self.escalate_after is not None:
+            if len(set(self.models)) != len(self.models):
+                raise ValueError("models: a model of a cascade is named twice")
+            samples = self.escalate_after * len(self.models)
+            if "num_samples" not in self.model_fields_set:
+                self.__dict__.update(num_samples=samples)
+            if self.until_passed is None:
+                self.__dict__.update(until_passed=1)
+            if (reached := -(-self.num_samples // self.escalate_after)) < len(self.models):
+                raise ValueError(
+                    f"num_samples: {self.num_samples} samples reach only {reached} of "
+                    f"{len(self.models)} models; with escalate_after: {self.escalate_after} give "
+                    f"{samples} or more"
+                )
+        if strange := [
+            name for name in self.model_budgets or () if name not in (self.models or ())
+        ]:
+            raise ValueError(f"model_budgets: {strange[0]!r} is no model of escalate_after")
+        if self.model_budgets is not None and self.escalate_after is None:
+            raise ValueError("model_budgets: needs escalate_after; see max_run_cost_usd")
+        if self.also_failed and self.until_passed is None:
+            raise ValueError("also_failed: needs until_passed")
+        if (least := (self.until_passed or 0) + self.also_failed) > self.num_samples:
+            raise ValueError(
+                f"until_passed: --num_samples={self.num_samples} is the maximum per prompt; give "
+                f"{least} or more"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
