@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from batch_trajectories.basics.errors import ConfigError, ToolError
 from batch_trajectories.config.run_config import RunConfig
-from toolsets.sandbox.base import ImageSandboxes, SandboxError
+from toolsets.sandbox import factory
+from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.factory import NO_AGENTS, sandbox_kind, sandbox_problem
+
+if TYPE_CHECKING:
+    from toolsets.sandbox.image_files import ImageSandboxes
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +72,7 @@ def _digests(config: RunConfig, references: Collection[str]) -> dict[str, str]:
 
 def _in_images(config: RunConfig) -> ImageSandboxes | None:
     settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
-    return sandbox_kind(config.sandbox).in_images(settings, run_dir)
+    return factory.image_sandboxes(config.sandbox, settings, run_dir)
 
 
 def remove_leftover_containers(config: RunConfig) -> None:

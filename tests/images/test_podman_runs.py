@@ -31,7 +31,11 @@ from tests.images.test_image_runs import (
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
-from toolsets.sandbox.containers.docker import DockerSandbox, remove_containers, run_label
+from toolsets.sandbox.containers.docker import (
+    EngineImages,
+    remove_containers,
+    run_label,
+)
 from toolsets.sandbox.containers.engine import engine_warning
 from toolsets.workspace.workspace import Workspace
 
@@ -222,7 +226,7 @@ def _begun(label: str) -> int:
 @pytest.mark.usefixtures("engine")
 def test_a_container_that_a_kill_has_left_half_made_is_made_again(tmp_path: Path) -> None:
     settings = SandboxSettings(engine="podman")
-    images = DockerSandbox.in_images(settings, tmp_path)
+    images = EngineImages(settings, tmp_path)
     sandbox = images.make(Workspace(tmp_path / "w"), Limits(), ImageSpec("localhost/python:1"))
     name = f"bt-{run_label(tmp_path)}-w"
     create = ["podman", "create", "--name", name, "localhost/python:1", "true"]

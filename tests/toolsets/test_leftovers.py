@@ -19,7 +19,7 @@ from tests.helpers.running import wait_until
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.channel import Channel, Launch
 from toolsets.sandbox.containers.docker import (
-    DockerSandbox,
+    EngineImages,
     name_around,
     remove_containers,
     run_label,
@@ -260,7 +260,7 @@ def test_what_a_kill_has_left_half_there_is_made_again(
 ) -> None:
     program = engine / "bin" / "podman"
     program.write_text(HALF_THERE.format(place=engine, said=said))
-    images = DockerSandbox.in_images(PODMAN, run_dir)
+    images = EngineImages(PODMAN, run_dir)
     workspace = Workspace(run_dir / "workspaces" / "here")
     images.make(workspace, Limits(), ImageSpec("a:1")).make()
     assert (engine / "asked").read_text().split()[-3:] == ["create", "rm", "create"]
@@ -270,7 +270,7 @@ def test_half_an_image_hides_no_other(engine: Path, run_dir: Path) -> None:
     """As a killed `commit` leaves one, with which Podman lists none."""
     script = HALF_THERE.replace("esac", '"images "*) exit 125 ;;\nesac')
     (engine / "bin" / "podman").write_text(script.format(place=engine, said=""))
-    images = DockerSandbox.in_images(PODMAN, run_dir)
+    images = EngineImages(PODMAN, run_dir)
     assert images.digests(["a:1", "b:1"]) == {"a:1": "sha256:12"}
 
 

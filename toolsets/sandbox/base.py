@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from batch_trajectories.basics.errors import ToolError
 from toolsets.workspace.workspace import Workspace
-
-if TYPE_CHECKING:
-    from toolsets.sandbox.image_files import ImageSandbox
 
 Engine = Literal["docker", "podman"]
 """A program that runs containers."""
@@ -186,12 +183,6 @@ class Sandbox(ABC):
     ) -> Sandbox:
         """Return the sandbox of one task; raises `SandboxError`. Blocks no longer than a file."""
 
-    @classmethod
-    def in_images(cls, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes | None:
-        """How conversations of a run work in images; None if they cannot."""
-        del settings, run_dir
-        return None
-
     @property
     @abstractmethod
     def home(self) -> str:
@@ -225,44 +216,3 @@ class Sandbox(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """End all that runs; may be called again, and without any call before."""
-
-
-class ImageSandboxes(ABC):
-    """Makes the sandboxes of the conversations of a run that work in images."""
-
-    @abstractmethod
-    def problem(self) -> str | None:
-        """Return None if images can be used here, else one sentence that says what to do."""
-
-    def problem_of_image(self, reference: str) -> str | None:
-        """Why there is no image of this name; None also where only a start can tell."""
-        del reference
-        return None
-
-    @abstractmethod
-    def digests(self, references: Collection[str]) -> dict[str, str]:
-        """The digests of those images that are here; see `ImageSandbox.image_digest`.
-
-        Raises `SandboxError`.
-        """
-
-    def warning(self) -> str | None:
-        """What makes images slow here; None if nothing does."""
-        return None
-
-    @abstractmethod
-    def make(
-        self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
-    ) -> ImageSandbox:
-        """Return the sandbox of one conversation; waits until its image is there.
-
-        Raises `ImageError` where the image is missing, damaged or cannot be used, `HostError`, and
-        `SandboxError`.
-        """
-
-    def remove_leftovers(self) -> int:
-        """Remove containers that no conversation uses; return how many there were.
-
-        Raises `SandboxError`.
-        """
-        return 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from batch_trajectories.basics.errors import HostError, machine_failure_in
 from toolsets.sandbox.base import Extras, SandboxError, SandboxSettings
@@ -25,9 +25,6 @@ from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.inside.system_calls import filter_program
 from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
-
-if TYPE_CHECKING:
-    from toolsets.sandbox.base import ImageSandboxes
 
 HOME = "/workspace"
 
@@ -90,13 +87,6 @@ class BwrapSandbox(ServedSandbox):
         """See `Sandbox`: probe before there is a loop to block, and end what others left."""
         if bwrap_problem() is None:
             end_orphans()
-
-    @classmethod
-    def in_images(cls, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes:
-        """See `Sandbox`."""
-        from toolsets.sandbox.image_bwrap import BwrapImages  # reads archives, which few runs need
-
-        return BwrapImages(settings.images, run_dir)
 
     @property
     def max_processes(self) -> int | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from batch_trajectories.basics.validation import did_you_mean
 from toolsets.sandbox import SANDBOXES
@@ -15,10 +17,14 @@ from toolsets.sandbox.base import Extras, Limits, Sandbox, SandboxError, Sandbox
 from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.workspace.workspace import Workspace
 
+if TYPE_CHECKING:
+    from toolsets.sandbox.image_files import ImageSandboxes
+
 __all__ = [
     "ENTRY_POINTS",
     "FORK_SERVERS",
     "NO_AGENTS",
+    "image_sandboxes",
     "make_sandbox",
     "sandbox_kind",
     "sandbox_problem",
@@ -37,7 +43,7 @@ NO_AGENTS = (
 def sandbox_kind(name: str) -> type[Sandbox]:
     """The sandbox of this name; imports only its own module. Raises `SandboxError`."""
     if name in SANDBOXES:
-        kind: type[Sandbox] = resolve_name(SANDBOXES[name])
+        kind: type[Sandbox] = resolve_name(SANDBOXES[name].sandbox)
         return kind
     entries = metadata.entry_points(group=ENTRY_POINTS)  # reads a file of each package
     matching = [entry for entry in entries if entry.name == name]
@@ -71,6 +77,20 @@ def sandbox_kind(name: str) -> type[Sandbox]:
 
 def _distribution(entry: metadata.EntryPoint) -> str:
     return "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def image_sandboxes(name: str, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes | None:
+    """Return what makes a run's sandboxes in images; None if this sandbox cannot work in images.
+
+    Imports only its own module. Raises `SandboxError` if there is no sandbox of this name.
+    """
+    if name not in SANDBOXES:
+        sandbox_kind(name)
+        return None
+    if (place := SANDBOXES[name].images) is None:
+        return None
+    kind: type[ImageSandboxes] = resolve_name(place)
+    return kind(settings, run_dir)
 
 
 def sandbox_problem(name: str, settings: SandboxSettings | None = None) -> str | None:

@@ -27,7 +27,6 @@ from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage, user_of
 from toolsets.sandbox.base import (
     Extras,
-    ImageSandboxes,
     ImageSpec,
     Limits,
     SandboxError,
@@ -36,7 +35,7 @@ from toolsets.sandbox.base import (
 from toolsets.sandbox.bwrap import FORK_SERVER, HOME, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
-from toolsets.sandbox.image_files import ImageSandbox
+from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
 from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
@@ -59,9 +58,9 @@ _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 class BwrapImages(ImageSandboxes):
     """See `ImageSandboxes`: images of a directory."""
 
-    def __init__(self, images: Path | None, run_dir: Path) -> None:
-        """Without `images` only `problem` may be asked."""
-        self._of_run = None if images is None else ImageStore(images)
+    def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
+        """Without a directory of images only `problem` may be asked."""
+        self._of_run = None if settings.images is None else ImageStore(settings.images)
         self._run_dir = run_dir
 
     @property

@@ -8,14 +8,21 @@ import binascii
 import errno
 import os
 import tempfile
-from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
-from toolsets.sandbox.base import Sandbox, SandboxError
+from toolsets.sandbox.base import (
+    Extras,
+    ImageSpec,
+    Limits,
+    Sandbox,
+    SandboxError,
+    SandboxSettings,
+)
 from toolsets.sandbox.channel import Reply
 from toolsets.sandbox.inside.file_requests import UNNAMED, UNREADABLE
 from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path
@@ -100,6 +107,51 @@ class ImageSandbox(Sandbox):
     @abstractmethod
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
+
+
+class ImageSandboxes(ABC):
+    """Makes the sandboxes of the conversations of a run that work in images."""
+
+    @abstractmethod
+    def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
+        """`settings` are those of the run; nothing is looked at before a method is called."""
+
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Return None if images can be used here, else one sentence that says what to do."""
+
+    def problem_of_image(self, reference: str) -> str | None:
+        """Why there is no image of this name; None also where only a start can tell."""
+        del reference
+        return None
+
+    @abstractmethod
+    def digests(self, references: Collection[str]) -> dict[str, str]:
+        """The digests of those images that are here; see `ImageSandbox.image_digest`.
+
+        Raises `SandboxError`.
+        """
+
+    def warning(self) -> str | None:
+        """What makes images slow here; None if nothing does."""
+        return None
+
+    @abstractmethod
+    def make(
+        self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
+    ) -> ImageSandbox:
+        """Return the sandbox of one conversation; waits until its image is there.
+
+        Raises `ImageError` where the image is missing, damaged or cannot be used, `HostError`, and
+        `SandboxError`.
+        """
+
+    def remove_leftovers(self) -> int:
+        """Remove containers that no conversation uses; return how many there were.
+
+        Raises `SandboxError`.
+        """
+        return 0
 
 
 class FileState(NamedTuple):

@@ -26,7 +26,6 @@ import orjson
 
 from toolsets.sandbox.base import (
     Extras,
-    ImageSandboxes,
     ImageSpec,
     Limits,
     SandboxError,
@@ -46,7 +45,7 @@ from toolsets.sandbox.containers.engine import (
     run_program,
     words_of,
 )
-from toolsets.sandbox.image_files import ImageSandbox
+from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import inside_python
 from toolsets.sandbox.served import ServedSandbox
@@ -281,11 +280,6 @@ class DockerSandbox(ServedSandbox):
             raise SandboxError("sandbox docker: no image was named")
         return DockerSandbox(workspace, limits, settings, settings.image, extras)
 
-    @classmethod
-    def in_images(cls, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes:
-        """See `Sandbox`."""
-        return _EngineImages(settings, run_dir)
-
     def __init__(
         self,
         workspace: Workspace,
@@ -341,7 +335,7 @@ def _launch(argv: list[str]) -> Launch:
     return Launch(argv=argv, env=engine_environment(), cwd="/", reads_to_its_end=True)
 
 
-class _EngineImages(ImageSandboxes):
+class EngineImages(ImageSandboxes):
     """See `ImageSandboxes`: images that the engine has."""
 
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
