@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import Message
 from agent.models.dialects.anthropic_messages import API, read_blocks
-from agent.wires.base import Wire, sse, type_of
+from agent.wires.base import MadeCall, Wire, sse, type_of
 from agent.wires.reading import (
     CallsInOrder,
     Layout,
@@ -68,6 +68,26 @@ class MessagesWire(Wire):
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
         return [sse(event, event=event["type"]) for event in _events_of(body)]
+
+    def write_reply(
+        self, id: str, model: str, text: str, calls: Sequence[MadeCall]
+    ) -> dict[str, Any]:
+        """See `Wire`."""
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+        blocks += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+            for call in calls
+        ]
+        return {
+            "id": id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": blocks,
+            "stop_reason": "tool_use" if calls else "end_turn",
+            "stop_sequence": None,
+            "usage": {"input_tokens": 10, "output_tokens": 10},
+        }
 
     def error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.error`."""
@@ -155,3 +175,6 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     if kind != "custom" and not kind.startswith(_RUN_BY_AGENTS):
         return name or kind
     return [function_tool(name, tool.get("description"), tool.get("input_schema"))]
+
+
+WIRE = MessagesWire()

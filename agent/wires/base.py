@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -53,6 +53,14 @@ def type_of(status: int) -> str:
 def lower_of(limit: int, given: Any) -> int:
     """The lower of the limit and `given`, if that is a number."""
     return min(limit, given) if type(given) is int else limit
+
+
+class MadeCall(NamedTuple):
+    """A call that a reply makes."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
 
 
 class Wire(ABC):
@@ -204,6 +212,12 @@ class Wire(ABC):
 
         Their assembly is `body` again.
         """
+
+    @abstractmethod
+    def write_reply(
+        self, id: str, model: str, text: str, calls: Sequence[MadeCall]
+    ) -> dict[str, Any]:
+        """The whole body of a reply with this text and these calls; its usage is made up."""
 
     def last_event(self, data: str) -> bool:
         """Whether a stream's event with this data ends the reply: it and all later events have to

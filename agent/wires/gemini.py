@@ -9,7 +9,7 @@ from typing import Any
 from agent.messages.message import Message
 from agent.models.dialects.gemini import API, read_parts
 from agent.models.errors import ModelError
-from agent.wires.base import Wire, lower_of, sse
+from agent.wires.base import MadeCall, Wire, lower_of, sse
 from agent.wires.reading import (
     Asked,
     CallsInOrder,
@@ -127,6 +127,24 @@ class GeminiWire(Wire):
             return [sse(body)]
         return [sse({**head, "candidates": begun}), sse({**body, "candidates": ended})]
 
+    def write_reply(
+        self, id: str, model: str, text: str, calls: Sequence[MadeCall]
+    ) -> dict[str, Any]:
+        """See `Wire`."""
+        parts: list[dict[str, Any]] = [{"text": text}] if text else []
+        parts += [{"functionCall": {"name": call.name, "args": call.arguments}} for call in calls]
+        content = {"role": "model", "parts": parts}
+        return {
+            "candidates": [{"content": content, "finishReason": "STOP", "index": 0}],
+            "usageMetadata": {
+                "promptTokenCount": 10,
+                "candidatesTokenCount": 10,
+                "totalTokenCount": 20,
+            },
+            "modelVersion": model,
+            "responseId": id,
+        }
+
     def is_end(self, event: Any) -> bool:
         """See `Wire.is_end`."""
         feedback, candidates = event.get("promptFeedback") or {}, event.get("candidates") or []
@@ -221,3 +239,6 @@ def _read_result(id: str, result: Mapping[str, Any]) -> Message:
     name = str(result.get("name") or "")
     said = message_of(API, "tool", [{"text": text}, *objects_among(result.get("parts"))])
     return {**said, "tool_call_id": id, "name": name, "is_error": is_error}
+
+
+WIRE = GeminiWire()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import Message
 from agent.models.dialects.openai_chat import API, flat_text, read_message
 from agent.models.errors import ModelError
 from agent.models.parsing import object_of
-from agent.wires.base import SERVER_ERROR, Wire, sse
+from agent.wires.base import SERVER_ERROR, MadeCall, Wire, sse
 from agent.wires.reading import (
     CallsInOrder,
     Layout,
@@ -73,6 +74,30 @@ class ChatWire(Wire):
         if usage is not None:
             events.append(sse({**head, "choices": [], "usage": usage}))
         return [*events, self.closing]
+
+    def write_reply(
+        self, id: str, model: str, text: str, calls: Sequence[MadeCall]
+    ) -> dict[str, Any]:
+        """See `Wire`."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": exact_json.dumps(given).decode()},
+                }
+                for id, name, given in calls
+            ]
+        finish = "tool_calls" if calls else "stop"
+        return {
+            "id": id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "usage": {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20},
+        }
 
     def last_event(self, data: str) -> bool:
         """See `Wire.last_event`. Clients can act on the finish reason already."""
@@ -157,3 +182,6 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
             return [custom_tool(object_of(tool, "custom"))]
         case kind:
             return str(kind)
+
+
+WIRE = ChatWire()

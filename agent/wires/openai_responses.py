@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import EARLIER, Message, Role
 from agent.models.dialects.openai_responses import API, conversation_of, read_output
 from agent.models.errors import ModelError
-from agent.wires.base import SERVER_ERROR, Wire, sse
+from agent.wires.base import SERVER_ERROR, MadeCall, Wire, sse
 from agent.wires.reading import (
     CallsInOrder,
     Layout,
@@ -21,6 +22,7 @@ from agent.wires.reading import (
     unknown_earlier,
 )
 from agent.wires.wire import WireError, WireRequest
+from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 _READ_ELSEWHERE = frozenset(
@@ -94,6 +96,36 @@ class ResponsesWire(Wire):
             sse({**event, "sequence_number": n}, event=event["type"])
             for n, event in enumerate(_events_of(body))
         ]
+
+    def write_reply(
+        self, id: str, model: str, text: str, calls: Sequence[MadeCall]
+    ) -> dict[str, Any]:
+        """See `Wire`."""
+        said = {"type": "output_text", "text": text, "annotations": []}
+        message = {"type": "message", "id": f"msg_{id}", "status": "completed", "role": "assistant"}
+        output: list[dict[str, Any]] = [{**message, "content": [said]}] if text else []
+        output += [
+            {
+                "type": "function_call",
+                "id": f"fc_{call.id}",
+                "status": "completed",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": exact_json.dumps(call.arguments).decode(),
+            }
+            for call in calls
+        ]
+        return {
+            "id": id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "completed",
+            "error": None,
+            "incomplete_details": None,
+            "output": output,
+            "usage": {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20},
+        }
 
     def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`. Codex repeats calls that fail with most codes."""
@@ -244,3 +276,6 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     if kind.startswith(_RUN_BY_PROVIDER):
         return str(tool.get("server_label") or kind)
     return [function_tool(name or kind, tool.get("description"), tool.get("parameters"))]
+
+
+WIRE = ResponsesWire()

@@ -1,19 +1,15 @@
-"""The dialects that agents speak, by name."""
+"""The APIs that agents speak, found by name: `agent/wires/NAME.py` is the server's half of one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
 
-from agent.wires.anthropic_messages import MessagesWire
+from agent.models.dialects.dialect import RELAYED
 from agent.wires.base import Wire
-from agent.wires.gemini import GeminiWire
-from agent.wires.openai_chat import ChatWire
 from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
-from agent.wires.openai_responses import ResponsesWire
 
-WIRES: Mapping[str, Wire] = {
-    wire.api: wire for wire in (ChatWire(), MessagesWire(), ResponsesWire(), GeminiWire())
-}
+WIRES: Mapping[str, Wire] = {api: import_module(f"{__package__}.{api}").WIRE for api in RELAYED}
 """By `ModelSettings.api`."""
 
 _BESIDE = (CompletionsWire(), EmbeddingsWire())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -12,13 +11,10 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from agent.gateway.server import server_of
-from agent.models.dialects import anthropic_messages, gemini, openai_chat, openai_responses
-from agent.wires.base import Wire
+from agent.wires.base import MadeCall, Wire
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json
-
-# Replies of a model in each API that agents speak.
 
 _COMMAND_FIELDS = ("command", "cmd", "commands", "script")
 """What tools call the command that they run."""
@@ -28,14 +24,6 @@ _FILLERS: Mapping[str, Any] = {
     **{"array": [], "object": {}},
 }
 """Values of further required arguments, by their types. As a number: milliseconds to wait."""
-
-
-class MadeCall(NamedTuple):
-    """A call that a reply makes."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any]
 
 
 def new_call(name: str, arguments: dict[str, Any]) -> MadeCall:
@@ -70,78 +58,7 @@ def _filler(schema: Mapping[str, Any]) -> Any:
 
 def reply_body(api: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
     """The whole body of a reply with a text and calls."""
-    return _BODIES[api](f"check_{secrets.token_hex(8)}", model, text, calls)
-
-
-def _chat(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": _json(given)}}
-            for id, name, given in calls
-        ]
-    finish = "tool_calls" if calls else "stop"
-    return {
-        **{"id": id, "object": "chat.completion", "created": int(time.time()), "model": model},
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20},
-    }
-
-
-def _messages(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
-        for call in calls
-    ]
-    return {
-        **{"id": id, "type": "message", "role": "assistant", "model": model, "content": blocks},
-        **{"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None},
-        "usage": {"input_tokens": 10, "output_tokens": 10},
-    }
-
-
-def _responses(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
-    said = {"type": "output_text", "text": text, "annotations": []}
-    message = {"type": "message", "id": f"msg_{id}", "status": "completed", "role": "assistant"}
-    output: list[dict[str, Any]] = [{**message, "content": [said]}] if text else []
-    output += [
-        {
-            **{"type": "function_call", "id": f"fc_{call.id}", "status": "completed"},
-            **{"call_id": call.id, "name": call.name, "arguments": _json(call.arguments)},
-        }
-        for call in calls
-    ]
-    return {
-        **{"id": id, "object": "response", "created_at": int(time.time()), "model": model},
-        **{"status": "completed", "error": None, "incomplete_details": None, "output": output},
-        "usage": {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20},
-    }
-
-
-def _gemini(id: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{"text": text}] if text else []
-    parts += [{"functionCall": {"name": call.name, "args": call.arguments}} for call in calls]
-    content = {"role": "model", "parts": parts}
-    return {
-        "candidates": [{"content": content, "finishReason": "STOP", "index": 0}],
-        "usageMetadata": {
-            **{"promptTokenCount": 10, "candidatesTokenCount": 10, "totalTokenCount": 20},
-        },
-        **{"modelVersion": model, "responseId": id},
-    }
-
-
-def _json(value: Any) -> str:
-    return exact_json.dumps(value).decode()
-
-
-_BODIES = {
-    openai_chat.API: _chat,
-    anthropic_messages.API: _messages,
-    openai_responses.API: _responses,
-    gemini.API: _gemini,
-}
+    return WIRES[api].write_reply(f"check_{secrets.token_hex(8)}", model, text, calls)
 
 
 COMMANDS = ("echo checked > check.txt && cat check.txt", "cat check.txt && echo again")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from agent.gateway.command_agent import CommandAgent
-from agent.models.dialects import anthropic_messages, gemini
+from agent.models.dialects import gemini
+from agent.models.dialects.dialect import base_url_at
 from agent.wires.reading import cut, head_of
 from agent.wires.wire import Volatile
 from batch_trajectories.agents.check_endpoint import AnsweredCall, CheckEndpoint
@@ -234,7 +235,7 @@ class _Trial:
         given = {
             **{"agent": json.dumps(described), "dataset_file": "p.jsonl", "run_name": _RUN},
             **{"model": _MODEL, "api": api, "key_env": _KEY_ENV, "sandbox": self._sandbox},
-            "base_url": url if api in (anthropic_messages.API, gemini.API) else f"{url}/v1",
+            "base_url": base_url_at(api, url),
             **{"num_workers": 1, "concurrency": 1, "max_attempts": 2, "max_turns": 20},
             # What is left of --timeout_s: the run then ends the agent, and has its output.
             **{"max_conversation_s": left_s, "accept_config_change": "max_conversation_s"},

@@ -15,6 +15,7 @@ from agent.gateway.answers import Answer, api_asked, path_below_root
 from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
 from agent.gateway.server import NO_NAMES
 from agent.models.client.retrying import Retry
+from agent.models.dialects.dialect import base_url_at
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import is_known
@@ -110,8 +111,7 @@ class Models:
 
 def _root_for(api: str, base_url: str) -> str:
     """Where a server of the user's own speaks a dialect."""
-    root = base_url.rstrip("/").removesuffix("/v1")
-    return root if api == "anthropic_messages" else f"{root}/v1"
+    return base_url_at(api, base_url.rstrip("/").removesuffix("/v1"))
 
 
 @dataclass(eq=False)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from agent.models.dialects.dialect import read_reply
+from agent.wires.base import MadeCall
 from agent.wires.wires import WIRES
-from batch_trajectories.agents.check_endpoint import MadeCall, command_call, new_call, reply_body
+from batch_trajectories.agents.check_endpoint import command_call, new_call, reply_body
 from batch_trajectories.basics import exact_json
 
 

@@ -97,6 +97,11 @@ class Dialect(NamedTuple):
     """Puts a streamed reply together, and passes its parts to the handler."""
 
 
+def base_url_at(api: str, root: str) -> str:
+    """The base URL of an API on a server whose root is `root`: clients of some add the version."""
+    return root if dialect_of(api).path.startswith("/v1") else f"{root}/v1"
+
+
 RELAYED = get_args(Api)
 """All dialects, by their names in `ModelSettings.api`."""
 
