@@ -48,7 +48,10 @@ ROW_COLUMN = "agent_options"
 
 _NOT_PER_ROW = frozenset(
     {
-        *("approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"),
+        "approve",
+        "subagents",
+        "max_subagent_depth",
+        "ephemeral_system_prompt",
         "simulated_user",  # a row has a column of that name
     }
 )

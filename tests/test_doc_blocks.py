@@ -265,9 +265,13 @@ def test_the_steps_of_the_readme_lead_to_a_dataset(tmp_path: Path) -> None:
             bash,
         )
         done = subprocess.run(
-            ["bash", "-e", "-c", bash], cwd=tmp_path, env={**os.environ}, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
+            ["bash", "-e", "-c", bash],
+            cwd=tmp_path,
+            env={**os.environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "trajectories/my_run/report.html").exists()
     assert len(lines(tmp_path / "trajectories/my_run/exports/dataset/openai/train.jsonl")) == 4

@@ -152,7 +152,14 @@ def test_openai_conversation_is_the_same_streamed_or_not(endpoint: FakeEndpoint)
     plain = converse_openai(endpoint, stream=False)
     streamed = converse_openai(endpoint, stream=True)
     assert [message["role"] for message in plain] == [
-        *("user", "assistant", "tool", "tool", "assistant", "tool", "tool", "assistant")
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
     ]
     for one, other in zip(plain, streamed, strict=True):
         assert one.get("reasoning_content") == other.get("reasoning_content")

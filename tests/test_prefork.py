@@ -23,7 +23,9 @@ def test_output_and_exit_code_are_the_same(tmp_path: Path, args: tuple[str, ...]
         command(*args), cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert (forked.returncode, forked.stdout, forked.stderr) == (
-        *(new.returncode, new.stdout, new.stderr),
+        new.returncode,
+        new.stdout,
+        new.stderr,
     )
 
 

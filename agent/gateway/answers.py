@@ -125,12 +125,19 @@ def names_only(names: Iterable[str]) -> List:
         "object": "list",
         "data": [
             {
-                **{"id": name, "object": "model", "created": 0, "owned_by": "run"},
-                **{"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"},
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "run",
+                "type": "model",
+                "display_name": name,
+                "created_at": "1970-01-01T00:00:00Z",
             }
             for name in known
         ],
-        **{"has_more": False, "first_id": None, "last_id": None},
+        "has_more": False,
+        "first_id": None,
+        "last_id": None,
         "models": [
             {"name": f"models/{name}", "supportedGenerationMethods": ["generateContent"]}
             for name in known

@@ -36,9 +36,21 @@ _LIKELY_PER_PICTURE = 1_500
 
 _TEXTS = frozenset(
     {
-        *("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"),
-        *("thinking", "redacted_thinking", "reasoning", "encrypted_content", "compaction"),
-        *("tool_use", "server_tool_use", "mcp_tool_use", "tool_reference"),
+        "text",
+        "input_text",
+        "output_text",
+        "summary_text",
+        "reasoning_text",
+        "refusal",
+        "thinking",
+        "redacted_thinking",
+        "reasoning",
+        "encrypted_content",
+        "compaction",
+        "tool_use",
+        "server_tool_use",
+        "mcp_tool_use",
+        "tool_reference",
     }
 )
 """Types of parts whose tokens are in the body."""
@@ -47,8 +59,16 @@ _PICTURES = frozenset({"image", "image_url", "input_image", "output_image", "com
 
 _ITEMS = frozenset(
     {
-        *("message", "function_call", "custom_tool_call", "computer_call", "local_shell_call"),
-        *("shell_call", "apply_patch_call", "compaction", "compaction_summary", "None"),
+        "message",
+        "function_call",
+        "custom_tool_call",
+        "computer_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+        "compaction",
+        "compaction_summary",
+        "None",
     }
 )
 """Types of items of the Responses API whose tokens are in the body."""
@@ -65,8 +85,14 @@ _IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
 
 _OF_GEMINI = frozenset(
     {
-        *("text", "thought", "thoughtSignature", "thought_signature", "functionCall"),
-        *("function_call", "executableCode", "codeExecutionResult"),
+        "text",
+        "thought",
+        "thoughtSignature",
+        "thought_signature",
+        "functionCall",
+        "function_call",
+        "executableCode",
+        "codeExecutionResult",
     }
 )
 """Keys of Gemini's parts whose tokens are in the body."""

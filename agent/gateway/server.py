@@ -77,11 +77,20 @@ class StoredResponses:
     def _begin(self, body: Mapping[str, Any], reply: Answer) -> Answer:
         id = f"resp_{secrets.token_hex(24)}"
         begun = {
-            **{"id": id, "object": "response", "created_at": int(time.time())},
-            **{"status": "queued", "background": True, "error": None, "incomplete_details": None},
-            **{"model": body.get("model"), "output": [], "usage": None},
-            **{"instructions": body.get("instructions"), "metadata": body.get("metadata") or {}},
-            **{"tools": body.get("tools") or [], "tool_choice": body.get("tool_choice", "auto")},
+            "id": id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "queued",
+            "background": True,
+            "error": None,
+            "incomplete_details": None,
+            "model": body.get("model"),
+            "output": [],
+            "usage": None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice", "auto"),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
         }
         reading = asyncio.create_task(self._read(reply))

@@ -24,8 +24,17 @@ GRAMMAR = ("tool_choice", "response_format", "structured_outputs", "regex", "ebn
 """Fields of a request that allow only some tokens at each place."""
 
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
     *GRAMMAR,
 )
 """Fields of a request that change which tokens are likely, as OpenAI, vLLM and SGLang call them."""

@@ -29,8 +29,16 @@ _DEPTH = 6
 """How deep errors are looked for inside of errors."""
 
 _MESSAGES = (
-    *("message", "msg", "error_msg", "status_msg", "errorMessage", "Message", "detail"),
-    *("error_description", "title", "faultstring"),
+    "message",
+    "msg",
+    "error_msg",
+    "status_msg",
+    "errorMessage",
+    "Message",
+    "detail",
+    "error_description",
+    "title",
+    "faultstring",
 )
 """Fields with the message of an error, the first of which counts: FastAPI and DashScope have `msg`,
 Baidu `error_msg`, MiniMax `status_msg`, AWS `Message`, RFC 9457 `title` and `detail`."""

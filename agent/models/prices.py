@@ -144,7 +144,9 @@ class Reserves:
             log.warning(
                 "a call of %s cost $%.6f, and at most $%.6f was expected: more is reserved for "
                 "its calls from now on",
-                *(self._settings.name, usd, self._usd * estimate.usd),
+                self._settings.name,
+                usd,
+                self._usd * estimate.usd,
             )
             self._usd = usd / estimate.usd
         used = sum(usage[kind] or 0 for kind in ("input_tokens", "output_tokens")) if usage else 0

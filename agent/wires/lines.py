@@ -205,8 +205,10 @@ def _main(
         main = max(
             graded,
             key=lambda it: (
-                *(bool(it[1] and it[0].tools), it[1]),
-                *(-it[0].numbers[0], len(it[0].replies)),
+                bool(it[1] and it[0].tools),
+                it[1],
+                -it[0].numbers[0],
+                len(it[0].replies),
             ),
         )[0]
     else:

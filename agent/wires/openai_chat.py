@@ -26,10 +26,18 @@ from batch_trajectories.basics.exact_json import objects_among
 
 _READ_ELSEWHERE = frozenset(
     {
-        *("model", "messages", "tools", "stream", "stream_options"),
+        "model",
+        "messages",
+        "tools",
+        "stream",
+        "stream_options",
         # The following identify the caller and control where prompts are cached or stored.
-        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("store", "user"),
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "store",
+        "user",
     }
 )
 _REASONING = ("reasoning_content", "reasoning")

@@ -27,19 +27,35 @@ from batch_trajectories.basics.exact_json import objects_among
 
 _READ_ELSEWHERE = frozenset(
     {
-        *("model", "input", "instructions", "tools", "stream", "stream_options"),
+        "model",
+        "input",
+        "instructions",
+        "tools",
+        "stream",
+        "stream_options",
         # The following identify the caller and control where prompts and replies are stored.
-        *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_retention"),
-        *("safety_identifier", "store", "user"),
+        "client_metadata",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "store",
+        "user",
         # These name what is read in their place.
-        *("previous_response_id", "conversation"),
+        "previous_response_id",
+        "conversation",
     }
 )
 
 _REFERENCE = "item_reference"
 
 _RUN_BY_PROVIDER = (
-    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+    "web_search",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "mcp",
+    "tool_search",
 )
 """Beginnings of the types of tools that the agent does not run."""
 

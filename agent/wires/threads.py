@@ -185,8 +185,11 @@ class Repeats:
             return max(
                 here,
                 key=lambda reply: (
-                    *(reply.alike(digests), reply.digests[n] == digests[n]),
-                    *(reply.names == names, reply.number in live, reply.number),
+                    reply.alike(digests),
+                    reply.digests[n] == digests[n],
+                    reply.names == names,
+                    reply.number in live,
+                    reply.number,
                 ),
             )
         having = {reply.number: reply for id in ids for reply in self._by_id.get(id, ())}

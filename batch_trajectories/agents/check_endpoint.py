@@ -20,8 +20,12 @@ _COMMAND_FIELDS = ("command", "cmd", "commands", "script")
 """What tools call the command that they run."""
 
 _FILLERS: Mapping[str, Any] = {
-    **{"string": "check", "boolean": False, "integer": 10_000, "number": 10_000},
-    **{"array": [], "object": {}},
+    "string": "check",
+    "boolean": False,
+    "integer": 10_000,
+    "number": 10_000,
+    "array": [],
+    "object": {},
 }
 """Values of further required arguments, by their types. As a number: milliseconds to wait."""
 

@@ -233,16 +233,27 @@ class _Trial:
             described["command"] = [str(Path(program).absolute()), *arguments]
         described["aliases"] = dict.fromkeys(self._agent.aliases, _MODEL)
         given = {
-            **{"agent": json.dumps(described), "dataset_file": "p.jsonl", "run_name": _RUN},
-            **{"model": _MODEL, "api": api, "key_env": _KEY_ENV, "sandbox": self._sandbox},
+            "agent": json.dumps(described),
+            "dataset_file": "p.jsonl",
+            "run_name": _RUN,
+            "model": _MODEL,
+            "api": api,
+            "key_env": _KEY_ENV,
+            "sandbox": self._sandbox,
             "base_url": base_url_at(api, url),
-            **{"num_workers": 1, "concurrency": 1, "max_attempts": 2, "max_turns": 20},
+            "num_workers": 1,
+            "concurrency": 1,
+            "max_attempts": 2,
+            "max_turns": 20,
             # What is left of --timeout_s: the run then ends the agent, and has its output.
-            **{"max_conversation_s": left_s, "accept_config_change": "max_conversation_s"},
+            "max_conversation_s": left_s,
+            "accept_config_change": "max_conversation_s",
             "prices": json.dumps({_MODEL: {"input": 0, "output": 0}}),
         }
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "batch_runner"),
+            sys.executable,
+            "-m",
+            "batch_runner",
             *(f"--{name}={value}" for name, value in given.items()),
             cwd=self._directory,
             env=os.environ | {_KEY_ENV: "the-key-of-a-check"},

@@ -47,18 +47,47 @@ def samples_of(repeats: int) -> int:
 
 
 SAME_IN_RUNS = (
-    *("workspace", "workdir", "docker_image", "check_in", "check_network"),
-    *("network", "check_expected", "command_timeout_s"),
+    "workspace",
+    "workdir",
+    "docker_image",
+    "check_in",
+    "check_network",
+    "network",
+    "check_expected",
+    "command_timeout_s",
 )
 """Options that decide what a task is, beside its row: a verdict holds for runs with the same."""
 
 TAKEN = (
     *SAME_IN_RUNS,
-    *("dataset_file", "columns", "rows", "run_name", "output_dir", "max_samples", "shard"),
-    *("on_bad_row", "seed", "sandbox", "images", "container_engine", "pull", "env_from"),
-    *("command_memory_mb", "max_processes", "workspace_mb", "batch_size", "num_workers"),
-    *("concurrency", "executor", "ray_address", "worker_resources", "ray_storage"),
-    *("ray_scratch_dir", "grace_s", "heartbeat_timeout_s", "log_level"),
+    "dataset_file",
+    "columns",
+    "rows",
+    "run_name",
+    "output_dir",
+    "max_samples",
+    "shard",
+    "on_bad_row",
+    "seed",
+    "sandbox",
+    "images",
+    "container_engine",
+    "pull",
+    "env_from",
+    "command_memory_mb",
+    "max_processes",
+    "workspace_mb",
+    "batch_size",
+    "num_workers",
+    "concurrency",
+    "executor",
+    "ray_address",
+    "worker_resources",
+    "ray_storage",
+    "ray_scratch_dir",
+    "grace_s",
+    "heartbeat_timeout_s",
+    "log_level",
 )
 """Options of a run that its audit, and `check`, have too."""
 

@@ -1,219 +1,201 @@
-"""Commands that show runs: report, view, show, compare, stats."""
+"""The command `look`: what a dataset holds, before anything is run."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Collection
+import re
+import shlex
+from collections import Counter
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from batch_trajectories.basics.console import show
-from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
-from batch_trajectories.cli.shared import output_dir_option, run_argument, run_dir_argument
+from batch_trajectories.cli.command_line import PlacePath
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 
-if TYPE_CHECKING:
-    from batch_trajectories.api.stored_run import StoredRun
-
-_LISTED = 40
-_ID_CHARS = 100
+_EXAMINED = 1000
 
 
-@click.command()
-@run_dir_argument
-@click.option(
-    "--output",
-    type=LocalPath(path_type=Path),
-    help="HTML file to write.  [default: report.html in the run directory]",
-)
-def report(run: str, output_dir: Path, output: Path | None) -> None:
-    """Write RUN as a page for the browser, during the run or afterwards."""
-    from batch_trajectories.api.stored_run import open_run
+_ROW_CHARS = 1500
 
-    with errors_as_exit_codes():
-        _report(open_run(run, output_dir), output)
+
+_SHOWN = 2
+
+
+_REASONS = 20
 
 
 @click.command()
-@click.argument("places", nargs=-1, metavar="[PLACE]...")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="[default: a free one]")
-@click.option("--host", default="127.0.0.1", help="Address to listen on.  [default: 127.0.0.1]")
+@click.argument("source", type=PlacePath(path_type=Path))
+@click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
 @click.option(
-    "--password_env",
-    metavar="NAME",
-    help="Environment variable with a password, which any other HOST needs.",
+    "--rows",
+    "given",
+    multiple=True,
+    metavar="KIND|N",
+    help="As for `run`; a number: how many rows to print.  [default: 2]",
 )
-@click.option("--who", metavar="NAME", help="The reviewer.  [default: your user name]")
-def view(
-    places: tuple[str, ...], port: int, host: str, password_env: str | None, who: str | None
-) -> None:
-    """Serve a page with all runs of PLACEs, alive, to look at, label and steer them.
+def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
+    """Show the first rows of SOURCE, its columns, and how a run would use them.
 
-    A PLACE is a directory of runs (default: trajectories), a run, or the URL of a mirrored run.
+    SOURCE is what --dataset_file takes: a file, a directory, a URL, or hf:ORG/NAME.
     """
-    from batch_trajectories.engine.control import user_name
-    from batch_trajectories.view.serving import password_of, serve
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.config.option_types import parse_columns
+    from batch_trajectories.dataset.kept_dataset import Renaming, describe_left_out, rows_of_source
+    from batch_trajectories.dataset.rows_file import load_rows_file
+    from batch_trajectories.dataset.source import source_of
 
-    ended = "view has ended; the runs are as they were"
-    with errors_as_exit_codes(on_interrupt=ended):
-        password = password_of(host, password_env)
-        serve(
-            list(places) or ["trajectories"],
-            host=host,
-            port=port,
-            password=password,
-            who=who or user_name(),
+    shown, kind = _shown_and_kind(given)
+    with errors_as_exit_codes():
+        try:
+            names = parse_columns(columns or "")
+        except ValueError as error:
+            raise ConfigError(f"--columns: {error}") from error
+        source_kind = source_of(source)
+        if source_kind.tasks and kind is None:
+            kind = "harbor"
+        renaming = Renaming(names, None if kind is None else load_rows_file(kind))
+        left_out: set[str] = set()
+        rows = islice(rows_of_source(source_kind, left_out), _EXAMINED)
+        lines = [line for line in map(renaming.line, rows) if line.strip()]
+        renaming.check(str(source))
+        description = _described(source, lines, shown=shown, columns=columns, kind=kind)
+        show(
+            "\n".join(
+                [description, *([describe_left_out(str(source), left_out)] if left_out else [])]
+            )
         )
 
 
-@click.command("show")
-@run_dir_argument
-@click.argument("record_id", metavar="[ID]", required=False)
-@click.option("--turn", type=click.IntRange(min=1), metavar="N", help="Only this turn.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record or turn as JSON.")
-def show_one(
-    run: str, record_id: str | None, output_dir: Path, turn: int | None, as_json: bool
-) -> None:
-    """Show the conversation of RUN with this id or unique id prefix.
-
-    Without an ID, list the conversations that ended last.
-    """
-    if record_id is None and turn is not None:
-        raise click.UsageError("--turn needs the ID of a conversation")
-    from batch_trajectories.api.stored_run import open_run
-
-    with errors_as_exit_codes():
-        stored = open_run(run, output_dir)
-        if record_id is None:
-            _list(stored, as_json=as_json)
-        else:
-            _show(stored, record_id, turn=turn, as_json=as_json)
+def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
+    """How many rows to print, and the kind of rows: `--rows` takes both."""
+    numbers = [int(text) for text in given if text.isdecimal()]
+    kinds = [text for text in given if not text.isdecimal()]
+    if len(numbers) > 1 or len(kinds) > 1:
+        raise click.UsageError("--rows takes one number and one kind of rows")
+    return numbers[0] if numbers else _SHOWN, kinds[0] if kinds else None
 
 
-@click.command()
-@run_argument("first")
-@run_argument("second", required=False)
-@output_dir_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all differences.")
-def compare(first: str, second: str | None, output_dir: Path, as_json: bool) -> None:
-    """Compare two runs and list the tasks that ended differently.
+def _described(
+    source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
+) -> str:
+    from batch_trajectories.basics import exact_json
+    from batch_trajectories.basics.text import clip, first_few, plural
+    from batch_trajectories.dataset.lines import columns_in
+    from batch_trajectories.dataset.row import RowRules, columns_beside, kind_of, usual_prompt
 
-    Of one run, list the verdicts that `check` changed, and why.
-    """
-    from batch_trajectories.api.stored_run import open_run
-
-    if second is None:
-        from batch_trajectories.report import rejudged
-
-        with errors_as_exit_codes():
-            changes = rejudged.changes_in(open_run(first, output_dir))
-        show(_json(changes) if as_json else rejudged.as_text(changes))
-        return
-    from batch_trajectories.report import comparison
-
-    with errors_as_exit_codes():
-        difference = comparison.compare(open_run(first, output_dir), open_run(second, output_dir))
-    show(_json(difference) if as_json else comparison.as_text(difference))
-
-
-@click.command()
-@run_dir_argument
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--format", type=click.Choice(["text", "json"]), help="json: the same as --json.")
-@click.option(
-    "--fail_on",
-    metavar="NAMES",
-    help="Exit 6 if a health check with one of these names (comma-separated; all) found a problem.",
-)
-def stats(
-    run: str, output_dir: Path, as_json: bool, format: str | None, fail_on: str | None
-) -> None:
-    """Show statistics of RUN: from rows to training rows, problems, turns, tokens, tools."""
-    from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.export.statistics.funnel import funnel_as_text
-    from batch_trajectories.export.statistics.run import as_text
-
-    names = _health_checks(fail_on)
-    with errors_as_exit_codes():
-        stored = open_run(run, output_dir)
-        statistics = stored.statistics()
-        distribution = stored.identity["meaning"].get("distribution") or {}
-        funnel, trouble = stored.funnel_if_known()
-        if as_json or format == "json":
-            show(_json({**statistics, "funnel": funnel}))
-        else:
-            lines = [f"from rows to training rows: {trouble}"] if trouble else []
-            lines += funnel_as_text(funnel) if funnel else []
-            show("\n".join([*lines, "", *as_text(statistics, distribution)]))
-    if any(result["is_problem"] and result["name"] in names for result in statistics["health"]):
-        sys.exit(PROBLEMS)
-
-
-def _health_checks(fail_on: str | None) -> Collection[str]:
-    from batch_trajectories.basics.validation import did_you_mean
-    from batch_trajectories.export.statistics.health import HEALTH_CHECKS
-
-    if fail_on == "all":
-        return HEALTH_CHECKS
-    names = [name.strip() for name in fail_on.split(",")] if fail_on else []
-    for name in names:
-        if name not in HEALTH_CHECKS:
-            hint = did_you_mean(name, HEALTH_CHECKS) or f"known: all, {', '.join(HEALTH_CHECKS)}"
-            raise click.UsageError(f"--fail_on: no health check is called {name!r}; {hint}")
-    return names
-
-
-def _report(stored: StoredRun, output: Path | None) -> None:
-    from batch_trajectories.basics.text import plural
-    from batch_trajectories.report.page.writer import write_report
-
-    written = write_report(stored, output)
-    beside = f", with its data in {written.files}" if written.files else ""
-    what = "task" if stored.identity["config"].get("audit") else "conversation"
-    show(f"{written.path}: {plural(written.rows, what)}{beside}")
+    rules = RowRules()
+    if kind is not None:
+        rules = RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
+    kinds: dict[str, Counter[str]] = {}
+    reasons = Counter[str]()
+    first_places: dict[str, str] = {}
+    proposed = Counter[str]()
+    beside = Counter[tuple[str, str]]()
+    repeated = []
+    printed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = columns_in(line)
+        except ValueError as error:
+            reasons[f"row {number}: {error}"] += 1
+            continue
+        for name, value in row.items():
+            kinds.setdefault(name, Counter())[kind_of(value)] += 1
+        try:
+            rules.read(row)
+        except ValueError as error:
+            place, why = _place_of(str(error))
+            reasons[why] += 1
+            first_places.setdefault(why, place)
+        if (twice := exact_json.place_of_repeated_key(line)) is not None:
+            repeated.append(f"row {number}, `{twice}`")
+        usual = "prompt" if "prompt" in row else usual_prompt(row)
+        if usual and usual != "prompt":
+            proposed[usual] += 1
+        if usual and kind is None:
+            beside.update((usual, name) for name in columns_beside(row, usual))
+        if number <= shown:
+            text = exact_json.dumps(row).decode()
+            printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
+    usable = len(lines) - reasons.total()
+    first = "the first " if len(lines) == _EXAMINED else ""
+    description = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
+    width = max(map(len, kinds), default=0)
+    for name, uses in kinds.items():
+        rows = uses.total()
+        share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
+        description.append(f"  {name:<{width}}  {' or '.join(uses)}{share}; {_use_of(name, kinds)}")
+    for reason, count in reasons.most_common(_REASONS):
+        place = first_places.get(reason, "")
+        description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
+    if repeated:
+        places = first_few(repeated, separator="; ")
+        description.append(
+            f"{plural(len(repeated), 'row')} with a key twice in one object, whose last value "
+            f"counts: {places}"
+        )
+    description += printed
+    for (prompt, name), count in beside.items():
+        template = f"{{{{{prompt}}}}}\\n\\n{{{{{name}}}}}"
+        description.append(
+            f"Does `{name}` belong to the prompt? The model does not see it "
+            f"({plural(count, 'row')}). A rows file puts both together (--rows=FILE, "
+            f'docs/data.md): prompt: "{template}"'
+        )
+    if proposed and not columns:
+        columns = f"prompt={proposed.most_common(1)[0][0]}"
+    elif not usable:
+        return "\n".join(description)
+    options = {"--dataset_file": str(source), "--rows": kind, "--columns": columns}
+    given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
+    description.append(f"To run it: {' '.join(given)}")
+    return "\n".join(description)
 
 
-def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool) -> None:
-    from batch_trajectories.report.conversation_text import ConversationText, turn_as_json
-
-    record = stored.find(record_id)
-    if as_json:
-        show(_json(record.as_dict() if turn is None else turn_as_json(record, turn)))
-        return
-    is_terminal = sys.stdout.isatty()
-    colours = is_terminal and not os.environ.get("NO_COLOR")
-    text = "\n".join(ConversationText(record, colours=colours).text(turn=turn))
-    if is_terminal:
-        click.echo_via_pager(text + "\n")
-    else:
-        show(text)
+def _place_of(reason: str) -> tuple[str, str]:
+    """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
+    match = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
+    return (match[1], match[2]) if match else ("", reason)
 
 
-def _list(stored: StoredRun, *, as_json: bool) -> None:
-    from batch_trajectories.basics.text import plural
-    from batch_trajectories.report.formatting import count, one_line
+def _use_of(name: str, columns: dict[str, Any]) -> str:
+    """What a run does with a column of this name, when these columns are there."""
+    from batch_trajectories.dataset.column_names import (
+        CHAT_COLUMNS,
+        HISTORY_COLUMNS,
+        IMAGE_COLUMNS,
+        INSIDE_COLUMNS,
+        MODEL_COLUMN,
+        TELLTALE_COLUMNS,
+        TURNS_COLUMN,
+        USER_COLUMN,
+    )
+    from batch_trajectories.dataset.scan import ID_COLUMNS
+    from batch_trajectories.records.checks import expected_column
 
-    entries, total = stored.last_entries(None if as_json else _LISTED)
-    if as_json:
-        show(_json([{"id": id, "status": e.status, "turns": e.turns} for id, e in entries]))
-        return
-    ids = [one_line(id, _ID_CHARS) or f"(unreadable, byte {entry.offset})" for id, entry in entries]
-    width = max(map(len, ids), default=0)
-    lines = [
-        f"{id:<{width}}  {entry.status}, {plural(entry.turns, 'turn')}"
-        for id, (_, entry) in zip(ids, entries, strict=True)
-    ]
-    head = f"{stored.path}: {plural(total, 'finished conversation')}"
-    lines.insert(0, f"{head}, latest first" if total > 1 else head)
-    if total > len(entries):
-        lines.append(f"and {count(total - len(entries))} more; --json lists all")
-    show("\n".join(lines))
-
-
-def _json(value: Any) -> str:
-    import orjson
-
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    own_id = next((column for column in ID_COLUMNS if column in columns), None)
+    if name == "prompt":
+        return "the prompt"
+    if name in CHAT_COLUMNS and "prompt" not in columns:
+        return "the prompt: its system message and first user message"
+    if name == own_id:
+        return "the id of the row"
+    uses = {
+        "agent_options": "options of its conversation",
+        expected_column(columns): "compared with the answer, with --check_expected",
+        "user_replies": "answers of the user, with --awaiting_input",
+        TURNS_COLUMN: "further messages of the user",
+        USER_COLUMN: "the simulated user's part, with --simulated_user",
+        "script": "turns of the scripted model",
+        "fork": "the beginning of the conversation, with --forks",
+        MODEL_COLUMN: "one of --models",
+        **dict.fromkeys(INSIDE_COLUMNS, "how to work in the image, with --workspace=image"),
+        **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
+        **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
+        **dict.fromkeys(HISTORY_COLUMNS, "the history that stays, with --workspace=image"),
+    }
+    return uses.get(name, "kept with the record")

@@ -11,13 +11,14 @@ import click
 
 from agent.models.providers import Api
 from agent.options import AgentOptions, is_marked
-from batch_runner import main
-from batch_trajectories.cli.command_line import COMMAND_GROUPS
+from batch_trajectories.cli.command_line import COMMAND_GROUPS, Commands
 from batch_trajectories.cli.option_groups import (
     OF_CONVERSATIONS,
     OF_STARTS,
     OPTION_GROUPS,
 )
+
+_ALL = Commands("batch_runner")
 
 HEAD = """\
 # All options
@@ -57,7 +58,7 @@ def page() -> str:
 
 
 def _run() -> Iterator[str]:
-    run = main.command_of("run")
+    run = _ALL.command_of("run")
     params = {param.name: param for param in run.get_params(click.Context(run))}
     conversation = list(AgentOptions.model_fields)
     grouped = {name for names in OPTION_GROUPS.values() for name in names} | set(conversation)
@@ -72,13 +73,13 @@ def _run() -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    known = {param.name for param in main.command_of("run").params}
+    known = {param.name for param in _ALL.command_of("run").params}
     yield from ("## The other commands", "", OF_COMMANDS)
     for names in COMMAND_GROUPS.values():
         for name in names:
             if name == "run":
                 continue
-            command = main.command_of(name)
+            command = _ALL.command_of(name)
             context = click.Context(command, info_name=name)
             own = [
                 param for param in command.get_params(context) if isinstance(param, click.Option)

@@ -18,9 +18,22 @@ DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "
 """Of options whose usual defaults are for conversations of this program."""
 
 _NOT_OF_AGENTS = (
-    *("system_prompt", "temperature", "top_p", "extra_body", "reasoning_effort"),
-    *("stream_replies", "script_file", "enabled_toolsets", "disabled_toolsets", "tools", "mcp"),
-    *("distribution", "forks", "web_allow", "docker_image", "batch_api"),
+    "system_prompt",
+    "temperature",
+    "top_p",
+    "extra_body",
+    "reasoning_effort",
+    "stream_replies",
+    "script_file",
+    "enabled_toolsets",
+    "disabled_toolsets",
+    "tools",
+    "mcp",
+    "distribution",
+    "forks",
+    "web_allow",
+    "docker_image",
+    "batch_api",
 )
 """Options of a run that mean nothing, because the agent writes its own requests and has its own
 tools."""

@@ -100,16 +100,42 @@ def to_prices(prices: Prices) -> dict[str, Price]:
 
 _WORDS = frozenset(
     {
-        *("apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials"),
-        *("key", "passwd", "password", "pwd", "secret", "sig", "signature", "token"),
+        "apikey",
+        "auth",
+        "authorization",
+        "bearer",
+        "cookie",
+        "credential",
+        "credentials",
+        "key",
+        "passwd",
+        "password",
+        "pwd",
+        "secret",
+        "sig",
+        "signature",
+        "token",
     }
 )
 """Words of names whose values are credentials."""
 
 _ABOUT = frozenset(
     {
-        *("endpoint", "env", "file", "header", "id", "name", "path", "provider", "scope", "type"),
-        *("uri", "url", "variable", "vault", "version"),
+        "endpoint",
+        "env",
+        "file",
+        "header",
+        "id",
+        "name",
+        "path",
+        "provider",
+        "scope",
+        "type",
+        "uri",
+        "url",
+        "variable",
+        "vault",
+        "version",
     }
 )
 """Last words of names that say where a credential is, such as `token_file`."""

@@ -39,7 +39,10 @@ _MAIN = "main"
 _PUBLISHED = "/logs/artifacts"
 
 _HEALTH = {
-    **{"interval_sec": 5, "timeout_sec": 30, "start_period_sec": 0, "start_interval_sec": 5},
+    "interval_sec": 5,
+    "timeout_sec": 30,
+    "start_period_sec": 0,
+    "start_interval_sec": 5,
     "retries": 3,
 }
 """The numbers of a health check, with their defaults."""

@@ -42,15 +42,34 @@ ColumnUse = Literal["ignored", "allowed", "needed"]
 """Whether a run reads a column, and whether rows must have it."""
 
 USUAL_PROMPTS = (
-    *("question", "instruction", "problem_statement", "problem", "text", "query", "task"),
-    *("input", "goal", "user_prompt"),
+    "question",
+    "instruction",
+    "problem_statement",
+    "problem",
+    "text",
+    "query",
+    "task",
+    "input",
+    "goal",
+    "user_prompt",
 )
 """What datasets call the column with the prompt, the likeliest first."""
 
 USUAL_BESIDE = frozenset(
     {
-        *("input", "context", "choices", "options", "passage", "document", "article", "table"),
-        *("hint", "hints", "constraints", "code", "background"),
+        "input",
+        "context",
+        "choices",
+        "options",
+        "passage",
+        "document",
+        "article",
+        "table",
+        "hint",
+        "hints",
+        "constraints",
+        "code",
+        "background",
     }
 )
 """What datasets call further columns that a model is to see with the prompt."""

@@ -44,20 +44,36 @@ CheckPlace = Literal["same", "fresh"]
 """`image` is a third one, where the check names its own."""
 
 PYTHON_FILES = (
-    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml"),
-    *("tox.ini", "setup.cfg", "sitecustomize.py", "usercustomize.py", "*.pth", "*.egg-info/*"),
-    *(".venv/*", "venv/*"),
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "pyproject.toml",
+    "tox.ini",
+    "setup.cfg",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "*.pth",
+    "*.egg-info/*",
+    ".venv/*",
+    "venv/*",
 )
 """What pytest or each Python runs or reads by itself, and can make tests report success."""
 
 _INSIDE_KEYS = (
-    *("in", "user", "network", "from_image"),
-    *("image", "workdir", "limits", "artifacts", "collect"),
+    "in",
+    "user",
+    "network",
+    "from_image",
+    "image",
+    "workdir",
+    "limits",
+    "artifacts",
+    "collect",
 )
 """Keys that need an image: elsewhere the check runs as the conversation did."""
-_KEYS = frozenset(
-    (*("command", "reward_file", "tests", "files", "timeout_s", "env"), *_INSIDE_KEYS)
-)
+_KEYS = frozenset(("command", "reward_file", "tests", "files", "timeout_s", "env", *_INSIDE_KEYS))
 
 _TESTS_KEYS = frozenset(("log", "patterns", "pass", "passed", "expected"))
 _PASSED = ("PASSED", "XFAIL")

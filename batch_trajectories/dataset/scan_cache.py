@@ -35,8 +35,15 @@ _FORMAT = 6
 
 _DIGEST_BYTES = 32
 _IN_HEADER = (
-    *("sha256", "all_rows", "all_bad", "rows", "size", "content_digest", "may_continue"),
-    *("setup_columns", "asked"),
+    "sha256",
+    "all_rows",
+    "all_bad",
+    "rows",
+    "size",
+    "content_digest",
+    "may_continue",
+    "setup_columns",
+    "asked",
 )
 """Fields of a scan in the header, beside its bad rows."""
 

@@ -37,12 +37,31 @@ _KEY_BYTES = 32
 
 _ACTIVE = (
     # Code and programs.
-    *("agent", "approve", "container_runtime", "mcp", "reward", "sandbox", "tools"),
+    "agent",
+    "approve",
+    "container_runtime",
+    "mcp",
+    "reward",
+    "sandbox",
+    "tools",
     # Variables and files of this machine.
-    *("env_from", "key_env", "prefill_messages"),
+    "env_from",
+    "key_env",
+    "prefill_messages",
     # Addresses, and what is sent to them.
-    *("base_url", "check_network", "dataset_file", "docker_image", "endpoints", "extra_body"),
-    *("images", "mirror", "network", "pull", "ray_address", "shared_limits", "web_allow"),
+    "base_url",
+    "check_network",
+    "dataset_file",
+    "docker_image",
+    "endpoints",
+    "extra_body",
+    "images",
+    "mirror",
+    "network",
+    "pull",
+    "ray_address",
+    "shared_limits",
+    "web_allow",
     # The value of a budget in dollars.
     "prices",
 )

@@ -442,8 +442,13 @@ def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
 # What log-probabilities a run with `--token_ids` gets: not always those it samples with.
 
 _NEUTRAL = {
-    **{"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)},
-    **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
     "tool_choice": ("auto", "none"),
 }
 """Values of options that leave the distribution as it is."""

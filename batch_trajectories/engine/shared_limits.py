@@ -263,7 +263,9 @@ class SharedLimits:
             beat = 0 if before is None else before.beat
             limit = self._limit
             me = Member(
-                *(self._run_dir.name, self._start, beat),
+                self._run_dir.name,
+                self._start,
+                beat,
                 limit_usd=limit.usd,
                 limit_tokens=limit.tokens,
             )

@@ -59,15 +59,33 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MARKS = ("weight", "loss", "loss_weight", "train", "training")
 _NOTES = frozenset(
     {
-        *("id", "uuid", "index", "turn", "timestamp", "created_at", "model", "extra", "metadata"),
-        *("cache_control", "annotations", "usage", "finish_reason", "source"),
-        *("agent", "message_type", "is_demo"),  # of SWE-agent
+        "id",
+        "uuid",
+        "index",
+        "turn",
+        "timestamp",
+        "created_at",
+        "model",
+        "extra",
+        "metadata",
+        "cache_control",
+        "annotations",
+        "usage",
+        "finish_reason",
+        "source",
+        "agent",
+        "message_type",
+        "is_demo",  # of SWE-agent
     }
 )
 """Keys of messages for those who keep them: no model reads or writes what they say."""
 _OF_REPLIES = frozenset(
     {
-        *("tool_calls", "function_call", "refusal", "reasoning_details", "thinking_blocks"),
+        "tool_calls",
+        "function_call",
+        "refusal",
+        "reasoning_details",
+        "thinking_blocks",
         *_REASONING_KEYS,
     }
 )
@@ -79,8 +97,17 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _THOUGHTS = ("thinking", "reasoning")
 _MEDIA_PARTS = frozenset(
     {
-        *("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video"),
-        *("video_url", "file", "input_file", "document"),
+        "image",
+        "image_url",
+        "input_image",
+        "audio",
+        "audio_url",
+        "input_audio",
+        "video",
+        "video_url",
+        "file",
+        "input_file",
+        "document",
     }
 )
 """Parts that are no text; `export` refuses them by name."""
@@ -98,8 +125,14 @@ _TOOL_COLUMNS = ("tools", "functions")
 _OF_PAIRS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 _NOT_COLUMNS = frozenset(
     {
-        *("id", "messages", "conversations", "metadata", "prompt"),
-        *(*_SYSTEM_COLUMNS, *_TOOL_COLUMNS, *_MEDIA),
+        "id",
+        "messages",
+        "conversations",
+        "metadata",
+        "prompt",
+        *_SYSTEM_COLUMNS,
+        *_TOOL_COLUMNS,
+        *_MEDIA,
     }
 )
 _LONGEST = 1000

@@ -92,8 +92,12 @@ class Dialogue:
                         {
                             "turn": len(turns) + 1,
                             "finish_reason": "tool_calls" if calls else "stop",
-                            **{"usage": None, "cost_usd": None, "model": None, "response_id": None},
-                            **{"started_at": at, "duration_s": 0.0},
+                            "usage": None,
+                            "cost_usd": None,
+                            "model": None,
+                            "response_id": None,
+                            "started_at": at,
+                            "duration_s": 0.0,
                             **self.replies[-left],
                         }
                     )
@@ -303,6 +307,15 @@ def of_metadata(metadata: Any) -> dict[str, Any]:
 
 
 _OF_METADATA = (
-    *("status", "status_reason", "prompt_id", "sample", "model", "model_returned", "api"),
-    *("toolsets", "sandbox", "seed", "usage"),
+    "status",
+    "status_reason",
+    "prompt_id",
+    "sample",
+    "model",
+    "model_returned",
+    "api",
+    "toolsets",
+    "sandbox",
+    "seed",
+    "usage",
 )

@@ -111,8 +111,11 @@ def import_conversations(
     config = load_config(
         None,
         {
-            **{"run_name": run_name, "output_dir": output_dir, "dataset_file": path},
-            **{"model": MODEL, "sandbox": "local"},
+            "run_name": run_name,
+            "output_dir": output_dir,
+            "dataset_file": path,
+            "model": MODEL,
+            "sandbox": "local",
         },
     )
     _refuse_other_runs(config.run_dir)

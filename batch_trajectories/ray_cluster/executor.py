@@ -40,9 +40,19 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RAY_NEEDS = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"),
-    *("HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "RAY_TMPDIR"),
-    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"),
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONHOME",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "HOME",
+    "USER",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "RAY_TMPDIR",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN_PATH",
 )
 _RAY_RESOURCES = ("num_cpus", "num_gpus", "memory")
 """The resources with options of their own in Ray."""

@@ -115,10 +115,25 @@ def _end_of(line: bytes) -> int:
 _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
-    *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
-    *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
-    *("scores.jsonl", "judge_budget.jsonl", "labels.jsonl", "control.jsonl"),
-    *("exports/manifest.json", "mirror.json", "shared.json"),
+    "run.json",
+    "records.jsonl",
+    "records.idx",
+    "dataset.idx",
+    "failures.jsonl",
+    "batches.jsonl",
+    "run.log",
+    "lock",
+    "summary.json",
+    "statistics.json",
+    "verdicts.jsonl",
+    "budget.jsonl",
+    "scores.jsonl",
+    "judge_budget.jsonl",
+    "labels.jsonl",
+    "control.jsonl",
+    "exports/manifest.json",
+    "mirror.json",
+    "shared.json",
 )
 
 MIRROR_NOTE = "mirror.json"
@@ -131,8 +146,13 @@ MIRRORED_DATASET = "dataset.jsonl"
 _OF_WORKERS = ("inflight", "workspaces")
 KEPT_WORKSPACES = "kept_workspaces"
 _DIRECTORIES = (
-    *(*_OF_WORKERS, "batches", "exports", "exports/dataset", "quarantine"),
-    *(KEPT_WORKSPACES, "checks"),
+    *_OF_WORKERS,
+    "batches",
+    "exports",
+    "exports/dataset",
+    "quarantine",
+    KEPT_WORKSPACES,
+    "checks",
 )
 
 

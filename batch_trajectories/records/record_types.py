@@ -30,7 +30,12 @@ from batch_trajectories.records.files import (
 Number = int | float
 
 KEPT_OF_STEPS = (
-    *("timestamp", "model_name", "reasoning_effort", "llm_call_count", "metrics", "extra"),
+    "timestamp",
+    "model_name",
+    "reasoning_effort",
+    "llm_call_count",
+    "metrics",
+    "extra",
 )
 """Fields of an imported ATIF step that its turn keeps as they came, in `atif` of its `extra`."""
 

@@ -110,8 +110,10 @@ def _spent(stored: StoredRun) -> dict[str, Any]:
     spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
     judges = spent_by_judges(stored.path)
     return {
-        **{"spent_usd": spent.usd, "spent_unknown": spent.unknown},
-        **{"judges_usd": judges.usd, "judges_unknown": judges.unknown},
+        "spent_usd": spent.usd,
+        "spent_unknown": spent.unknown,
+        "judges_usd": judges.usd,
+        "judges_unknown": judges.unknown,
     }
 
 

@@ -41,8 +41,11 @@ def changes_in(stored: StoredRun) -> dict[str, Any]:
             images = [(record.image or {}).get("digest"), (score.image or {}).get("digest")]
             changed.append(
                 {
-                    **{"id": record.id, "from": before, "to": now},
-                    **{"then": _how(own), "now": _how(record)},
+                    "id": record.id,
+                    "from": before,
+                    "to": now,
+                    "then": _how(own),
+                    "now": _how(record),
                     **({"images": images} if images[0] != images[1] else {}),
                 }
             )

@@ -87,9 +87,13 @@ class RecheckEnd:
         """All of it, with the ids of all that was refused."""
         changes = [{"from": a, "to": b, "count": n} for (a, b), n in self.changes.items()]
         return {
-            **{"run_dir": str(self.path), "verdicts": self.changes.total(), "changes": changes},
-            **{"left_out": dict(self.left_out), "refused": dict(self.refused)},
-            **{"failed": list(self.failed), "unwritten": self.unwritten},
+            "run_dir": str(self.path),
+            "verdicts": self.changes.total(),
+            "changes": changes,
+            "left_out": dict(self.left_out),
+            "refused": dict(self.refused),
+            "failed": list(self.failed),
+            "unwritten": self.unwritten,
         }
 
     def as_table(self) -> str:
@@ -247,12 +251,13 @@ def _line_of(
     before = judgement_of(record).verdict
     found.changes[before, result.passed if isinstance(result.passed, bool) else None] += 1
     score = {
-        **{"source": CHECK, "version": judging.version, "rewards": None, "error": None},
-        **{
-            "check": check,
-            "task": task_key(own.id, own.input_digest).hex(),
-            **of_record(own, result),
-        },
+        "source": CHECK,
+        "version": judging.version,
+        "rewards": None,
+        "error": None,
+        "check": check,
+        "task": task_key(own.id, own.input_digest).hex(),
+        **of_record(own, result),
         **({} if image is None else {"image": image}),
     }
     return score_key(record), record.id, score

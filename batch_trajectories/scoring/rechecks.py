@@ -163,7 +163,10 @@ class Rechecks:
         image = self._digest_of(reference) if self._config.is_inside and reference else None
         judge = task.check.image if task.check else None
         judged = {
-            **{"offset": place.offset, "length": place.length, "task": key.hex(), "from": source},
+            "offset": place.offset,
+            "length": place.length,
+            "task": key.hex(),
+            "from": source,
             "turns": None if record.agent is not None else len(record.own_turns),
         }
         decides = {**columns, "prompt": None, "options": self._options, "image": image}

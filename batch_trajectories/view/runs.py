@@ -20,8 +20,17 @@ from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.parts import known_cache_of
 
 _SHOWN_OF_PROCESS = (
-    *("pid", "at", "running", "tasks_per_min", "turns_per_s", "input_tokens_per_s"),
-    *("output_tokens_per_s", "left_s", "forecast_usd", "limit", "messages"),
+    "pid",
+    "at",
+    "running",
+    "tasks_per_min",
+    "turns_per_s",
+    "input_tokens_per_s",
+    "output_tokens_per_s",
+    "left_s",
+    "forecast_usd",
+    "limit",
+    "messages",
 )
 
 _BRING_EVERY_S = 10.0
@@ -124,8 +133,19 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     """What the list of runs says of a run: from small files, without its records."""
     unknown: dict[str, Any] = dict.fromkeys(
         (
-            *("error", "begun", "model", "tasks", "done", "failed", "pending", "passed"),
-            *("checked", "pass_rate", "cost_usd", "health", "now"),
+            "error",
+            "begun",
+            "model",
+            "tasks",
+            "done",
+            "failed",
+            "pending",
+            "passed",
+            "checked",
+            "pass_rate",
+            "cost_usd",
+            "health",
+            "now",
         )
     )
     about: dict[str, Any] = {"key": run.key, "name": run.path.name, "place": run.place}

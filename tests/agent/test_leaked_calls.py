@@ -63,7 +63,7 @@ SAMPLES = {
     "Nemotron": f"<TOOLCALL>[{AS_JSON}]</TOOLCALL>",
     "Llama 3 (a list of calls, xLAM: xlam)": '{"name": "echo", "parameters": {"text": "x"}}',
     "calls as Python": '[echo(text="x"), echo(text="y")]',
-}  # fmt: skip
+}
 """A reply as a model of the table writes it, by `models`."""
 
 
@@ -203,8 +203,11 @@ def test_a_conversation_ends_at_such_a_reply(tmp_path: Path, models: str) -> Non
     assert played.end.reason is not None
     assert models in played.end.reason
     for kept in range(len(played.events) + 1):
-        again = play(tmp_path, [{"tool_calls": [call("echo", text="a")]}, say(sample)],
-                     past=played.events[:kept])  # fmt: skip
+        again = play(
+            tmp_path,
+            [{"tool_calls": [call("echo", text="a")]}, say(sample)],
+            past=played.events[:kept],
+        )
         assert (again.status, again.messages) == (played.status, played.messages)
 
 

@@ -21,11 +21,16 @@ def play(root: Path, script: list[Any], *, toolset: str = "file", **more: Any) -
 
 
 SCRIPT: list[Any] = [
-    {"reasoning": "two files", "tool_calls": [
-        call("write_file", path="a", content="A"), call("write_file", path="b", content="B")]},
+    {
+        "reasoning": "two files",
+        "tool_calls": [
+            call("write_file", path="a", content="A"),
+            call("write_file", path="b", content="B"),
+        ],
+    },
     {"tool_calls": [call("read_file", path="a"), call("read_file", path="b"), call("nothing")]},
     {"reasoning": "done", "content": "A and B"},
-]  # fmt: skip
+]
 
 
 def test_a_conversation_runs_to_its_answer(tmp_path: Path) -> None:
@@ -47,14 +52,20 @@ def test_every_call_has_its_result_in_call_order(tmp_path: Path) -> None:
 
 def test_mistakes_of_the_model_are_error_results(tmp_path: Path) -> None:
     """Unknown tools, arguments that are not JSON or do not fit, and failing tools."""
-    played = play(tmp_path / "w", [
-        {"tool_calls": [
-            {"name": "nope", "arguments": {}},
-            {"name": "read_file", "arguments": "{not json"},
-            {"name": "read_file", "arguments": {"wrong": 1}},
-            {"name": "read_file", "arguments": {"path": "absent.txt"}}]},
-        {"content": "I see."},
-    ])  # fmt: skip
+    played = play(
+        tmp_path / "w",
+        [
+            {
+                "tool_calls": [
+                    {"name": "nope", "arguments": {}},
+                    {"name": "read_file", "arguments": "{not json"},
+                    {"name": "read_file", "arguments": {"wrong": 1}},
+                    {"name": "read_file", "arguments": {"path": "absent.txt"}},
+                ]
+            },
+            {"content": "I see."},
+        ],
+    )
     results = [message for message in played.messages if message["role"] == "tool"]
     assert played.status == "completed"
     assert [result["is_error"] for result in results] == [True] * 4

@@ -433,9 +433,12 @@ class TestPreparation:
     def test_its_attempts_are_within_the_budget(self, tmp_path: Path) -> None:
         cut = say("", finish_reason="length")
         played = play(
-            tmp_path, [echo("a"), cut, echo("b"), cut], preparation="Find it.",
-            max_cost_usd=1.0, cost_usd=0.6,
-        )  # fmt: skip
+            tmp_path,
+            [echo("a"), cut, echo("b"), cut],
+            preparation="Find it.",
+            max_cost_usd=1.0,
+            cost_usd=0.6,
+        )
         assert (played.status, played.trajectory.cost_usd()) == ("budget", 1.2)
 
     def test_nothing_found_changes_nothing(self, tmp_path: Path) -> None:
@@ -522,8 +525,11 @@ class TestSubagents:
 
     @pytest.mark.parametrize("length", range(1, 9))
     def test_it_resumes_inside_a_subagent_after_a_crash(self, tmp_path: Path, length: int) -> None:
-        helper = {**self.HELPER, "enabled_toolsets": ["file"], "script": [
-            calls(call("write_file", path="a", content="A")), say("helped")]}  # fmt: skip
+        helper = {
+            **self.HELPER,
+            "enabled_toolsets": ["file"],
+            "script": [calls(call("write_file", path="a", content="A")), say("helped")],
+        }
         script = [calls(call("helper", task="x")), ANSWER]
         whole = play(tmp_path / "w", script, subagents=[helper])
         past = whole.events[:length]
@@ -538,8 +544,11 @@ class TestSubagents:
         assert played.results[0]["details"] == {"failure": "invalid_arguments"}
 
     def test_subagents_that_call_each_other_have_a_depth_limit(self, tmp_path: Path) -> None:
-        loop = {**self.HELPER, "subagents": ["helper"], "script": [
-            calls(call("helper", task="deeper")), say("up")]}  # fmt: skip
+        loop = {
+            **self.HELPER,
+            "subagents": ["helper"],
+            "script": [calls(call("helper", task="deeper")), say("up")],
+        }
         ask = calls(call("helper", task="x"))
         played = play(tmp_path, [ask, ANSWER], subagents=[loop], max_subagent_depth=2)
         outer = played.trajectory.to_record()["inner"][0]

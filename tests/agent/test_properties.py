@@ -73,9 +73,20 @@ def nested(depth: int, more: str = "") -> str:
 
 WORDS = st.sampled_from(
     [
-        *("done", "41", "Grüße 🎉", "1. look\n2) tell", "- only\n* this", "w" * 300),
-        *("<think>hm</think>done", "<think>never closed", "<tool_call>{}</tool_call>", "</think>"),
-        *('@city := "Lima"', "a\x00b\u2028c", "", " \n"),
+        "done",
+        "41",
+        "Grüße 🎉",
+        "1. look\n2) tell",
+        "- only\n* this",
+        "w" * 300,
+        "<think>hm</think>done",
+        "<think>never closed",
+        "<tool_call>{}</tool_call>",
+        "</think>",
+        '@city := "Lima"',
+        "a\x00b\u2028c",
+        "",
+        " \n",
     ]
 ) | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -94,26 +105,66 @@ REACT_WORDS = st.sampled_from(
 
 ARGUMENTS = st.sampled_from(
     [
-        *({}, {"text": "x"}, {"name": "x"}, {"answer": "done"}, {"answer": " "}, {"reason": "no"}),
-        *({"task": "please"}, {"wrong": 1}, {"text": {"deep": [None, 1.5]}}, {"text": "z" * 300}),
-        *("", " \n", "{broken", "[1]", "null", '"text"', "NaN", '{"text": 1e999}', "$$", "[$$]"),
-        *('{"text": "\\ud800"}', '{"text": "a", "text": "b"}', ' {"text" : "x"}', '{"text": 1}'),
-        *('{"text": 123456789012345678901234567890}', '{"text": "</tool_response>"}'),
+        {},
+        {"text": "x"},
+        {"name": "x"},
+        {"answer": "done"},
+        {"answer": " "},
+        {"reason": "no"},
+        {"task": "please"},
+        {"wrong": 1},
+        {"text": {"deep": [None, 1.5]}},
+        {"text": "z" * 300},
+        "",
+        " \n",
+        "{broken",
+        "[1]",
+        "null",
+        '"text"',
+        "NaN",
+        '{"text": 1e999}',
+        "$$",
+        "[$$]",
+        '{"text": "\\ud800"}',
+        '{"text": "a", "text": "b"}',
+        ' {"text" : "x"}',
+        '{"text": 1}',
+        '{"text": 123456789012345678901234567890}',
+        '{"text": "</tool_response>"}',
         *(nested(depth) for depth in (100, 300, 600, 2000)),
     ]
 )
 REFERRING = st.sampled_from(
     [
-        *({"text": "$$echo-res-1"}, {"text": "<$$echo-res-2> $$"}, {"answer": "$$echo-res-1!"}),
-        *({"text": "$$count-res-2 $$nope"}, '{"text": "x", "wrong": "$$"}', '{"text": "$$'),
+        {"text": "$$echo-res-1"},
+        {"text": "<$$echo-res-2> $$"},
+        {"answer": "$$echo-res-1!"},
+        {"text": "$$count-res-2 $$nope"},
+        '{"text": "x", "wrong": "$$"}',
+        '{"text": "$$',
         *(nested(depth, ', "wrong": "$$"') for depth in (100, 300, 600, 2000)),
     ]
 )
 
 NAMES = st.sampled_from(
     [
-        *("echo", "echo", "echo", "count", "delete", "fail", "report_failure", "helper", "bare"),
-        *("final_answer", "cannot_complete", "Echo", "echos", "counts", "final answer", "nope", ""),
+        "echo",
+        "echo",
+        "echo",
+        "count",
+        "delete",
+        "fail",
+        "report_failure",
+        "helper",
+        "bare",
+        "final_answer",
+        "cannot_complete",
+        "Echo",
+        "echos",
+        "counts",
+        "final answer",
+        "nope",
+        "",
     ]
 )
 
@@ -121,8 +172,13 @@ FINISH_REASONS = st.sampled_from(get_args(FinishReason))
 
 GOOD_CALLS = st.sampled_from(
     [
-        *(call("echo", text="x"), call("echo", text="x"), call("echo", text="y")),
-        *(call("count"), call("delete", name="x"), call("fail"), call("report_failure")),
+        call("echo", text="x"),
+        call("echo", text="x"),
+        call("echo", text="y"),
+        call("count"),
+        call("delete", name="x"),
+        call("fail"),
+        call("report_failure"),
     ]
 )
 
@@ -491,7 +547,10 @@ def said_in(body: Mapping[str, Any]) -> tuple[bytes, str]:
 
 
 CHAT_OPTIONS: Sequence[dict[str, Any]] = (
-    *({}, {"blank_reasoning": True}, {"reasoning_field": None}, {"token_ids": True}),
+    {},
+    {"blank_reasoning": True},
+    {"reasoning_field": None},
+    {"token_ids": True},
     {"reasoning_effort": "low", "provider": "openrouter"},
 )
 RESPONSES = ModelSettings(name="m", api="openai_responses", base_url=None, key_env=None)
@@ -509,8 +568,10 @@ REWRITING = ("compact_after", "summarize_over_messages", "summarize_over_tokens"
 @given(scene=scenes(), body=st.sampled_from(BODIES))
 @example(scene=Scene([ECHOED, say("x")], {"text_protocol": "react", "plan": True}), body=BODIES[0])
 @example(scene=Scene([ECHOED] * 3 + [say("x")], {"preparation": "Find it."}), body=BODIES[0])
-@example(scene=Scene([DELETED, say("x")], {"awaiting_input": True, "user_replies": ["yes"]}),
-         body=BODIES[0])  # fmt: skip
+@example(
+    scene=Scene([DELETED, say("x")], {"awaiting_input": True, "user_replies": ["yes"]}),
+    body=BODIES[0],
+)
 @example(scene=Scene([say("a", finish_reason="pause")] * 3, {}), body=BODIES[0])
 def test_each_request_begins_with_all_that_the_one_before_said(
     stage: Stage, scene: Scene, body: tuple[Any, ModelSettings]
@@ -875,7 +936,9 @@ IN_TURN = re.compile(r"system human(?: gpt(?: tool gpt)* human)*(?: gpt(?: tool 
         [ECHOED, {"content": "done"}],
         {
             "simulated_user": {
-                **{"system_prompt": "You are Ann.", "stop": "STOP", "max_turns": 2},
+                "system_prompt": "You are Ann.",
+                "stop": "STOP",
+                "max_turns": 2,
                 "script": [{"content": "done", "finish_reason": "tool_calls"}, {"content": "done"}],
             }
         },

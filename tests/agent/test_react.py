@@ -560,9 +560,22 @@ def test_a_reply_that_is_sent_back_reads_as_the_same_step(text: str) -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        *("Action:\n", "Action Input:\n", "Observation:\n", "Thought:\n", "Action: ```a\n"),
-        *("```\n", "```a\n", "```\na\n```\n", "```\nAction: a\n", "~~~\n```\n", " \n```a\n"),
-        *(" ", "*", "**", "`", "\n"),
+        "Action:\n",
+        "Action Input:\n",
+        "Observation:\n",
+        "Thought:\n",
+        "Action: ```a\n",
+        "```\n",
+        "```a\n",
+        "```\na\n```\n",
+        "```\nAction: a\n",
+        "~~~\n```\n",
+        " \n```a\n",
+        " ",
+        "*",
+        "**",
+        "`",
+        "\n",
     ],
 )
 def test_a_reply_that_repeats_itself_is_read_in_time(piece: str) -> None:

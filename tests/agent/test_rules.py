@@ -205,8 +205,9 @@ class TestEndings:
         assert played.trajectory.api_calls() <= 4
         assert len(played.trajectory.notes) == 1
 
-    @pytest.mark.parametrize("options", [
-        {"continue_cut": 4}, {"awaiting_input": True, "user_replies": ["which?"] * 3}])  # fmt: skip
+    @pytest.mark.parametrize(
+        "options", [{"continue_cut": 4}, {"awaiting_input": True, "user_replies": ["which?"] * 3}]
+    )
     def test_there_is_no_note_beyond_max_turns(
         self, tmp_path: Path, options: dict[str, Any]
     ) -> None:
@@ -320,8 +321,16 @@ class TestPlan:
         played = play(tmp_path, [self.PLAN, echo(), say("looked"), say("told"), ANSWER], plan=True)
         assert played.status == "completed"
         assert played.roles == [
-            *("user", "assistant", "user", "assistant", "tool", "assistant"),
-            *("user", "assistant", "user", "assistant"),
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
         ]
         notes = [note["reason"] for note in played.trajectory.notes]
         assert notes == ["plan", "plan_step", "plan_step", "plan_answer"]
@@ -350,7 +359,9 @@ class TestPlan:
     def test_a_plan_without_a_list_is_one_step(self, tmp_path: Path) -> None:
         played = play(tmp_path, [say("Just do it."), say("did"), ANSWER], plan=True)
         assert [note["reason"] for note in played.trajectory.notes] == [
-            *("plan", "plan_step", "plan_answer")
+            "plan",
+            "plan_step",
+            "plan_answer",
         ]
 
 
@@ -374,9 +385,12 @@ class TestAwaitingInput:
 
     def test_how_the_continued_call_went_is_recorded(self, tmp_path: Path) -> None:
         played = play(
-            tmp_path, [self.ASK, ANSWER], awaiting_input=True, user_replies=["break"],
+            tmp_path,
+            [self.ASK, ANSWER],
+            awaiting_input=True,
+            user_replies=["break"],
             observation_chars=8,
-        )  # fmt: skip
+        )
         (result,) = played.results
         assert result["is_error"]
         assert result["details"]["failure"] == "exception"

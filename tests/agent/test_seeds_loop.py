@@ -136,7 +136,11 @@ def test_the_tools_are_sent_with_every_request(tmp_path: Path) -> None:
     played = play(tmp_path, [echo("1"), echo("2"), ANSWER])
     first, *others = [list(request.tools) for request in played.requests]
     assert [schema["function"]["name"] for schema in first] == [
-        *("count", "delete", "echo", "fail", "report_failure")
+        "count",
+        "delete",
+        "echo",
+        "fail",
+        "report_failure",
     ]
     assert others == [first, first]
 

@@ -41,8 +41,14 @@ def test_the_keywords_of_an_agent_and_their_defaults() -> None:
     """S2.1, C12; but no model of any company is the default."""
     parameters = inspect.signature(AIAgent).parameters
     named = (
-        *("model", "api_key", "base_url", "max_turns", "enabled_toolsets"),
-        *("disabled_toolsets", "verbose_logging", "save_trajectories"),
+        "model",
+        "api_key",
+        "base_url",
+        "max_turns",
+        "enabled_toolsets",
+        "disabled_toolsets",
+        "verbose_logging",
+        "save_trajectories",
     )
     assert {name: parameters[name].default for name in named} == {
         "model": "",
@@ -61,9 +67,22 @@ def test_a_conversation_has_the_same_keys_however_it_ends(script: list[Any]) -> 
     """S2.2, S2.3: and its final text is always a text."""
     result = agent(*script, max_turns=2).run_conversation("x")
     assert result.keys() == {
-        *("final_response", "messages", "status", "completed", "partial", "failed"),
-        *("interrupted", "error", "api_calls", "last_reasoning", "usage", "cost_usd"),
-        *("model", "task_id", "stop_reason", "transcript"),
+        "final_response",
+        "messages",
+        "status",
+        "completed",
+        "partial",
+        "failed",
+        "interrupted",
+        "error",
+        "api_calls",
+        "last_reasoning",
+        "usage",
+        "cost_usd",
+        "model",
+        "task_id",
+        "stop_reason",
+        "transcript",
     }
     assert isinstance(result["final_response"], str)
     assert result["task_id"]

@@ -116,7 +116,9 @@ def test_names_of_results_hold_over_prompts() -> None:
         session.new_prompt("y")
         results = [m for m in session.messages if m["role"] == "tool"]
         assert [m["details"]["stored_as"] for m in results] == [
-            *("write_file-res-1", "write_file-res-2", "read_file-res-3")
+            "write_file-res-1",
+            "write_file-res-2",
+            "read_file-res-3",
         ]
         assert not any(m["is_error"] for m in results)
 
@@ -362,7 +364,12 @@ class TestTranscript:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         written = lines(path)
         assert [line["type"] for line in written] == [
-            *("request", "response", "tool_result", "response", "response", "accounting")
+            "request",
+            "response",
+            "tool_result",
+            "response",
+            "response",
+            "accounting",
         ]
         assert written[3]["discarded"] == "blank"
         assert written[-1]["cost_usd"] == 0.0
@@ -393,8 +400,14 @@ class TestEvents:
         script = [{**WRITE, "reasoning": "hm", "content": "writing"}, say("done")]
         agent(script, stream_handler=events.append).chat("x")
         assert [event["type"] for event in events] == [
-            *("thinking_delta", "text_delta", "tool_use_start", "tool_use_delta"),
-            *("tool_use_stop", "tool_result", "turn_start", "text_delta"),
+            "thinking_delta",
+            "text_delta",
+            "tool_use_start",
+            "tool_use_delta",
+            "tool_use_stop",
+            "tool_result",
+            "turn_start",
+            "text_delta",
         ]
         result = events[5]
         assert result["tool_name"] == "write_file"
@@ -416,8 +429,13 @@ class TestEvents:
             whole, streamed = converse(), converse(stream_handler=events.append)
         assert streamed["messages"] == whole["messages"]
         assert {event["type"] for event in events} == {
-            *("turn_start", "thinking_delta", "text_delta", "tool_use_start"),
-            *("tool_use_delta", "tool_use_stop", "tool_result"),
+            "turn_start",
+            "thinking_delta",
+            "text_delta",
+            "tool_use_start",
+            "tool_use_delta",
+            "tool_use_stop",
+            "tool_result",
         }
 
     def test_a_handler_that_fails_loses_nothing(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,8 +56,14 @@ def test_it_runs_until_a_reply_without_calls() -> None:
     assert answer is not None
     assert answer["content"] == "3 and 7"
     assert shapes(session) == [
-        *("system", "user", "thinking", "tool_call", "tool_call"),
-        *("tool_result", "tool_result", "assistant"),
+        "system",
+        "user",
+        "thinking",
+        "tool_call",
+        "tool_call",
+        "tool_result",
+        "tool_result",
+        "assistant",
     ]
     assert all(message["ts"].endswith("Z") for message in session["messages"])
     assert [m["output"] for m in session["messages"][5:7]] == [3, 7]

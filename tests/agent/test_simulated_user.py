@@ -43,8 +43,12 @@ def test_each_text_of_a_row_follows_an_answer(tmp_path: Path) -> None:
     played = play(tmp_path, script, user_turns=["And?", "And then?"])
     assert played.status == "completed"
     assert texts(played)[1:] == [
-        *(("assistant", "one"), ("user", "And?")),
-        *(("assistant", ""), ("assistant", "two"), ("user", "And then?"), ("assistant", "three")),
+        ("assistant", "one"),
+        ("user", "And?"),
+        ("assistant", ""),
+        ("assistant", "two"),
+        ("user", "And then?"),
+        ("assistant", "three"),
     ]
     assert "notes" not in played.messages[2], "it is the user's, not the runtime's"
 

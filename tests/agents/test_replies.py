@@ -45,6 +45,9 @@ def test_the_command_goes_to_the_tool_that_takes_one() -> None:
     call = command_call([other, shell], "ls")
     assert call is not None
     assert call.arguments == {
-        **{"cmd": ["bash", "-c", "ls"], "why": "check", "mode": "fast", "wait": 10_000}
+        "cmd": ["bash", "-c", "ls"],
+        "why": "check",
+        "mode": "fast",
+        "wait": 10_000,
     }
     assert command_call([other], "ls") is None

@@ -97,25 +97,32 @@ def plain_row(id_: str, **changes: Any) -> dict[str, Any]:
 def swe_row(kind: str, id_: str, images: Images, **changes: Any) -> dict[str, Any]:
     """A sound row of a kind of `--rows`, with changes; None removes a column."""
     row: dict[str, Any] = {
-        "instance_id": id_, "repo": "o/r", "problem_statement": f"add is wrong ({id_})",
-        "FAIL_TO_PASS": [ADD], "PASS_TO_PASS": [MUL],
-    }  # fmt: skip
+        "instance_id": id_,
+        "repo": "o/r",
+        "problem_statement": f"add is wrong ({id_})",
+        "FAIL_TO_PASS": [ADD],
+        "PASS_TO_PASS": [MUL],
+    }
     if kind == "swe-smith":
         row |= {"image_name": "smith:1", "patch": BUG}
     elif kind == "r2e-gym":
         change = {"header": {"file": {"path": "pkg/calc.py"}}, "new_file_content": FIXED_TEXT}
         outcomes = {"test_add": "PASSED", "test_mul": "PASSED"}
         row |= {
-            "docker_image": "r2e:1", "repo_name": id_, "commit_hash": images.fix,
+            "docker_image": "r2e:1",
+            "repo_name": id_,
+            "commit_hash": images.fix,
             "problem_statement": f"[ISSUE]\nadd is wrong ({id_})\n[/ISSUE]",
             "parsed_commit_content": json.dumps({"file_diffs": [change]}),
             "expected_output_json": json.dumps(outcomes),
-        }  # fmt: skip
+        }
     else:
         row |= {
-            "image_name": "calc:1", "base_commit": images.base, "patch": FIX,
+            "image_name": "calc:1",
+            "base_commit": images.base,
+            "patch": FIX,
             "test_patch": bringing(R2E_TEST),
-        }  # fmt: skip
+        }
     if kind == "swe-rebench":
         command_ = "pytest -rA tests/test_calc.py"
         row["install_config"] = {"test_cmd": command_, "log_parser": "parse_log_pytest"}

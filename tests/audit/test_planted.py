@@ -70,8 +70,11 @@ SETS: dict[str, Planted] = {
         ("setup_fails", 2, {"test": "#!/usr/bin/ruby\n"}),
         ("forgeable", 10, {"test": BY_PYTEST, "solve": FIX, "tests/test_calc.py": R2E_TEST}),
         ("all_skipped", 4, {"test": BY_PYTEST.replace("&&", ";true &&"), **SKIPPING}),
-        ("too_slow", 4, {"test": "#!/bin/sh\nexec sleep 60\n",
-                         "more": "[verifier]\ntimeout_sec = 1\n"}),
+        (
+            "too_slow",
+            4,
+            {"test": "#!/bin/sh\nexec sleep 60\n", "more": "[verifier]\ntimeout_sec = 1\n"},
+        ),
     ],
     "plain": [
         ("sound", 20, {}),
@@ -81,15 +84,23 @@ SETS: dict[str, Planted] = {
         ("leaks_fix", 2, {"prompt": "It must read\ndef add(a, b):\n    return a + b\n"}),
         ("setup_fails", 2, {"setup": "exit 3"}),
         ("too_slow", 6, {"check": {"command": "sleep 60", "timeout_s": 0.5}}),
-        ("all_skipped", 6, {"check": {"command": "python3 -m unittest check/t_x.py",
-                                      "files": {"check/t_x.py": SKIPPED}}}),
+        (
+            "all_skipped",
+            6,
+            {
+                "check": {
+                    "command": "python3 -m unittest check/t_x.py",
+                    "files": {"check/t_x.py": SKIPPED},
+                }
+            },
+        ),
     ],
     "coins": [("sound", 5, {}), ("flaky", 10, {"check": COIN})],
     "answers": [
         ("sound", 5, {}),
         ("leaks_fix", 1, {"prompt": "What is six times seven? The answer is 42."}),
     ],
-}  # fmt: skip
+}
 
 KILLS = {"swe-bench": 10, "answers": 0}
 """How often an audit is killed; others twice."""

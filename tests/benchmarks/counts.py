@@ -219,17 +219,17 @@ def system_calls(name: str, sandboxes: int, commands: int) -> int:
     """How many system calls it takes to use sandboxes, with all processes of theirs."""
     with tempfile.NamedTemporaryFile("r") as told:
         command = [
-            *(
-                "strace",
-                "-f",
-                "-c",
-                "-o",
-                told.name,
-                sys.executable,
-                "-m",
-                "tests.benchmarks.counts",
-            ),
-            *(f"--sandbox={name}", f"--play={sandboxes}", f"--commands={commands}"),
+            "strace",
+            "-f",
+            "-c",
+            "-o",
+            told.name,
+            sys.executable,
+            "-m",
+            "tests.benchmarks.counts",
+            f"--sandbox={name}",
+            f"--play={sandboxes}",
+            f"--commands={commands}",
         ]
         subprocess.run(command, capture_output=True, check=True)
         return int(re.findall(r"(\d+)(?: +\d+)? total$", told.read(), re.MULTILINE)[0])

@@ -53,10 +53,19 @@ def measure(
         reasoning_chars=400,
     ) as endpoint:
         command = [
-            *(sys.executable, str(ROOT / "batch_runner.py"), "--fresh", *executor),
-            *("--model=openai:m", "--key_env=none", f"--base_url={endpoint.openai_url}"),
-            *(f"--dataset_file={dataset}", "--run_name=r", "--enabled_toolsets=file"),
-            *(f"--num_workers={workers}", f"--batch_size={agents}", f"--output_dir={cwd}"),
+            sys.executable,
+            str(ROOT / "batch_runner.py"),
+            "--fresh",
+            *executor,
+            "--model=openai:m",
+            "--key_env=none",
+            f"--base_url={endpoint.openai_url}",
+            f"--dataset_file={dataset}",
+            "--run_name=r",
+            "--enabled_toolsets=file",
+            f"--num_workers={workers}",
+            f"--batch_size={agents}",
+            f"--output_dir={cwd}",
         ]
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=cwd

@@ -27,9 +27,24 @@ from tests.fakes.fake_endpoint import FakeEndpoint
 ROOT = Path(__file__).parents[2]
 
 KINDS = (
-    *("http429", "http429_none", "http429_1", "http429_date", "http408", "http409", "http500"),
-    *("http502", "http503", "http529", "disconnect", "reset", "cut", "html", "empty", "garbage"),
-    *("error200", "no_choices"),
+    "http429",
+    "http429_none",
+    "http429_1",
+    "http429_date",
+    "http408",
+    "http409",
+    "http500",
+    "http502",
+    "http503",
+    "http529",
+    "disconnect",
+    "reset",
+    "cut",
+    "html",
+    "empty",
+    "garbage",
+    "error200",
+    "no_choices",
 )
 _LOWEST = 0.8
 _WARM_S = 3.0
@@ -48,21 +63,30 @@ def measure(dataset: Path, faults: dict[str, float], seconds: float) -> Measured
     with (
         tempfile.TemporaryDirectory() as root,
         FakeEndpoint(
-            turns=5, latency_s=0.2, seed=1, faults=faults, tool="write_file",
+            turns=5,
+            latency_s=0.2,
+            seed=1,
+            faults=faults,
+            tool="write_file",
             arguments='{"path": "n{turn}", "content": "{turn}"}',
         ) as endpoint,
-    ):  # fmt: skip
+    ):
         command = [
-            *(sys.executable, str(ROOT / "batch_runner.py"), "--model=m", "--key_env=none"),
-            *(f"--base_url={endpoint.openai_url}", f"--dataset_file={dataset}", "--run_name=r"),
-            *(f"--output_dir={root}", "--enabled_toolsets=file", "--sandbox=local"),
-            *(
-                "--num_workers=2",
-                "--batch_size=60",
-                "--max_in_flight=64",
-                "--grace_s=0",
-                "--max_attempts=9",
-            ),
+            sys.executable,
+            str(ROOT / "batch_runner.py"),
+            "--model=m",
+            "--key_env=none",
+            f"--base_url={endpoint.openai_url}",
+            f"--dataset_file={dataset}",
+            "--run_name=r",
+            f"--output_dir={root}",
+            "--enabled_toolsets=file",
+            "--sandbox=local",
+            "--num_workers=2",
+            "--batch_size=60",
+            "--max_in_flight=64",
+            "--grace_s=0",
+            "--max_attempts=9",
         ]
         with subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -35,9 +35,16 @@ def measure(cwd: Path, dataset: Path, capacity: int, name: str, *options: str) -
         arguments='{"path": "n{turn}", "content": "{turn}"}',
     ) as endpoint:
         command = [
-            *(sys.executable, str(ROOT / "batch_runner.py"), "--model=m", "--key_env=none"),
-            *(f"--base_url={endpoint.openai_url}", f"--dataset_file={dataset}"),
-            *(f"--run_name={name}", f"--output_dir={cwd}", "--enabled_toolsets=file", *options),
+            sys.executable,
+            str(ROOT / "batch_runner.py"),
+            "--model=m",
+            "--key_env=none",
+            f"--base_url={endpoint.openai_url}",
+            f"--dataset_file={dataset}",
+            f"--run_name={name}",
+            f"--output_dir={cwd}",
+            "--enabled_toolsets=file",
+            *options,
         ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(_SETTLED_AFTER_S)

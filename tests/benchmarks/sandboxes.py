@@ -41,8 +41,19 @@ from toolsets.workspace.workspace import Workspace
 PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
 YARDSTICK = {
     "bwrap true": (
-        *("bwrap", "--unshare-all", "--unshare-user", "--as-pid-1", "--ro-bind", "/", "/"),
-        *("--proc", "/proc", "--dev", "/dev", "--", "true"),
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--as-pid-1",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--",
+        "true",
     ),
     "bare python": (PYTHON, "-I", "-S", "-c", "pass"),
 }

@@ -32,8 +32,18 @@ from tests.benchmarks.resume import ROOT, status_of, write_rows
 from tests.fakes.fake_endpoint import FakeEndpoint
 
 KINDS = (
-    *("http500", "http529", "disconnect", "reset", "html", "empty", "null", "cut", "bad_utf8"),
-    *("error200", "no_choices", "no_finish"),
+    "http500",
+    "http529",
+    "disconnect",
+    "reset",
+    "html",
+    "empty",
+    "null",
+    "cut",
+    "bad_utf8",
+    "error200",
+    "no_choices",
+    "no_finish",
 )
 WORKERS, AGENTS = 2, 20
 
@@ -76,9 +86,12 @@ class Soak:
             self._start += 1
             with (self._cwd / "output.txt").open("ab") as output:
                 process = subprocess.Popen(
-                    self._command, cwd=self._cwd, stderr=output, stdout=output,
+                    self._command,
+                    cwd=self._cwd,
+                    stderr=output,
+                    stdout=output,
                     start_new_session=True,
-                )  # fmt: skip
+                )
             code = self._watch(process, every_s)
             # A failed task is tried again by the next start.
             if code == 1 or code < 0:

@@ -127,13 +127,22 @@ def runner(work: Work, url: str, cwd: Path) -> list[str]:
     if work.sandbox is not None:
         tools = ["--enabled_toolsets=terminal", f"--sandbox={work.sandbox}"]
     return [
-        *(sys.executable, str(ROOT / "batch_runner.py"), "--fresh", "--key_env=none"),
-        *(f"--model={model}", f"--base_url={root}"),
-        *(f"--dataset_file={dataset}", "--run_name=r", f"--output_dir={cwd}"),
+        sys.executable,
+        str(ROOT / "batch_runner.py"),
+        "--fresh",
+        "--key_env=none",
+        f"--model={model}",
+        f"--base_url={root}",
+        f"--dataset_file={dataset}",
+        "--run_name=r",
+        f"--output_dir={cwd}",
         *tools,
-        *(f"--num_workers={work.workers}", f"--batch_size={work.agents // work.workers}"),
-        *(f"--max_in_flight={work.agents}", f"--start_in_flight={work.agents}"),
-        *(f"--system_prompt={SYSTEM}", "--max_turns=100"),
+        f"--num_workers={work.workers}",
+        f"--batch_size={work.agents // work.workers}",
+        f"--max_in_flight={work.agents}",
+        f"--start_in_flight={work.agents}",
+        f"--system_prompt={SYSTEM}",
+        "--max_turns=100",
     ]
 
 
@@ -142,8 +151,14 @@ def engine(name: str) -> Callable[[Work, str, Path], list[str]]:
 
     def command(work: Work, url: str, cwd: Path) -> list[str]:
         return [
-            *(sys.executable, "-m", "tests.benchmarks.engines", name, f"--url={url}"),
-            *(f"--prompts={work.prompts}", f"--agents={work.agents}", f"--api={work.api}"),
+            sys.executable,
+            "-m",
+            "tests.benchmarks.engines",
+            name,
+            f"--url={url}",
+            f"--prompts={work.prompts}",
+            f"--agents={work.agents}",
+            f"--api={work.api}",
         ]
 
     return command

@@ -75,9 +75,11 @@ class TestIntervals:
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(1, "for 1 task from | answers 1 conversation at"),
-     (2000, "for 2,000 tasks from | answers 2,000 conversations at")],
-)  # fmt: skip
+    [
+        (1, "for 1 task from | answers 1 conversation at"),
+        (2000, "for 2,000 tasks from | answers 2,000 conversations at"),
+    ],
+)
 def test_counts_have_the_number_of_their_nouns(number: int, message: str) -> None:
     zero = Estimate(0, 0, 0)
     shown = as_table(Forecast(number, 1, 0, number, zero, zero, zero, zero, zero))
@@ -86,10 +88,12 @@ def test_counts_have_the_number_of_their_nouns(number: int, message: str) -> Non
 
 @pytest.mark.parametrize(
     ("hours", "message"),
-    [((3.0, 1.5, 4.25), "3.0 h   (1.5 h to 4.2 h)"),
-     ((0.05, 0.01, 0.06), "3.0 min   (0.6 min to 3.6 min)"),
-     ((0.0009, 0.0002, 0.001), "3.2 s   (0.7 s to 3.6 s)")],
-)  # fmt: skip
+    [
+        ((3.0, 1.5, 4.25), "3.0 h   (1.5 h to 4.2 h)"),
+        ((0.05, 0.01, 0.06), "3.0 min   (0.6 min to 3.6 min)"),
+        ((0.0009, 0.0002, 0.001), "3.2 s   (0.7 s to 3.6 s)"),
+    ],
+)
 def test_a_short_time_is_not_a_zero_of_hours(hours: tuple[float, ...], message: str) -> None:
     zero = Estimate(0, 0, 0)
     shown = as_table(
@@ -105,10 +109,15 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
     write_rows(tmp_path / "p.jsonl", *rows)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         options: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "model": "openai:gpt-4o",
-            "base_url": endpoint.openai_url, "key_env": "none", "enabled_toolsets": "none",
-            "num_workers": 2, "batch_size": 8,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "model": "openai:gpt-4o",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "enabled_toolsets": "none",
+            "num_workers": 2,
+            "batch_size": 8,
+        }
         pilot = run(tmp_path, "estimate", "--pilot=60", **options)
         assert pilot.returncode == 0, pilot.stderr
         assert "forecast for 300 tasks from a random sample of 60 (0 failed)" in pilot.stdout
@@ -139,9 +148,16 @@ def test_unknown_costs_are_not_forecast(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 9)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         pilot = run(
-            tmp_path, "estimate", "--pilot=3", dataset_file="p.jsonl", run_name="r", model="m",
-            base_url=endpoint.openai_url, key_env="none", enabled_toolsets="none",
-        )  # fmt: skip
+            tmp_path,
+            "estimate",
+            "--pilot=3",
+            dataset_file="p.jsonl",
+            run_name="r",
+            model="m",
+            base_url=endpoint.openai_url,
+            key_env="none",
+            enabled_toolsets="none",
+        )
     assert pilot.returncode == 0, pilot.stderr
     assert "dollars     unknown" in pilot.stdout
     assert orjson.loads((tmp_path / "trajectories/r/estimate.json").read_bytes())["dollars"] is None

@@ -143,13 +143,15 @@ def test_status_without_a_run_lists_the_runs(cwd: Path, tmp_path: Path) -> None:
     assert re.match(r"r +not running, done 3 of 3, begun \d{4}-\d\d-\d\d \d\d:\d\d", listed[1])
     parsed = json.loads(run(cwd, "status", "--json").stdout)
     assert [(one["name"], one["tasks"], one["pending"]) for one in parsed] == [
-        ("other", 3, 0), ("r", 3, 0),
-    ]  # fmt: skip
+        ("other", 3, 0),
+        ("r", 3, 0),
+    ]
     assert run(cwd, "status", "--watch").returncode == 2
     none = run(tmp_path, "status")
     assert (none.returncode, none.stderr) == (
-        2, "error: trajectories: no runs in this directory; --output_dir names another\n",
-    )  # fmt: skip
+        2,
+        "error: trajectories: no runs in this directory; --output_dir names another\n",
+    )
 
 
 def test_a_running_run_is_listed_with_its_progress(cwd: Path, tmp_path: Path) -> None:

@@ -252,7 +252,9 @@ def test_aliases_are_models_of_the_run() -> None:
         return model_asked(run.agent, setup.settings, setup.aliases, name)
 
     assert [one and one.name for one in map(asked, ("m", "small-2", "unknown"))] == [
-        *("m", "other", "m")
+        "m",
+        "other",
+        "m",
     ]
     without = config()
     assert without.agent is not None

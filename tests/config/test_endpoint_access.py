@@ -26,7 +26,9 @@ from tests.helpers.answering import Handler, listening
 from tests.helpers.running import run, write_prompts
 
 REPLY = {
-    **{"id": "c", "model": "m", "object": "chat.completion"},
+    "id": "c",
+    "model": "m",
+    "object": "chat.completion",
     "choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": "Yes."}}],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1},
 }
@@ -97,8 +99,14 @@ def runs_of(tmp_path: Path) -> int:
 def start(tmp_path: Path, endpoint: dict[str, Any], *flags: str, **given: Any) -> Any:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"endpoints": {"own": endpoint}}))
     options: dict[str, Any] = {
-        **{"config": "run.yaml", "run_name": "r", "dataset_file": "p.jsonl", "model": "own:m"},
-        **{"enabled_toolsets": "none", "num_workers": 2, "batch_size": 4, **given},
+        "config": "run.yaml",
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "model": "own:m",
+        "enabled_toolsets": "none",
+        "num_workers": 2,
+        "batch_size": 4,
+        **given,
     }
     return run(tmp_path, *flags, **options)
 
@@ -412,7 +420,9 @@ def test_accounts_at_one_url_have_limits_of_their_own(monkeypatch: pytest.Monkey
     given = load_config(
         None,
         {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "none"},
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "enabled_toolsets": "none",
             "models": {"a:m": 1, "b:m": 1},
             "endpoints": {
                 "a": {**URL, "headers_env": {"api-key": "ONE"}, "rpm": 60},

@@ -129,12 +129,16 @@ class TestDraw:
 class TestBounds:
     def test_limits_of_an_endpoint_apply_only_to_it(self) -> None:
         given = config(
-            models={"a:m": 1, "b:m": 1}, max_in_flight=50, rpm=600, num_workers=2, batch_size=40,
+            models={"a:m": 1, "b:m": 1},
+            max_in_flight=50,
+            rpm=600,
+            num_workers=2,
+            batch_size=40,
             endpoints={
                 "a": {**LOCAL, "max_in_flight": 8, "tpm": 1000},
                 "b": {"base_url": "http://127.0.0.1:8001/v1", "rpm": 60},
             },
-        )  # fmt: skip
+        )
         a, b = limits_of(given, set_up_models(given)).values()
         assert (a.ceiling, a.start, a.rpm, a.tpm) == (8, 8, 600, 1000)
         assert (b.ceiling, b.start, b.rpm, b.tpm) == (50, 50, 60, None)
@@ -183,9 +187,13 @@ def test_a_run_asks_each_endpoint_with_its_own_key_and_dialect(
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
         done = run(
-            tmp_path, config="run.yaml", dataset_file="p.jsonl", run_name="r", num_workers=2,
+            tmp_path,
+            config="run.yaml",
+            dataset_file="p.jsonl",
+            run_name="r",
+            num_workers=2,
             enabled_toolsets="none",
-        )  # fmt: skip
+        )
         most_at_a = a.journal()["max_in_flight"]
     assert done.returncode == 0, done.stderr
     assert "p.jsonl:32: skipped: `model`: 'c:three' is not a model of this run (a:one, b:two)" in (
@@ -207,9 +215,14 @@ def test_a_run_asks_each_endpoint_with_its_own_key_and_dialect(
     status = run(tmp_path, "status", "r")
     assert status.returncode == 0, status.stderr
     again = run(
-        tmp_path, config="run.yaml", dataset_file="p.jsonl", run_name="r", num_workers=1,
-        enabled_toolsets="none", rpm=600,
-    )  # fmt: skip
+        tmp_path,
+        config="run.yaml",
+        dataset_file="p.jsonl",
+        run_name="r",
+        num_workers=1,
+        enabled_toolsets="none",
+        rpm=600,
+    )
     assert again.returncode == 0, again.stderr
 
 
@@ -220,9 +233,16 @@ def test_streamed_replies_make_the_same_rows(tmp_path: Path) -> None:
     with FakeEndpoint(latency_s=0.0, turns=3, reasoning_chars=40, **WRITE_A_NOTE) as endpoint:
         for name, flag in (("whole", "--no_stream_replies"), ("streamed", "--stream_replies")):
             done = run(
-                tmp_path, flag, dataset_file="p.jsonl", run_name=name, model="m", num_workers=1,
-                base_url=endpoint.openai_url, key_env="none", enabled_toolsets="file",
-            )  # fmt: skip
+                tmp_path,
+                flag,
+                dataset_file="p.jsonl",
+                run_name=name,
+                model="m",
+                num_workers=1,
+                base_url=endpoint.openai_url,
+                key_env="none",
+                enabled_toolsets="file",
+            )
             assert done.returncode == 0, done.stderr
             # The fake endpoint counts tokens by the size of the request, so metadata differs.
             rows = lines(tmp_path / "trajectories" / f"{name}.jsonl")

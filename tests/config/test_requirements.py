@@ -53,7 +53,8 @@ def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:
 
 _PACKAGE = "batch_trajectories"
 READ_FIRST = (
-    *(f"{_PACKAGE}/__init__.py", f"{_PACKAGE}/basics/__init__.py"),
+    f"{_PACKAGE}/__init__.py",
+    f"{_PACKAGE}/basics/__init__.py",
     f"{_PACKAGE}/basics/requirements.py",
 )
 

@@ -552,18 +552,30 @@ class TestDataset:
     def test_it_needs_to_be_named_as_what_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=r"holds Harbor tasks; add --rows=harbor"):
             keep_dataset(
-                self.write(tmp_path), tmp_path / "r", columns={}, rows=None, rules=INSIDE,
-                max_samples=None, writes=True, say=print,
-            )  # fmt: skip
+                self.write(tmp_path),
+                tmp_path / "r",
+                columns={},
+                rows=None,
+                rules=INSIDE,
+                max_samples=None,
+                writes=True,
+                say=print,
+            )
 
     def test_an_edited_task_is_read_again(self, tmp_path: Path) -> None:
         tasks = self.write(tmp_path)
 
         def kept() -> Path:
             return keep_dataset(
-                tasks, tmp_path / "r", columns={}, rows="harbor", rules=INSIDE, max_samples=None,
-                writes=True, say=print,
-            ).path  # fmt: skip
+                tasks,
+                tmp_path / "r",
+                columns={},
+                rows="harbor",
+                rules=INSIDE,
+                max_samples=None,
+                writes=True,
+                say=print,
+            ).path
 
         first = kept()
         assert kept() == first
@@ -584,9 +596,16 @@ class TestDataset:
 
         def kept(**more: Any) -> Path:
             return keep_dataset(
-                tasks, tmp_path / "r", columns={}, rows="harbor", rules=INSIDE, max_samples=None,
-                writes=True, say=print, **more,
-            ).path  # fmt: skip
+                tasks,
+                tmp_path / "r",
+                columns={},
+                rows="harbor",
+                rules=INSIDE,
+                max_samples=None,
+                writes=True,
+                say=print,
+                **more,
+            ).path
 
         first = kept()
         kinds = tmp_path / "kinds" / "rows"

@@ -93,9 +93,14 @@ class TestImage:
     def test_what_decides_the_conversation_is_in_its_digest(self) -> None:
         row = {"prompt": "x", "image": "i:1"}
         changes: list[dict[str, Any]] = [
-            {"workdir": "/a"}, {"user": "u"}, {"env": {}}, {"network": True},
-            {"hide": ["/t"]}, {"limits": {}}, {"image": "i:2"},
-        ]  # fmt: skip
+            {"workdir": "/a"},
+            {"user": "u"},
+            {"env": {}},
+            {"network": True},
+            {"hide": ["/t"]},
+            {"limits": {}},
+            {"image": "i:2"},
+        ]
         digests = {input_digest({**row, **change}, INSIDE) for change in [{}, *changes]}
         assert len(digests) == len(changes) + 1
         assert input_digest({**row, "other": 1}, INSIDE) == input_digest(row, INSIDE)

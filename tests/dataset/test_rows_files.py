@@ -147,8 +147,11 @@ class TestPresets:
     def test_swe_rebench_names_a_parser_that_it_lacks(self) -> None:
         config = json.dumps({"test_cmd": "x", "log_parser": "parse_log_maven"})
         row = load_rows_file("swe-rebench").row({**ROWS["swe-rebench"], "install_config": config})
-        with pytest.raises(ValueError, match=r"swe-rebench\.yaml:\d+: columns\.check\.tests\.patt"
-                           r"erns: no case for 'parse_log_maven'; "):  # fmt: skip
+        with pytest.raises(
+            ValueError,
+            match=r"swe-rebench\.yaml:\d+: columns\.check\.tests\.patt"
+            r"erns: no case for 'parse_log_maven'; ",
+        ):
             INSIDE.read(row)
         assert row.keys() == {"instance_id", "row_error"}
 
@@ -199,10 +202,18 @@ class TestTemplates:
     )
     def test_values_are_filled_in(self, tmp_path: Path, template: str, value: Any) -> None:
         row = {
-            "list": ["a b", "c"], "text": '{"n": {"m": 1}}', "path": "a/b/c", "n": 7, "flag": True,
-            "object": {"name": "X", "0": 0, "items": [1]}, "null": None, "my-name": "X",
-            "7": "seven", "self": "me", "json": '["p", "q"]',
-        }  # fmt: skip
+            "list": ["a b", "c"],
+            "text": '{"n": {"m": 1}}',
+            "path": "a/b/c",
+            "n": 7,
+            "flag": True,
+            "object": {"name": "X", "0": 0, "items": [1]},
+            "null": None,
+            "my-name": "X",
+            "7": "seven",
+            "self": "me",
+            "json": '["p", "q"]',
+        }
         assert made(tmp_path, f"made: {template}", row) == {"made": value}
 
     @pytest.mark.parametrize("text", ["123", "[1]", "None", "1e5", "{{n}}", "{% if %}", "{# x #}"])

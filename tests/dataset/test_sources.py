@@ -112,9 +112,13 @@ def read(path: Path) -> list[Any]:
 
 def keep(source: Path, run_dir: Path, **options: Any) -> KeptDataset:
     given: dict[str, Any] = {
-        "columns": {}, "rows": None, "rules": RowRules(), "max_samples": None, "writes": True,
+        "columns": {},
+        "rows": None,
+        "rules": RowRules(),
+        "max_samples": None,
+        "writes": True,
         "say": print,
-    }  # fmt: skip
+    }
     return keep_dataset(source, run_dir, **{**given, **options})
 
 
@@ -613,8 +617,9 @@ class TestRuns:
         ended = run(tmp_path, "--fresh", **options)
         assert ended.returncode == 0, ended.stderr
         assert sorted(path.name for path in (tmp_path / "trajectories").iterdir()) == [
-            "r", "r.jsonl",
-        ]  # fmt: skip
+            "r",
+            "r.jsonl",
+        ]
 
     def test_errors_name_the_source(self, tmp_path: Path, options: dict[str, Any]) -> None:
         (tmp_path / "p.csv").write_text("prompt,id\n,x\nfine,y\n")
@@ -715,9 +720,13 @@ class TestTheHub:
 def test_a_killed_run_of_each_source_resumes_to_the_same_training_file(tmp_path: Path) -> None:
     with FakeEndpoint(turns=3, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
         options: dict[str, Any] = {
-            "model": "m", "base_url": endpoint.openai_url, "key_env": "none", "run_name": "r",
-            "enabled_toolsets": "file", "num_workers": 1,
-        }  # fmt: skip
+            "model": "m",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "run_name": "r",
+            "enabled_toolsets": "file",
+            "num_workers": 1,
+        }
         results = {}
         for name, write in SOURCES.items():
             folder = tmp_path / f"of {name}"

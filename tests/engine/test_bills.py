@@ -264,8 +264,12 @@ def billing(provider: Provider) -> Iterator[tuple[Endpoint, str]]:
 
 def options(provider: Provider, url: str, **more: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
-        "run_name": "r", "base_url": url, "key_env": "none", "api": provider.api, **more
-    }  # fmt: skip
+        "run_name": "r",
+        "base_url": url,
+        "key_env": "none",
+        "api": provider.api,
+        **more,
+    }
     if not provider.is_known:
         given["prices"] = json.dumps({"m": OWN})
     return given
@@ -313,10 +317,17 @@ def test_a_call_dearer_than_its_reserve_raises_that_of_the_next(tmp_path: Path) 
     write_prompts(tmp_path / "p.jsonl", 20)
     with billing(Provider("m", _dear)) as (endpoint, url):
         given: dict[str, Any] = {
-            "run_name": "r", "dataset_file": "p.jsonl", "base_url": url, "key_env": "none",
-            "model": "openrouter:openai/gpt-4o", "enabled_toolsets": "none", "num_workers": 1,
-            "batch_size": 1, "max_tokens": OUT, "max_run_cost_usd": 0.12,
-        }  # fmt: skip
+            "run_name": "r",
+            "dataset_file": "p.jsonl",
+            "base_url": url,
+            "key_env": "none",
+            "model": "openrouter:openai/gpt-4o",
+            "enabled_toolsets": "none",
+            "num_workers": 1,
+            "batch_size": 1,
+            "max_tokens": OUT,
+            "max_run_cost_usd": 0.12,
+        }
         done = run(tmp_path, **given)
         assert done.returncode == 3, done.stderr
         assert endpoint.dollars == pytest.approx(0.1)

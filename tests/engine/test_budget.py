@@ -355,10 +355,15 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
     dataset = {"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file"}
     with FakeEndpoint(turns=3, latency_s=0.5, **WRITE_A_NOTE) as endpoint:
         options: dict[str, Any] = {
-            **dataset, "model": "openai:gpt-4o", "base_url": endpoint.openai_url,
-            "key_env": "none", "num_workers": 2, "batch_size": 128, "max_tokens": 300,
+            **dataset,
+            "model": "openai:gpt-4o",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 2,
+            "batch_size": 128,
+            "max_tokens": 300,
             "start_in_flight": 256,
-        }  # fmt: skip
+        }
         whole = run(tmp_path, **{**options, "run_name": "whole"})
         assert whole.returncode == 0, whole.stderr
         cost = summary(tmp_path, "whole")["cost_usd"]
@@ -388,10 +393,17 @@ def test_a_worker_that_dies_loses_its_share_of_the_budget_but_not_the_run(tmp_pa
     write_prompts(tmp_path / "p.jsonl", 120)
     with FakeEndpoint(turns=3, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
         options: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file",
-            "model": "openai:gpt-4o", "base_url": endpoint.openai_url, "key_env": "none",
-            "num_workers": 2, "batch_size": 20, "max_tokens": 300, "max_run_cost_usd": 0.35,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "enabled_toolsets": "file",
+            "model": "openai:gpt-4o",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 2,
+            "batch_size": 20,
+            "max_tokens": 300,
+            "max_run_cost_usd": 0.35,
+        }
         with started(tmp_path, **options) as process:
             wait_until(lambda: endpoint.journal()["replies"] == 20)
             os.kill(workers_of(process.pid)[0], signal.SIGKILL)
@@ -409,10 +421,17 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
     write_prompts(tmp_path / "p.jsonl", 60)
     with FakeEndpoint(turns=3, latency_s=0.2, text_chars=400, **WRITE_A_NOTE) as endpoint:
         options: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file", "model": "m",
-            "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 2,
-            "batch_size": 10, "max_tokens": 200, "max_run_tokens": 60_000,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "enabled_toolsets": "file",
+            "model": "m",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 2,
+            "batch_size": 10,
+            "max_tokens": 200,
+            "max_run_tokens": 60_000,
+        }
         for kill in range(1, 4):
             with started(tmp_path, **options) as process:
                 wait_until(
@@ -433,9 +452,14 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=1, latency_s=0.0, faults={"http403": 0.5}) as endpoint:
         options: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "none", "model": "m",
-            "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 1,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "enabled_toolsets": "none",
+            "model": "m",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 1,
+        }
         run(tmp_path, **options, max_attempts=1)
     run_dir = tmp_path / "trajectories" / "r"
     entries = [entry for _, entry in load_index(run_dir).records()]
@@ -464,10 +488,16 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         options: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "model": "m", "key_env": "none",
-            "base_url": endpoint.openai_url, "enabled_toolsets": "none", "num_workers": 2,
-            "max_run_tokens": 3000, "max_tokens": 500,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "model": "m",
+            "key_env": "none",
+            "base_url": endpoint.openai_url,
+            "enabled_toolsets": "none",
+            "num_workers": 2,
+            "max_run_tokens": 3000,
+            "max_tokens": 500,
+        }
         stopped = run(tmp_path, **options)
         assert stopped.returncode == 3, stopped.stderr
         parsed = summary(tmp_path, "r")
@@ -492,9 +522,15 @@ def test_a_budget_that_cannot_be_kept_is_refused(
 ) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
     refused = run(
-        tmp_path, "--dry_run", dataset_file="p.jsonl", run_name="r", enabled_toolsets="none",
-        key_env="none", base_url="http://127.0.0.1:9/v1", **options,
-    )  # fmt: skip
+        tmp_path,
+        "--dry_run",
+        dataset_file="p.jsonl",
+        run_name="r",
+        enabled_toolsets="none",
+        key_env="none",
+        base_url="http://127.0.0.1:9/v1",
+        **options,
+    )
     assert refused.returncode == 2
     assert message in refused.stderr
 

@@ -459,9 +459,13 @@ class FakeWorker:
 
     def load(self, replies: int) -> dict[str, int]:
         return {
-            "in_flight": self.in_flight, "waiting": 20, "told": self.told,
-            "replies": replies, "failures": 0, "overloads": 0,
-        }  # fmt: skip
+            "in_flight": self.in_flight,
+            "waiting": 20,
+            "told": self.told,
+            "replies": replies,
+            "failures": 0,
+            "overloads": 0,
+        }
 
 
 @given(limit=st.integers(1, 12), moves=st.lists(st.tuples(st.integers(0, 3), st.booleans())))
@@ -496,9 +500,16 @@ def test_a_limit_on_calls_in_flight_holds_across_workers(tmp_path: Path) -> None
     write_prompts(tmp_path / "p.jsonl", 16)
     with FakeEndpoint(turns=1, latency_s=0.3) as endpoint:
         done = run(
-            tmp_path, dataset_file="p.jsonl", run_name="r", model="m", key_env="none",
-            base_url=endpoint.openai_url, enabled_toolsets="none", num_workers=4, max_in_flight=2,
-        )  # fmt: skip
+            tmp_path,
+            dataset_file="p.jsonl",
+            run_name="r",
+            model="m",
+            key_env="none",
+            base_url=endpoint.openai_url,
+            enabled_toolsets="none",
+            num_workers=4,
+            max_in_flight=2,
+        )
         assert done.returncode == 0, done.stderr
         assert endpoint.journal()["max_in_flight"] == 2
 
@@ -508,13 +519,23 @@ def test_a_run_finds_the_limit_of_its_endpoint(tmp_path: Path) -> None:
     """Every conversation completes; no refusal uses up an attempt; the summary says what held."""
     write_prompts(tmp_path / "p.jsonl", 60)
     with FakeEndpoint(
-        turns=3, latency_s=0.05, capacity=6, tool="write_file",
+        turns=3,
+        latency_s=0.05,
+        capacity=6,
+        tool="write_file",
         arguments='{"path": "n{turn}", "content": "{turn}"}',
-    ) as endpoint:  # fmt: skip
+    ) as endpoint:
         done = run(
-            tmp_path, dataset_file="p.jsonl", run_name="r", model="m", key_env="none",
-            base_url=endpoint.openai_url, enabled_toolsets="file", num_workers=2, batch_size=15,
-        )  # fmt: skip
+            tmp_path,
+            dataset_file="p.jsonl",
+            run_name="r",
+            model="m",
+            key_env="none",
+            base_url=endpoint.openai_url,
+            enabled_toolsets="file",
+            num_workers=2,
+            batch_size=15,
+        )
         journal = endpoint.journal()
     assert done.returncode == 0, done.stderr
     assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 60

@@ -49,9 +49,12 @@ def server(info: Any) -> Iterator[str]:
 def said(base_url: str, **options: Any) -> list[str]:
     given = {"model": "vllm:m", "token_ids": True, "temperature": 1, **options}
     config = RunConfig(
-        dataset_file=Path("p.jsonl"), run_name="r", base_url=base_url, enabled_toolsets=("none",),
+        dataset_file=Path("p.jsonl"),
+        run_name="r",
+        base_url=base_url,
+        enabled_toolsets=("none",),
         **given,
-    )  # fmt: skip
+    )
     return [*on_logprobs(set_up_models(config))]
 
 
@@ -116,7 +119,13 @@ def test_a_start_says_it(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
     with server(None) as url:
         done = run(
-            tmp_path, "--dry_run", "--token_ids", dataset_file="p.jsonl", run_name="r",
-            model="vllm:m", base_url=url, temperature=0.6,
-        )  # fmt: skip
+            tmp_path,
+            "--dry_run",
+            "--token_ids",
+            dataset_file="p.jsonl",
+            run_name="r",
+            model="vllm:m",
+            base_url=url,
+            temperature=0.6,
+        )
     assert "samples with temperature 0.6;" in done.stdout + done.stderr

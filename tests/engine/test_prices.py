@@ -152,10 +152,17 @@ def test_a_budget_in_dollars_works_where_only_the_user_knows_the_price(tmp_path:
     write_prompts(tmp_path / "p.jsonl", 20)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         asked_for: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "none", "model": "m",
-            "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 1,
-            "max_tokens": 100, "max_run_cost_usd": 100, "max_cost_usd": 50,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "enabled_toolsets": "none",
+            "model": "m",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 1,
+            "max_tokens": 100,
+            "max_run_cost_usd": 100,
+            "max_cost_usd": 50,
+        }
         refused = run(tmp_path, **asked_for)
         assert refused.returncode == 2
         assert "prices: {m: {input: ..., output: ...}}" in refused.stderr

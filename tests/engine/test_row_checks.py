@@ -79,24 +79,28 @@ class TestRewardFiles:
     @pytest.mark.parametrize(
         ("command", "message"),
         [
-            ("echo no such test >&2; exit 4", "did not write out/reward.json or reward.txt; exit "
-             "code 4: no such test"),
+            (
+                "echo no such test >&2; exit 4",
+                "did not write out/reward.json or reward.txt; exit code 4: no such test",
+            ),
             (": > reward.txt", "reward.txt is empty (exit code 0)"),
             ("echo nan > reward.txt", "holds 'nan', which is not a finite number"),
             ("echo inf > reward.txt", "holds 'inf', which is not a finite number"),
             ("echo good > reward.txt", "holds 'good', which is not a finite number"),
-            ("echo '{\"reward\": \"1\"}' > out/reward.json", "holds '1', which is not a number"),
+            ('echo \'{"reward": "1"}\' > out/reward.json', "holds '1', which is not a number"),
             ("echo '{}' > out/reward.json", "is an empty object"),
             ("echo '[1, 2]' > out/reward.json", "has no number: [1, 2]"),
             ("echo '\"1\"' > out/reward.json", "holds '1', which is not a number"),
             ("echo '{' > out/reward.json", "out/reward.json is not JSON"),
-            ("echo '{\"reward\": 1, \"turn_rewards\": [1]}' > out/reward.json",
-             "'reward' has 1 reward, and the conversation 2 turns"),
+            (
+                'echo \'{"reward": 1, "turn_rewards": [1]}\' > out/reward.json',
+                "'reward' has 1 reward, and the conversation 2 turns",
+            ),
             ("mkdir out/reward.json; echo 1 > reward.txt", "'out/reward.json' is a directory"),
             # Nothing falls through to the next file.
             (": > out/reward.json; echo 1 > reward.txt", "out/reward.json is empty"),
         ],
-    )  # fmt: skip
+    )
     def test_a_check_without_a_reward_has_failed_itself(
         self, tmp_path: Path, command: str, message: str
     ) -> None:
@@ -245,9 +249,11 @@ class TestOutcomes:
     def test_sympy_prints_one_letter(self) -> None:
         output = "test_a ok\ntest_b F\ntest_c E                         [FAIL]\n"
         tests = self.outcomes_of(
-            "swe-bench", repo="sympy/sympy", FAIL_TO_PASS=["test_a"],
+            "swe-bench",
+            repo="sympy/sympy",
+            FAIL_TO_PASS=["test_a"],
             PASS_TO_PASS=["test_b", "test_c"],
-        )  # fmt: skip
+        )
         assert self.wrong(tests, output) == {"test_b": "F", "test_c": "E"}
 
     def test_r2e_gym_expects_exactly_these_tests(self) -> None:
@@ -295,9 +301,12 @@ class TestOutcomes:
         logged = judged(tmp_path / "w", {"command": command, "tests": tests})
         assert (logged["passed"], logged["reward"]) == (False, 0.0)
         assert logged["tests"] == {
-            "expected": 2, "found": 2, "wrong": 1, "first_wrong": {"b": "FAILED"},
+            "expected": 2,
+            "found": 2,
+            "wrong": 1,
+            "first_wrong": {"b": "FAILED"},
             "statuses": {"PASSED": 1, "FAILED": 1},
-        }  # fmt: skip
+        }
 
     def test_long_output_is_read_from_a_log(self, tmp_path: Path) -> None:
         """More than a sandbox keeps of what a command prints."""

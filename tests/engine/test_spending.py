@@ -90,9 +90,15 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     endpoint = Charging()
     with answering(endpoint) as (url, _):
         options: dict[str, Any] = {
-            "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file", "model": "m",
-            "base_url": url, "key_env": "none", "num_workers": 1, "prices": PRICE,
-        }  # fmt: skip
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "enabled_toolsets": "file",
+            "model": "m",
+            "base_url": url,
+            "key_env": "none",
+            "num_workers": 1,
+            "prices": PRICE,
+        }
 
         def spent() -> float:
             shown = run(tmp_path, "status", "r", "--json")

@@ -132,8 +132,13 @@ def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
 def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
     """Those of a run at an endpoint."""
     return {
-        **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-        **{"key_env": "none", "num_workers": 1, "model": "openai:m", "enabled_toolsets": "none"},
+        "dataset_file": "p.jsonl",
+        "run_name": "r",
+        "base_url": endpoint.openai_url,
+        "key_env": "none",
+        "num_workers": 1,
+        "model": "openai:m",
+        "enabled_toolsets": "none",
         **more,
     }
 

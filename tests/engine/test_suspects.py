@@ -62,7 +62,9 @@ class Player(WorkerHandle):
         task = assignment["task"]
         event: Any = reply(1)
         writer.append(
-            *(task["id"], task["input_digest"], event),
+            task["id"],
+            task["input_digest"],
+            event,
             assignment=assignment["number"],
             position=len(assignment["events"]),
         )
@@ -111,7 +113,9 @@ class Players:
 
     def start(self, setup: WorkerSetup, inbox: Inbox) -> Player:
         player = Player(
-            *(setup.number, f"worker {setup.number}", inbox),
+            setup.number,
+            f"worker {setup.number}",
+            inbox,
             play=self.play,
             inflight=setup.run_dir / "inflight",
         )

@@ -33,8 +33,13 @@ def turn(number: int, counts: Counts, **changes: Any) -> dict[str, Any]:
     given, cached = counts
     usage = {"input_tokens": given, "output_tokens": 50, "cache_read_tokens": cached}
     return {
-        **{"turn": number, "finish_reason": "tool_calls", "cost_usd": None, "usage": usage},
-        **{"started_at": 10.0 * number, "duration_s": 5.0, "model": "m"},
+        "turn": number,
+        "finish_reason": "tool_calls",
+        "cost_usd": None,
+        "usage": usage,
+        "started_at": 10.0 * number,
+        "duration_s": 5.0,
+        "model": "m",
         **changes,
     }
 
@@ -198,7 +203,11 @@ def test_an_agent_with_the_time_in_its_system_prompt_is_named() -> None:
     turns = [{**call(n, 1100), "request": None} for n in range(1, 11)]
     rewritten = [
         {
-            **{"exchanges": [n], "thread": "thread#9", "start": 0, "end": 1, "until": 2 * n + 2},
+            "exchanges": [n],
+            "thread": "thread#9",
+            "start": 0,
+            "end": 1,
+            "until": 2 * n + 2,
             "messages": [{"role": "system", "content": f"It is 12:{n:02}."}],
         }
         for n in range(9)
@@ -284,7 +293,11 @@ def agent_compacts() -> dict[str, Any]:
     turns = [{**call(n, 1500), "request": None} for n in range(1, 11)]
     rewritten = [
         {
-            **{"exchanges": [n], "thread": "t", "start": 2, "end": 4, "until": 2 * n + 2},
+            "exchanges": [n],
+            "thread": "t",
+            "start": 2,
+            "end": 4,
+            "until": 2 * n + 2,
             "messages": [{"role": "user", "content": f"So far: {n}"}],
         }
         for n in range(10)
@@ -357,9 +370,28 @@ def replica_lost() -> dict[str, Any]:
 
 
 SOUND = [
-    *(unreported, without_cache, short_prompts, gemini, pauses, waits, batches, resumed, branch),
-    *(summaries, first_turns, compacted, agent_compacts, agent_shortens, shrinks, imported),
-    *(without_counts, only_marked, rounded, rounded_short, almost_all, others_between),
+    unreported,
+    without_cache,
+    short_prompts,
+    gemini,
+    pauses,
+    waits,
+    batches,
+    resumed,
+    branch,
+    summaries,
+    first_turns,
+    compacted,
+    agent_compacts,
+    agent_shortens,
+    shrinks,
+    imported,
+    without_counts,
+    only_marked,
+    rounded,
+    rounded_short,
+    almost_all,
+    others_between,
     replica_lost,
 ]
 
@@ -372,7 +404,7 @@ def test_what_is_no_miss_is_no_alarm(make: Any) -> None:
     other = growing(warm(10), endpoint="http://there/v1")
     assert not is_alarmed(*records, *[other] * 5)
     if make is not without_cache:
-        assert not is_alarmed(*records, *[growing(warm(10), model=records[0].get("model", "m"))])
+        assert not is_alarmed(*records, growing(warm(10), model=records[0].get("model", "m")))
 
 
 def test_a_few_turns_are_no_alarm() -> None:
@@ -400,7 +432,9 @@ def test_samples_of_a_prompt_do_not_miss_each_others_caches() -> None:
 def test_what_is_not_reported_is_unknown() -> None:
     record = of_line({**unreported(), "usage": {"input_tokens": 9, "cache_read_tokens": None}})
     assert (cached_tokens_of(record), cached_share_of(record), missed_turns(record)) == (
-        *(None, None, []),
+        None,
+        None,
+        [],
     )
     counted = use_of(unreported()).to_json()
     assert (counted["share"], counted["unknown_turns"], counted["input_tokens"]) == (None, 10, 0)

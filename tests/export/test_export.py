@@ -68,8 +68,9 @@ THOUGHT = record_of(user(), assistant("Hi.", reasoning="Hm."))
 INLINE = record_of(user(), assistant("<think>Hm.</think>Hi."))
 EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns")
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
-BROKEN = record_of(user(), assistant("", call("{")), failed(kind="invalid_arguments"),
-                   assistant("Hi."))  # fmt: skip
+BROKEN = record_of(
+    user(), assistant("", call("{")), failed(kind="invalid_arguments"), assistant("Hi.")
+)
 
 
 class TestRequireReasoning:
@@ -136,8 +137,12 @@ class TestStatisticsFile:
         run_dir = export(tmp_path, *records, pending=2)
         statistics = loaded(run_dir / "statistics.json")
         assert statistics.pop("tokens") == {
-            **{"input_tokens": 40, "output_tokens": 0, "reasoning_tokens": 0},
-            **{"cache_read_tokens": 0, "cache_write_tokens": 0, "cache_hit_rate": 0.0},
+            "input_tokens": 40,
+            "output_tokens": 0,
+            "reasoning_tokens": 0,
+            "cache_read_tokens": 0,
+            "cache_write_tokens": 0,
+            "cache_hit_rate": 0.0,
         }
         weather = {"toolset": "weather", "rows": 4, "percent": 100.0}
         assert statistics.pop("toolsets") == [weather]
@@ -232,8 +237,9 @@ class TestStatistics:
     )
     def test_success_is_what_the_result_is_marked_as(self, text: str, is_error: bool) -> None:
         """S2.49: nothing is read out of the text."""
-        record = record_of(user(), assistant("", call()), result(text, is_error=is_error),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(), assistant("", call()), result(text, is_error=is_error), assistant("Hi.")
+        )
         (stats,) = statistics_of(record)["tools"]
         assert (stats["success"], stats["failure"]) == (int(not is_error), int(is_error))
 
@@ -245,9 +251,15 @@ class TestStatistics:
         results = [failed(id=f"c{n}", kind=kind) for n, kind in enumerate(kinds)]
         fine = {**result("r", id="c9"), "details": {"failure": "timeout"}}
         statistics = statistics_of(
-            record_of(user(), assistant("", *calls), *results,
-                      assistant("", call(id="c9")), fine, assistant("Hi."))
-        )  # fmt: skip
+            record_of(
+                user(),
+                assistant("", *calls),
+                *results,
+                assistant("", call(id="c9")),
+                fine,
+                assistant("Hi."),
+            )
+        )
         assert statistics["tool_errors"] == {
             "exception": 1,
             "reported": 2,
@@ -273,9 +285,13 @@ class TestStatistics:
     def test_the_turns_of_the_prompt_are_not_counted(self) -> None:
         """S2.18, S2.53: it was not this run's model that did it."""
         record = record_of(
-            user(), assistant("", call(), reasoning="Hm."), failed(kind="timeout"),
-            assistant("A"), user(), assistant("B"),
-        )  # fmt: skip
+            user(),
+            assistant("", call(), reasoning="Hm."),
+            failed(kind="timeout"),
+            assistant("A"),
+            user(),
+            assistant("B"),
+        )
         record["turns"] = record["turns"][2:]
         statistics = statistics_of(record, {**record, "turns": [], "status": "failed"})
         assert statistics["tools"][0]["count"] == 0
@@ -312,8 +328,15 @@ class TestStatistics:
 
     def test_a_record_that_no_row_can_be_made_of_is_counted(self) -> None:
         """S2.54: stray results, blank content, calls of nothing."""
-        odd = record_of(user(), result("r"), assistant(" "), assistant("", call(name="")),
-                        result("r"), result("r", id="c9"), status="errors")  # fmt: skip
+        odd = record_of(
+            user(),
+            result("r"),
+            assistant(" "),
+            assistant("", call(name="")),
+            result("r"),
+            result("r", id="c9"),
+            status="errors",
+        )
         statistics = statistics_of(odd)
         assert statistics["rows"] == {"errors": 1}
         assert statistics["reasoning"]["assistant_turns"] == 2
@@ -326,9 +349,13 @@ class TestStatistics:
             statistics = Statistics()
             for n in range(count):
                 invented = call(name=f"tool_{n}", id=f"call_{n}")
-                record = record_of(user(f"Question {n}"), assistant("", invented),
-                                   failed(id=f"call_{n}", kind="unknown_tool"),
-                                   assistant(f"Answer {n}"), tools=[TEMP, *OFFERED])  # fmt: skip
+                record = record_of(
+                    user(f"Question {n}"),
+                    assistant("", invented),
+                    failed(id=f"call_{n}", kind="unknown_tool"),
+                    assistant(f"Answer {n}"),
+                    tools=[TEMP, *OFFERED],
+                )
                 kept = stored(record)
                 statistics.add(kept, Own(kept))
             return len(pickle.dumps(statistics))

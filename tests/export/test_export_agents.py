@@ -115,9 +115,14 @@ def test_every_format_holds_an_agents_conversation(name: str) -> None:
         assert part in text
     if name == "llamafactory":
         assert [turn["from"] for turn in training_row["conversations"]] == [
-            "system", "human", "function_call", "observation", "function_call", "observation",
+            "system",
+            "human",
+            "function_call",
+            "observation",
+            "function_call",
+            "observation",
             "gpt",
-        ]  # fmt: skip
+        ]
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -154,8 +159,10 @@ def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
     [side] = training_row["subagent_trajectories"]
     assert (side["agent"]["name"], side["extra"]) == ("side", {"key": "thread#0"})
     assert [step["message"] for step in side["steps"]] == [
-        "Make a title.", PROMPT, "Counting",
-    ]  # fmt: skip
+        "Make a title.",
+        PROMPT,
+        "Counting",
+    ]
     assert "subagents_left_out" not in training_row["extra"]
 
 

@@ -30,8 +30,9 @@ from tests.helpers.exporting import exported, judged, make_run, rejects, rows, w
 from tests.helpers.running import command, ids, lines, run, wait_until, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
-EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns",
-                  status_reason="3 turns")  # fmt: skip
+EARLY = record_of(
+    user(), assistant("", call()), result("r"), status="max_turns", status_reason="3 turns"
+)
 KEY = "sk-ant-api03-" + "a1B2" * 8
 
 
@@ -57,8 +58,9 @@ class TestFilters:
         assert [(row["id"], row["completed"]) for row in training_rows] == [("t1", False)]
 
     def test_reasoning_is_counted_over_the_turns_of_the_model(self, tmp_path: Path) -> None:
-        half = record_of(user(), assistant("", call(), reasoning="Hm."), result("r"),
-                         assistant("Hi."))  # fmt: skip
+        half = record_of(
+            user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
+        )
         source = make_run(tmp_path, worked(), half, said("<think>x</think>Hi."), said("Hi."))
         assert left_out(source, min_reasoning=0.5) == {"t3": "min_reasoning"}
         assert left_out(source, min_reasoning=0.6) == {f"t{n}": "min_reasoning" for n in (1, 3)}
@@ -75,8 +77,9 @@ class TestFilters:
         assert left_out(source, max_tool_error_share=0.5) == {"t1": "max_tool_error_share"}
 
     def test_invented_tools(self, tmp_path: Path) -> None:
-        record = record_of(user(), assistant("", call(name="tmep")), result("no", is_error=True),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(), assistant("", call(name="tmep")), result("no", is_error=True), assistant("Hi.")
+        )
         source = make_run(tmp_path, worked(), record)
         assert left_out(source) == {}
         assert left_out(source, invented_tools="reject") == {"t1": "invented_tools"}
@@ -94,8 +97,13 @@ class TestFilters:
 
     def test_inherited_turns_of_a_branch_are_not_counted(self, tmp_path: Path) -> None:
         failed = (assistant("", call(id="a", name="tmep")), result("no", id="a", is_error=True))
-        branch = record_of(user(), *failed, assistant("", call(), reasoning="Hm."), result("r"),
-                           assistant("Hi.", reasoning="So."))  # fmt: skip
+        branch = record_of(
+            user(),
+            *failed,
+            assistant("", call(), reasoning="Hm."),
+            result("r"),
+            assistant("Hi.", reasoning="So."),
+        )
         branch["turns"][0]["inherited"] = True
         unanswered = record_of(user(), *failed, status="length")
         unanswered["turns"][0]["inherited"] = True
@@ -237,8 +245,9 @@ class TestFilters:
     def test_secrets_are_found_and_never_repeated(
         self, tmp_path: Path, secret: str, kind: str
     ) -> None:
-        record = record_of(user(), assistant("", call()), result(f"key={secret} end"),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(), assistant("", call()), result(f"key={secret} end"), assistant("Hi.")
+        )
         plain = said(
             "sk-learn-is-not-a-key-at-all, https://example.org/a:b@c, task-12345678901234567890x"
         )
@@ -252,12 +261,20 @@ class TestFilters:
         """There an escape precedes them, whose last letter is not part of a word."""
         text = f"keys:\n{KEY}\tend"
         records = [
-            record_of(user(), assistant("", call(json.dumps({"city": text}))), result("r"),
-                      assistant("Hi.")),
-            record_of(user(), assistant("", call()), result(json.dumps([text.replace("\n", "\t")])),
-                      assistant("Hi.")),
+            record_of(
+                user(),
+                assistant("", call(json.dumps({"city": text}))),
+                result("r"),
+                assistant("Hi."),
+            ),
+            record_of(
+                user(),
+                assistant("", call()),
+                result(json.dumps([text.replace("\n", "\t")])),
+                assistant("Hi."),
+            ),
             record_of(user(), assistant("", call()), result(f'"\\u003c{KEY}"'), assistant("Hi.")),
-        ]  # fmt: skip
+        ]
         reasons = left_out(make_run(tmp_path, *records), secrets="patterns")
         assert reasons == {f"t{n}": "secrets" for n in range(3)}
 
@@ -296,8 +313,9 @@ class TestFilters:
 class TestDuplicates:
     def test_equal_conversations_are_kept_once(self, tmp_path: Path) -> None:
         """Ids of calls and times are not words; results of tools are."""
-        again = record_of(user(), assistant("", call(id="x9")), result("r", id="x9"),
-                          assistant("Hi."))  # fmt: skip
+        again = record_of(
+            user(), assistant("", call(id="x9")), result("r", id="x9"), assistant("Hi.")
+        )
         first = record_of(user(), assistant("", call()), result("r"), assistant("Hi."))
         other = record_of(user(), assistant("", call()), result("s"), assistant("Hi."))
         source = make_run(tmp_path, first, again, other)
@@ -322,13 +340,17 @@ class TestSelection:
         source = make_run(tmp_path, *records, samples=3)
         assert left_out(source, first_n=2) == {"t0#s2": "first_n", "t1#s2": "first_n"}
         assert left_out(source, best_n=1) == {
-            **{"t0": "best_n", "t0#s1": "best_n"},
-            **{"t1": "best_n", "t1#s1": "best_n"},
+            "t0": "best_n",
+            "t0#s1": "best_n",
+            "t1": "best_n",
+            "t1#s1": "best_n",
         }
         two = {"best_n": 2, "exact_duplicates": False}
         assert [row["id"] for row in rows(source, "raw", filters=two)] == [
-            *("t0", "t0#s2"),
-            *("t1", "t1#s2"),
+            "t0",
+            "t0#s2",
+            "t1",
+            "t1#s2",
         ]
 
     def test_comparisons_see_all_samples_even_those_not_chosen(self, tmp_path: Path) -> None:
@@ -355,11 +377,7 @@ class TestSplits:
 
     def split_of(self, source: Source, **recipe: Any) -> dict[str, str]:
         directory, _ = exported(source, formats="raw", splits=self.SHARES, **recipe)
-        return {
-            row_id: path.stem
-            for path in (directory / "raw").iterdir()
-            for row_id in ids(path)
-        }  # fmt: skip
+        return {row_id: path.stem for path in (directory / "raw").iterdir() for row_id in ids(path)}
 
     def test_are_by_prompt_and_move_no_row_when_rows_are_added(self, tmp_path: Path) -> None:
         few = make_run(tmp_path, *[said(str(n)) for n in range(60)], samples=2)
@@ -593,8 +611,12 @@ class TestDirectory:
         exported(source, formats="hermes")
         paths = {p.relative_to(directory).as_posix() for p in directory.rglob("*")}
         assert paths == {
-            *("hermes", "hermes/train.jsonl", "rejects.jsonl"),
-            *("README.md", "manifest.json", "notes.txt"),
+            "hermes",
+            "hermes/train.jsonl",
+            "rejects.jsonl",
+            "README.md",
+            "manifest.json",
+            "notes.txt",
         }
 
     def test_a_directory_with_other_things_is_left_alone(self, tmp_path: Path) -> None:

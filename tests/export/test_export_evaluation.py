@@ -77,8 +77,9 @@ def test_questions_come_from_the_hub_and_the_manifest_names_the_commit(tmp_path:
     questions = b"".join(json.dumps({"q": text}).encode() + b"\n" for text in (QUESTION, "x"))
     with fake_hub({"data/train.jsonl": questions}) as (environment, _):
         home = {"HF_HOME": str(tmp_path / "home")}
-        done = run(tmp_path, "export", source.run_dir, recipe="recipe.yaml",
-                   env={**home, **environment})  # fmt: skip
+        done = run(
+            tmp_path, "export", source.run_dir, recipe="recipe.yaml", env={**home, **environment}
+        )
     assert done.returncode == 0, done.stderr
     dataset = source.run_dir / "exports" / "dataset"
     manifest = json.loads((dataset / "manifest.json").read_text())
@@ -87,8 +88,9 @@ def test_questions_come_from_the_hub_and_the_manifest_names_the_commit(tmp_path:
     card = (dataset / "README.md").read_text()
     assert f"- compared with benchmarks: 13 words in a row, in all texts\n  - `{name}`, " in card
     assert f"revision {REVISION}: 1 question; left out: 1 by words" in card
-    gone = run(tmp_path, "export", source.run_dir, recipe="recipe.yaml",
-               env={**home, **environment})  # fmt: skip
+    gone = run(
+        tmp_path, "export", source.run_dir, recipe="recipe.yaml", env={**home, **environment}
+    )
     assert gone.returncode == 4
     assert "cannot reach the hub" in gone.stderr
 
@@ -157,8 +159,11 @@ def test_rows_of_a_benchmarks_repositories_and_commits_are_left_out(tmp_path: Pa
 
 
 def test_only_some_columns_of_a_benchmark_hold_questions(tmp_path: Path) -> None:
-    bench = write_rows(tmp_path / "b.jsonl", {"text": "Why?", "patch": QUESTION},
-                       {"text": " ".join(reversed(WORDS)), "patch": ""})  # fmt: skip
+    bench = write_rows(
+        tmp_path / "b.jsonl",
+        {"text": "Why?", "patch": QUESTION},
+        {"text": " ".join(reversed(WORDS)), "patch": ""},
+    )
     source = make_run(tmp_path, asked(QUESTION), asked(" ".join(reversed(WORDS))))
     files = {"evaluation_files": [str(bench)]}
     assert left_out(source, **files).keys() == {"t0", "t1"}
@@ -168,8 +173,12 @@ def test_only_some_columns_of_a_benchmark_hold_questions(tmp_path: Path) -> None
 def test_each_set_counts_what_was_left_out_by_it(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("How many moons has Mars?\n")
     files = [row_of("txt", tmp_path), str(tmp_path / "short.txt")]
-    source = make_run(tmp_path, asked("Tell how many moons has Mars."), asked(QUESTION),
-                      asked(QUESTION + " moons"))  # fmt: skip
+    source = make_run(
+        tmp_path,
+        asked("Tell how many moons has Mars."),
+        asked(QUESTION),
+        asked(QUESTION + " moons"),
+    )
     _, manifest = exported(source, formats="openai", filters={"evaluation_files": files})
     assert [(one["name"], one["left_out"]) for one in manifest["evaluation"]] == [
         ("set.txt", {"words": 2}),
@@ -180,11 +189,13 @@ def test_each_set_counts_what_was_left_out_by_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("filters", "words"),
     [
-        ("evaluation_files: [q.txt], evaluation_search: [answers]",
-         "filters.evaluation_search.0: must be 'all', 'prompts' or 'tool_results'"),
+        (
+            "evaluation_files: [q.txt], evaluation_search: [answers]",
+            "filters.evaluation_search.0: must be 'all', 'prompts' or 'tool_results'",
+        ),
         ("evaluation_files: [q.txt], evaluation_words: 15", "filters.evaluation_words: "),
     ],
-)  # fmt: skip
+)
 def test_a_recipe_that_compares_nothing_is_refused(
     tmp_path: Path, filters: str, words: str
 ) -> None:
@@ -202,15 +213,19 @@ def test_a_recipe_that_compares_nothing_is_refused(
         ({"evaluation_files": ["hf:nothing"]}, "filters.evaluation_files: hf:nothing: not a"),
         ({"evaluation_files": ["gone.jsonl"]}, "filters.evaluation_files: gone.jsonl: cannot read"),
         ({"evaluation_files": ["gone.txt"]}, "filters.evaluation_files: gone.txt: cannot read"),
-        ({"evaluation_files": ["set.txt"], "evaluation_columns": ["repo"]},
-         "filters.evaluation_columns: no set of evaluation_files has a column 'repo'"),
+        (
+            {"evaluation_files": ["set.txt"], "evaluation_columns": ["repo"]},
+            "filters.evaluation_columns: no set of evaluation_files has a column 'repo'",
+        ),
         ({"evaluation_files": ["set.txt"], "evaluation_text": ["q"]}, "no question of 5 words"),
-        ({"evaluation_files": ["set.txt"], "evaluation_search": []},
-         "filters.evaluation_search: is empty; then set evaluation_columns"),
+        (
+            {"evaluation_files": ["set.txt"], "evaluation_search": []},
+            "filters.evaluation_search: is empty; then set evaluation_columns",
+        ),
         ({"evaluation_columns": ["repo"]}, "filters.evaluation_columns: needs evaluation_files"),
         ({"evaluation_text": ["q"]}, "filters.evaluation_text: needs evaluation_files"),
     ],
-)  # fmt: skip
+)
 def test_a_set_that_cannot_be_compared_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any], words: str
 ) -> None:

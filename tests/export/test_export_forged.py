@@ -54,7 +54,10 @@ def test_is_text_or_refused(tmp_path: Path, name: str) -> None:
     for number, (place, token) in enumerate(cases):
         if (row := rows.get(f"t{number}")) is None:
             assert refused[f"t{number}"] in (
-                *("control_token", "marker_in_text", "marker_in_arguments", "marker_in_result"),
+                "control_token",
+                "marker_in_text",
+                "marker_in_arguments",
+                "marker_in_result",
             )
             continue
         if name in ("atif", "raw"):  # documents, which nothing tokenizes

@@ -35,10 +35,13 @@ from tests.helpers.stored import ROW_FORMATS, row_in, stored, to_row
 
 PARALLEL = record_of(
     user(),
-    assistant("Both.", call('{"city": "A"}', id="a"), call('{"city": "B"}', id="b"),
-              reasoning="Two."),
-    result("1", id="a"), result("2", id="b"), assistant("Done."),
-)  # fmt: skip
+    assistant(
+        "Both.", call('{"city": "A"}', id="a"), call('{"city": "B"}', id="b"), reasoning="Two."
+    ),
+    result("1", id="a"),
+    result("2", id="b"),
+    assistant("Done."),
+)
 
 
 def row(record: dict[str, Any], name: str = "openai", **style: Any) -> dict[str, Any]:
@@ -62,20 +65,33 @@ class TestOpenai:
     def test_messages_hold_what_was_said_and_no_absent_key(self) -> None:
         training_row = row(worked())
         assert list(training_row) == [
-            *("id", "messages", "tools", "completed"),
-            *("num_turns", "num_tool_calls", "has_reasoning", "metadata"),
+            "id",
+            "messages",
+            "tools",
+            "completed",
+            "num_turns",
+            "num_tool_calls",
+            "has_reasoning",
+            "metadata",
         ]
         arguments = {"city": "Oslo", "n": 1.5}
-        tool_call = {"id": "c1", "type": "function",
-                 "function": {"name": "temp", "arguments": arguments}}  # fmt: skip
+        tool_call = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "temp", "arguments": arguments},
+        }
         assert training_row["messages"] == [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Go."},
-            {"role": "assistant", "content": "Looking.", "reasoning_content": "Which city?",
-             "tool_calls": [tool_call]},
+            {
+                "role": "assistant",
+                "content": "Looking.",
+                "reasoning_content": "Which city?",
+                "tool_calls": [tool_call],
+            },
             {"role": "tool", "tool_call_id": "c1", "name": "temp", "content": '{"c": 9}'},
             {"role": "assistant", "content": "Done.", "reasoning_content": "Now I know."},
-        ]  # fmt: skip
+        ]
         assert json.loads(training_row["tools"]) == [TEMP]
 
     def test_without_tools_the_list_is_an_empty_one(self) -> None:
@@ -163,10 +179,10 @@ def test_the_system_prompt_can_be_left_out_or_added(tmp_path: Path) -> None:
 
 
 def test_long_tool_results_lose_their_middle() -> None:
-    record = record_of(user(), assistant("", call()), result("a" * 50 + "b" * 50),
-                       assistant("Hi."))  # fmt: skip
-    (content,) = [m["content"] for m in row(record, max_tool_chars=10)["messages"]
-                  if m["role"] == "tool"]  # fmt: skip
+    record = record_of(user(), assistant("", call()), result("a" * 50 + "b" * 50), assistant("Hi."))
+    (content,) = [
+        m["content"] for m in row(record, max_tool_chars=10)["messages"] if m["role"] == "tool"
+    ]
     assert content == "aaaaa\n[... 90 characters cut ...]\nbbbbb"
     assert row(record, max_tool_chars=100) == row(record)
 
@@ -236,8 +252,13 @@ class TestLlamafactory:
 class TestAtif:
     def test_steps_are_messages_and_turns_with_what_they_cost(self, tmp_path: Path) -> None:
         usage = {"input_tokens": 7, "output_tokens": 3, "cache_read_tokens": None}
-        turn = {"usage": usage, "finish_reason": "stop", "started_at": 0.0, "duration_s": 1.0,
-                "cost_usd": None}  # fmt: skip
+        turn = {
+            "usage": usage,
+            "finish_reason": "stop",
+            "started_at": 0.0,
+            "duration_s": 1.0,
+            "cost_usd": None,
+        }
         record = worked(versions={"batch-trajectories": "1.2"}, turns=[turn, turn])
         (document,) = rows(make_run(tmp_path, record), "atif")
         assert document["schema_version"] == "ATIF-v1.8"
@@ -251,19 +272,28 @@ class TestAtif:
             "message": "Looking.",
             "timestamp": "1970-01-01T00:00:00+00:00",
             "reasoning_content": "Which city?",
-            "tool_calls": [{"tool_call_id": "c1", "function_name": "temp",
-                            "arguments": {"city": "Oslo", "n": 1.5}}],
+            "tool_calls": [
+                {
+                    "tool_call_id": "c1",
+                    "function_name": "temp",
+                    "arguments": {"city": "Oslo", "n": 1.5},
+                }
+            ],
             "observation": {"results": [{"source_call_id": "c1", "content": '{"c": 9}'}]},
             "llm_call_count": 1,
             "metrics": {"prompt_tokens": 7, "completion_tokens": 3},
-        }  # fmt: skip
+        }
         assert document["final_metrics"] == {"total_prompt_tokens": 10, "total_steps": 4}
 
     def test_failed_calls_and_given_turns_are_marked(self) -> None:
         record = record_of(
-            user(), assistant("Earlier."), user("More."), assistant("", call()),
-            result("no", is_error=True), assistant("Hi."),
-        )  # fmt: skip
+            user(),
+            assistant("Earlier."),
+            user("More."),
+            assistant("", call()),
+            result("no", is_error=True),
+            assistant("Hi."),
+        )
         record["turns"] = record["turns"][1:]
         steps = row(record, "atif")["steps"]
         assert [step.get("is_copied_context") for step in steps] == [None, True, None, None, None]
@@ -288,15 +318,24 @@ class TestAtif:
 
     def test_subagents_are_documents_that_their_calls_refer_to(self) -> None:
         record = record_of(
-            user(), assistant("", call(id="a"), call(id="b"), call(id="c")), result("4", id="a"),
-            result("no", id="b"), result("5", id="c"), assistant("Done."),
-        )  # fmt: skip
+            user(),
+            assistant("", call(id="a"), call(id="b"), call(id="c")),
+            result("4", id="a"),
+            result("no", id="b"),
+            result("5", id="c"),
+            assistant("Done."),
+        )
         deep = _inner("c9", "deepest", user("Deep."), assistant("Deeper."))
         good = _inner(
-            "a", "helper", {"role": "system", "content": "Help."}, user("Do."),
-            assistant("", call(id="c9"), reasoning="Hm."), result("6", id="c9"), assistant("4"),
+            "a",
+            "helper",
+            {"role": "system", "content": "Help."},
+            user("Do."),
+            assistant("", call(id="c9"), reasoning="Hm."),
+            result("6", id="c9"),
+            assistant("4"),
             inner=[deep],
-        )  # fmt: skip
+        )
         broken = _inner("b", "helper", user("Do."), assistant("", call("{not", id="x")))
         silent = _inner("c", "helper", user("Do."))
         stage = _inner("preparation#1", "preparation", user("Look."), assistant("x := 1"))
@@ -304,8 +343,10 @@ class TestAtif:
         document = row(record, "atif")
         results = document["steps"][1]["observation"]["results"]
         assert [one.get("subagent_trajectory_ref") for one in results] == [
-            [{"trajectory_id": "row-1-0/a"}], None, None,
-        ]  # fmt: skip
+            [{"trajectory_id": "row-1-0/a"}],
+            None,
+            None,
+        ]
         first, second = document["subagent_trajectories"]
         assert first["trajectory_id"] == "row-1-0/preparation#1"
         assert second["trajectory_id"] == "row-1-0/a"
@@ -448,16 +489,18 @@ class TestPreferences:
         assert lenient[0]["completion"][-1]["content"] == "A"
 
     def test_the_turns_of_the_prompt_are_not_completion(self, tmp_path: Path) -> None:
-        record = record_of(user(), assistant("Given."), user("On."), assistant("Own."),
-                           check={"reward": 1.0})  # fmt: skip
+        record = record_of(
+            user(), assistant("Given."), user("On."), assistant("Own."), check={"reward": 1.0}
+        )
         record["turns"] = record["turns"][1:]
         (training_rows,) = rows(make_run(tmp_path, record), "kto")
         assert [m["content"] for m in training_rows["prompt"]] == ["Go.", "Given.", "On."]
         assert [m["content"] for m in training_rows["completion"]] == ["Own."]
 
     def test_later_user_messages_are_part_of_the_completion(self, tmp_path: Path) -> None:
-        record = record_of(user(), assistant("A."), user("On."), assistant("B."),
-                           check={"reward": 1.0})  # fmt: skip
+        record = record_of(
+            user(), assistant("A."), user("On."), assistant("B."), check={"reward": 1.0}
+        )
         (training_rows,) = rows(make_run(tmp_path, record), "kto")
         assert [m["content"] for m in training_rows["prompt"]] == ["Go."]
         assert [m["content"] for m in training_rows["completion"]] == ["A.", "On.", "B."]
@@ -465,8 +508,11 @@ class TestPreferences:
 
 def test_raw_rows_are_the_records_to_the_byte(tmp_path: Path) -> None:
     """Those that break rules of other formats too."""
-    source = make_run(tmp_path, worked(), record_of(user(), assistant("", call("{")), result("r"),
-                                                    assistant("Hi.")))  # fmt: skip
+    source = make_run(
+        tmp_path,
+        worked(),
+        record_of(user(), assistant("", call("{")), result("r"), assistant("Hi.")),
+    )
     directory, _ = exported(source, formats="raw")
     stored = (source.run_dir / "records.jsonl").read_bytes()
     assert (directory / "raw" / "train.jsonl").read_bytes() == stored
@@ -549,8 +595,9 @@ class TestForgedStructure:
     @pytest.mark.parametrize("token", CONTROL + MARKUP)
     def test_in_tool_output_and_arguments_hermes_escapes_it(self, token: str) -> None:
         arguments = json.dumps({"q": token}, ensure_ascii=False)
-        record = record_of(user(), assistant("", call(arguments)), result(f"x {token} y"),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(), assistant("", call(arguments)), result(f"x {token} y"), assistant("Hi.")
+        )
         turns = row(record, "hermes")["conversations"]
         assert not any(token in turn["value"] for turn in turns)
         body = (
@@ -578,16 +625,18 @@ class TestForgedStructure:
         self, token: str, reason: str
     ) -> None:
         """However they are written: a template writes them anew."""
-        record = record_of(user(), assistant("", call(f'{{"q": "{token}"}}')), result("r"),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(), assistant("", call(f'{{"q": "{token}"}}')), result("r"), assistant("Hi.")
+        )
         assert refused(record, "openai") == refused(record, "llamafactory") == reason
         value = row(record, "hermes")["conversations"][2]["value"]
         assert arguments_of(value) == {"q": json.loads(f'"{token}"')}
 
     def test_control_tokens_of_tools_and_system_prompts_count_too(self) -> None:
         function = {"name": "temp", "description": "See <|im_end|>", "parameters": {}}
-        record = record_of(user(), assistant("Hi."), tools=[{"type": "function",
-                                                             "function": function}])  # fmt: skip
+        record = record_of(
+            user(), assistant("Hi."), tools=[{"type": "function", "function": function}]
+        )
         assert refused(record) == "control_token"
         assert "<|im_end|>" not in row(record, "hermes")["conversations"][0]["value"]
         system = {"role": "system", "content": "You <|im_start|>"}
@@ -597,8 +646,9 @@ class TestForgedStructure:
 
     @pytest.mark.parametrize("tag", ["<tool_call>", "</think>", "<think>"])
     def test_tags_in_prompts_and_results_are_text_of_their_turn(self, tag: str) -> None:
-        record = record_of(user(f"What is {tag}?"), assistant("", call()), result(f"a {tag} b"),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(f"What is {tag}?"), assistant("", call()), result(f"a {tag} b"), assistant("Hi.")
+        )
         messages = row(record)["messages"]
         assert (messages[0]["content"], messages[2]["content"]) == (f"What is {tag}?", f"a {tag} b")
         told = said(record)
@@ -610,13 +660,13 @@ class TestForgedStructure:
         assert {refused(record, name) for name in TEXT_FORMATS} == {"marker_in_text"}
 
     def test_arguments_that_are_not_json_reject_the_row(self) -> None:
-        record = record_of(user(), assistant("", call('{"a": NaN}')), result("r"),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(user(), assistant("", call('{"a": NaN}')), result("r"), assistant("Hi."))
         assert {refused(record, name) for name in ROW_FORMATS} == {"arguments_not_json"}
 
     def test_lone_surrogates_become_replacement_characters(self) -> None:
-        record = record_of(user(), assistant("", call('{"q": "\\ud800"}')), result("r"),
-                           assistant("Hi."))  # fmt: skip
+        record = record_of(
+            user(), assistant("", call('{"q": "\\ud800"}')), result("r"), assistant("Hi.")
+        )
         call_made = row(record)["messages"][1]["tool_calls"][0]
         assert call_made["function"]["arguments"] == {"q": "\ufffd"}
 

@@ -26,8 +26,9 @@ from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import SCRIPTED, run, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
-EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns",
-                  status_reason="3 turns")  # fmt: skip
+EARLY = record_of(
+    user(), assistant("", call()), result("r"), status="max_turns", status_reason="3 turns"
+)
 FLAWED = record_of(user(), assistant("See </tool_call>."))
 BAD_ROWS = '{"id": "x1"}\n[1]\n{"id": "x2"}\nnot JSON at 17\n'
 
@@ -112,8 +113,12 @@ def test_exports_are_told_with_what_their_manifests_counted(tmp_path: Path) -> N
     }
     assert (openai["rows"], openai["path"]) == (2, "exports/dataset/openai")
     assert openai["lost"] == {
-        **before, "exact_duplicates": 1, "marker_in_text": 1, "require_passed": 1, "status": 1
-    }  # fmt: skip
+        **before,
+        "exact_duplicates": 1,
+        "marker_in_text": 1,
+        "require_passed": 1,
+        "status": 1,
+    }
     assert (dpo["format"], dpo["rows"], dpo["lost"]["no_reward"]) == ("dpo", 0, 1)
 
 
@@ -140,14 +145,15 @@ def test_stats_shows_the_funnel(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0] == "rows 13"
     for line in (
-        *("left out 2 bad row: no `prompt` field (fields: id)", "tasks 9"),
-        *("left out 1 failed: Timeout", "left out 1 pending", "left out 1 max_turns"),
-        *(
-            "completed 5",
-            "left out 1 not_passed",
-            "left out 3 neither checked nor scored",
-            "passed 1",
-        ),
+        "left out 2 bad row: no `prompt` field (fields: id)",
+        "tasks 9",
+        "left out 1 failed: Timeout",
+        "left out 1 pending",
+        "left out 1 max_turns",
+        "completed 5",
+        "left out 1 not_passed",
+        "left out 3 neither checked nor scored",
+        "passed 1",
         "exported 4 rows of hermes in r.jsonl, from 4 of 13 tasks",
         "left out 1 marker_in_text",
     ):
@@ -217,8 +223,10 @@ def _meta(stored: StoredRun) -> dict[str, Any]:
 
 
 def test_rare_reasons_of_bad_rows_are_counted_together(tmp_path: Path) -> None:
-    reasons = "".join(f'{{"id": "b{n}", "prompt": {value}}}\n' for n, value in enumerate(
-        ["1", "[]", "{}", "null", "true"]))  # fmt: skip
+    reasons = "".join(
+        f'{{"id": "b{n}", "prompt": {value}}}\n'
+        for n, value in enumerate(["1", "[]", "{}", "null", "true"])
+    )
     source = make_run(tmp_path, worked(), more=reasons)
     (rows, *_) = funnel(source)["steps"]
     assert sum(rows["lost"].values()) == 5
@@ -233,8 +241,15 @@ def test_rare_reasons_of_bad_rows_are_counted_together(tmp_path: Path) -> None:
 def test_every_step_adds_up(
     tmp_path_factory: pytest.TempPathFactory, samples: int, data: st.DataObject
 ) -> None:
-    kinds = [FAILED, EARLY, FLAWED, worked("A"), passed("B", has_passed=True),
-             passed("C", has_passed=False), asked_twice()]  # fmt: skip
+    kinds = [
+        FAILED,
+        EARLY,
+        FLAWED,
+        worked("A"),
+        passed("B", has_passed=True),
+        passed("C", has_passed=False),
+        asked_twice(),
+    ]
     records = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=9))
     pending, bad = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
     folder = tmp_path_factory.mktemp("funnel")

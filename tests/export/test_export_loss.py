@@ -59,11 +59,15 @@ def test_every_message_knows_who_wrote_it() -> None:
 
 
 def test_a_note_that_was_added_to_the_words_of_a_user_leaves_them_the_prompts() -> None:
-    record = record_of(user(), assistant("A?"), {**user(f"Yes.\n\n{NOTE}"), "notes": ["continue"]},
-                       assistant("B."))  # fmt: skip
+    record = record_of(
+        user(), assistant("A?"), {**user(f"Yes.\n\n{NOTE}"), "notes": ["continue"]}, assistant("B.")
+    )
     record["notes"] = [{"turn": 1, "reason": "continue", "text": NOTE, "at": 1.0}]
     assert [entry.author for entry in read_conversation(stored(record)).entries] == [
-        *("prompt", "model", "prompt", "model")
+        "prompt",
+        "model",
+        "prompt",
+        "model",
     ]
 
 
@@ -127,11 +131,17 @@ def test_openai_marks_turns_that_carry_no_loss_and_no_others(tmp_path: Path) -> 
     ]
     no_loss = ("assistant", 0, False)
     assert marks == [
-        ("user", None, None), no_loss,
-        ("user", None, None), no_loss, ("tool", None, None), no_loss,
         ("user", None, None),
-        ("assistant", None, None), ("tool", None, None), ("assistant", None, None),
-    ]  # fmt: skip
+        no_loss,
+        ("user", None, None),
+        no_loss,
+        ("tool", None, None),
+        no_loss,
+        ("user", None, None),
+        ("assistant", None, None),
+        ("tool", None, None),
+        ("assistant", None, None),
+    ]
     assert list(row["messages"][3]) == ["role", "content", "tool_calls", "weight", "loss"]
 
 
@@ -144,8 +154,10 @@ def test_no_key_marks_a_row_of_this_runs_model_alone(tmp_path: Path) -> None:
 def test_what_a_format_cannot_mark_is_counted_and_stays_as_it_was(tmp_path: Path) -> None:
     source = make_run(tmp_path, mixed(), worked())
     directory, manifest = exported(source, formats="hermes,llamafactory,openai,atif")
-    found = {part["format"]: (part["marks_loss"], part["turns_of_others"])
-             for part in manifest["formats"]}  # fmt: skip
+    found = {
+        part["format"]: (part["marks_loss"], part["turns_of_others"])
+        for part in manifest["formats"]
+    }
     others = {"parent": 2, "prompt": 1}
     assert found == {
         "hermes": (False, others),

@@ -101,8 +101,16 @@ def test_a_call_is_repeated_only_right_after_it_and_with_the_same_result() -> No
 def test_a_note_of_the_runtime_does_not_hide_that_a_call_is_repeated() -> None:
     again = result("r\n\nYou did this.\n\nHurry.", id="c2")
     tagged = {**result("r [stored as x]", id="c3"), "details": {"own_chars": 1}}
-    record = record_of(user(), assistant("", call()), result("r"), assistant("", call(id="c2")),
-                       again, assistant("", call(id="c3")), tagged, assistant("Done."))  # fmt: skip
+    record = record_of(
+        user(),
+        assistant("", call()),
+        result("r"),
+        assistant("", call(id="c2")),
+        again,
+        assistant("", call(id="c3")),
+        tagged,
+        assistant("Done."),
+    )
     texts = ("You did this.", "Hurry.")
     record["notes"] = [{"turn": 2, "reason": "repeat", "text": text} for text in texts]
     assert masked(record, repeated_call=True).keys() == {2, 3}
@@ -254,9 +262,14 @@ def test_a_mask_of_bad_arguments_keeps_the_row_where_the_format_can_hold_them(
     tmp_path: Path,
 ) -> None:
     """An agent does not say why a call failed: the arguments themselves mask the turn."""
-    said = (user(), assistant("", call(BROKEN)), result("no"),
-            assistant("", call('{"city": "Lima", "n": null}', id="c2")), result("9", id="c2"),
-            assistant("Nine."))  # fmt: skip
+    said = (
+        user(),
+        assistant("", call(BROKEN)),
+        result("no"),
+        assistant("", call('{"city": "Lima", "n": null}', id="c2")),
+        result("9", id="c2"),
+        assistant("Nine."),
+    )
     source = make_run(tmp_path, record_of(*said))
     mask = {"bad_arguments": True}
     (told,) = why(source, formats="openai", mask=mask).values()
@@ -300,9 +313,14 @@ def test_a_conversation_of_masked_turns_alone_has_no_row(tmp_path: Path) -> None
 def test_an_answer_that_came_with_calls_is_masked_with_them(tmp_path: Path) -> None:
     turn = assistant("", call(id="c1"), final("A"))
     record = record_of(
-        user(), assistant("First", call(id="c0")), result("r", id="c0"), turn,
-        failed(), result("ok", id="f"), tools=OFFERED,
-    )  # fmt: skip
+        user(),
+        assistant("First", call(id="c0")),
+        result("r", id="c0"),
+        turn,
+        failed(),
+        result("ok", id="f"),
+        tools=OFFERED,
+    )
     (row,) = rows(make_run(tmp_path, record), "openai", mask={"failed_call": True})
     assert learnt(row) == ["First"]
     assert [m["content"] for m in row["messages"] if "weight" in m] == ["", "A"]
@@ -342,13 +360,15 @@ def test_subagents_turns_are_masked_too(tmp_path: Path) -> None:
 
 def answered(words: str, *, passed: bool | None = None, **changes: Any) -> dict[str, Any]:
     check = None if passed is None else {"passed": passed, "reward": float(passed)}
-    return record_of(user(), assistant("Look", call()), result("r"), assistant(words),
-                     check=check, **changes)  # fmt: skip
+    return record_of(
+        user(), assistant("Look", call()), result("r"), assistant(words), check=check, **changes
+    )
 
 
 def test_failures_are_rows_by_choice_masked_and_with_their_provenance(tmp_path: Path) -> None:
-    early = record_of(user(), assistant("Look", call()), result("r"), status="max_turns",
-                      status_reason="1 turn")  # fmt: skip
+    early = record_of(
+        user(), assistant("Look", call()), result("r"), status="max_turns", status_reason="1 turn"
+    )
     source = make_run(
         tmp_path,
         answered("Right", passed=True),
@@ -369,8 +389,11 @@ def test_failures_are_rows_by_choice_masked_and_with_their_provenance(tmp_path: 
     told = [json.loads(row["metadata"]) for row in found]
     assert [one.get("included") for one in told] == [None, "not_passed", "not_passed", None]
     assert [(one["status"], one.get("reward")) for one in told] == [
-        ("completed", 1.0), ("completed", 0.0), ("max_turns", None), ("completed", None),
-    ]  # fmt: skip
+        ("completed", 1.0),
+        ("completed", 0.0),
+        ("max_turns", None),
+        ("completed", None),
+    ]
     (part,) = manifest["formats"]
     assert part["not_passed"] == 2
     assert part["masked"] == {"turns": 1, "of": 7, "by_reason": {"wrong_answer": 1}}
@@ -411,8 +434,10 @@ def test_a_dollar_trains_more_turns(tmp_path: Path) -> None:
     ("recipe", "words"),
     [
         ("mask: {}", "r.yaml:1: mask: masks nothing; set one of turn_reward, failed_call"),
-        ("mask: {faild_call: true}", "r.yaml:1: mask.faild_call: unknown key; did you mean "
-         "'failed_call'?"),
+        (
+            "mask: {faild_call: true}",
+            "r.yaml:1: mask.faild_call: unknown key; did you mean 'failed_call'?",
+        ),
         ("mask: {failed_call: 3}", "r.yaml:1: mask.failed_call: "),
         ("mask: {turn_reward: high}", "r.yaml:1: mask.turn_reward: "),
         ("mask: {turn_reward: true}", "r.yaml:1: mask.turn_reward.reward: must be a number"),
@@ -420,16 +445,22 @@ def test_a_dollar_trains_more_turns(tmp_path: Path) -> None:
         ("mask: {model: mine}", "r.yaml:1: mask.model: must be 'own_model'"),
         ("mask: {function: f}", "r.yaml:1: mask.function: "),
         ("mask: [failed_call]", "r.yaml:1: mask: "),
-        ("mask: {failed_call: true}\nformats: [hermes]", "r.yaml: mask: hermes cannot say which "
-         "turns carry no loss; choose openai"),
+        (
+            "mask: {failed_call: true}\nformats: [hermes]",
+            "r.yaml: mask: hermes cannot say which turns carry no loss; choose openai",
+        ),
         ("mask: {failed_call: true}\nformats: [openai, dpo]", "r.yaml: mask: dpo cannot say"),
-        ("mask: {failed_call: true}\nformats: llamafactory", "llamafactory cannot say which turns "
-         "carry no loss; add per_turn"),
+        (
+            "mask: {failed_call: true}\nformats: llamafactory",
+            "llamafactory cannot say which turns carry no loss; add per_turn",
+        ),
         ("include: passed", "r.yaml:1: include.0: must be 'not_passed'"),
-        ("include: not_passed\nfilters: {passed: true}", "r.yaml: include: not_passed and "
-         "filters.require_passed exclude each other"),
+        (
+            "include: not_passed\nfilters: {passed: true}",
+            "r.yaml: include: not_passed and filters.require_passed exclude each other",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_recipe_that_cannot_be_is_refused_in_one_line(
     tmp_path: Path, recipe: str, words: str
 ) -> None:

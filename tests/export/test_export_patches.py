@@ -43,8 +43,11 @@ def test_records_without_a_whole_diff_are_rejected_by_name(tmp_path: Path) -> No
     directory, _ = exported(source, formats="predictions")
     entries = lines(directory / "rejects.jsonl")
     assert [line["reason"] for line in entries] == [
-        "no_patch", "patch_truncated", "no_patch", "no_patch",
-    ]  # fmt: skip
+        "no_patch",
+        "patch_truncated",
+        "no_patch",
+        "no_patch",
+    ]
     assert "at most 64 MiB" in entries[2]["detail"]
 
 

@@ -81,8 +81,11 @@ def test_each_turn_has_a_row_that_ends_with_it_and_is_learnt_alone(tmp_path: Pat
     ]
     assert [row["messages"][-1]["role"] for row in training_rows] == ["assistant"] * 4
     assert training_rows[2]["messages"][2] == {
-        "role": "tool", "tool_call_id": "c1", "name": "temp", "content": "r1"
-    }  # fmt: skip
+        "role": "tool",
+        "tool_call_id": "c1",
+        "name": "temp",
+        "content": "r1",
+    }
 
 
 def test_the_columns_of_a_row_are_those_of_its_turn(tmp_path: Path) -> None:
@@ -154,8 +157,13 @@ def test_turns_of_others_are_context_and_have_no_row(tmp_path: Path) -> None:
 
 def test_parallel_calls_that_are_split_have_a_row_each(tmp_path: Path) -> None:
     calls = [call(id="a"), call(id="b")]
-    record = record_of(user(), assistant("Both.", *calls, reasoning="R"), result("1", id="a"),
-                       result("2", id="b"), assistant("Done."))  # fmt: skip
+    record = record_of(
+        user(),
+        assistant("Both.", *calls, reasoning="R"),
+        result("1", id="a"),
+        result("2", id="b"),
+        assistant("Done."),
+    )
     training_rows = rows(
         source_of(tmp_path, record), "openai", per_turn=True, parallel_calls="split"
     )
@@ -266,9 +274,14 @@ def test_rendered_rows_name_the_messages_without_loss(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(STRIPS)
     source = source_of(tmp_path, asked_twice())
     done = run(
-        tmp_path, "export", source.run_dir, "--per_turn", format="openai", render="t.jinja",
+        tmp_path,
+        "export",
+        source.run_dir,
+        "--per_turn",
+        format="openai",
+        render="t.jinja",
         render_rows=4,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("no loss")]
     start = "no loss where a trainer reads `weight`: messages"

@@ -46,8 +46,13 @@ def hub(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 
 def push(folder: Path, address: str) -> Any:
     source = make_run(folder, worked(), EARLY)
-    env = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_of_a_test", "HF_HOME": str(folder / "hf"),
-           "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
+    env = {
+        "HF_ENDPOINT": address,
+        "HF_TOKEN": "hf_of_a_test",
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     options = {"format": "openai", "push_to_hub": "me/mine"}
     return run(folder, "export", source.run_dir, "--push_for_real", env=env, **options)
 

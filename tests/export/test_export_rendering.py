@@ -35,8 +35,12 @@ def rendered(folder: Path, template: str, record: dict[str, Any], **recipe: Any)
 
 
 def test_a_template_that_shows_all_drops_nothing(tmp_path: Path) -> None:
-    record = record_of(user(CHINESE), assistant("", call(f'{{"city": "{CHINESE}"}}')),
-                       result("r"), assistant("Hi."))  # fmt: skip
+    record = record_of(
+        user(CHINESE),
+        assistant("", call(f'{{"city": "{CHINESE}"}}')),
+        result("r"),
+        assistant("Hi."),
+    )
     output = rendered(tmp_path, ALL, record)
     assert output.dropped == []
     assert f'temp{{"city": "{CHINESE}"}}' in output.text
@@ -57,20 +61,25 @@ def test_templates_choose_how_json_is_written(tmp_path: Path) -> None:
     ("change", "dropped"),
     [
         ((' or ""', ' and ""'), [f"message {n} (assistant), reasoning" for n in (3, 5)]),
-        (("{{- c.function.arguments | tojson }}", ""), [
-            "message 3 (assistant), call 1, argument city",
-            "message 3 (assistant), call 1, argument n",
-        ]),
+        (
+            ("{{- c.function.arguments | tojson }}", ""),
+            [
+                "message 3 (assistant), call 1, argument city",
+                "message 3 (assistant), call 1, argument n",
+            ],
+        ),
         (("{{ c.function.name }}", ""), ["message 3 (assistant), call 1, name"]),
         (("{{ tool | tojson }}", "{{ tool.function.name }}"), ["tool 1, description"]),
-        (("{%- for m in messages %}", "{%- for m in messages[1:] %}"), [
-            "message 1 (system), content"
-        ]),
-        (("|{{ m.content }}", "|{{ '' if m.tool_calls else m.content }}"), [
-            "message 3 (assistant), content"
-        ]),
+        (
+            ("{%- for m in messages %}", "{%- for m in messages[1:] %}"),
+            ["message 1 (system), content"],
+        ),
+        (
+            ("|{{ m.content }}", "|{{ '' if m.tool_calls else m.content }}"),
+            ["message 3 (assistant), content"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_messages_that_a_template_drops_are_named(
     tmp_path: Path, change: tuple[str, str], dropped: list[str]
 ) -> None:
@@ -102,8 +111,11 @@ def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        *("{{ raise_exception('no system') }}", "{{ messages[0].content + 1 }}"),
-        *("{{ [].append(1) }}", "{{ 1 / 0 }}", "{% for n in range(1000000) %}{% endfor %}"),
+        "{{ raise_exception('no system') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ [].append(1) }}",
+        "{{ 1 / 0 }}",
+        "{% for n in range(1000000) %}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )

@@ -335,8 +335,13 @@ def test_an_api_without_ids_is_refused(api: str, tmp_path: Path) -> None:
 
     config = RunConfig.model_validate(
         {
-            **{"dataset_file": tmp_path / "p", "run_name": "r", "model": "m", "api": api},
-            **{"base_url": "http://127.0.0.1:1", "token_ids": True, "enabled_toolsets": "none"},
+            "dataset_file": tmp_path / "p",
+            "run_name": "r",
+            "model": "m",
+            "api": api,
+            "base_url": "http://127.0.0.1:1",
+            "token_ids": True,
+            "enabled_toolsets": "none",
         }
     )
     with pytest.raises(ConfigError, match=f"token_ids: no reply of the API {api} has token ids"):

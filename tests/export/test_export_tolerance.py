@@ -26,11 +26,22 @@ from tests.helpers.exporting import exported, make_run, rows, why
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 RAN_INTO_AN_ERROR = result("Error: no", is_error=True)
-INVENTED = record_of(user(), assistant("", call(name="tmep")), RAN_INTO_AN_ERROR,
-                     assistant("", call()), result("9"), assistant("Nine."))  # fmt: skip
-BROKEN = record_of(user(), assistant("", call('{"city": "Li')), RAN_INTO_AN_ERROR,
-                   assistant("", call('{"city": "Lima"}')), result("9"),
-                   assistant("Nine."))  # fmt: skip
+INVENTED = record_of(
+    user(),
+    assistant("", call(name="tmep")),
+    RAN_INTO_AN_ERROR,
+    assistant("", call()),
+    result("9"),
+    assistant("Nine."),
+)
+BROKEN = record_of(
+    user(),
+    assistant("", call('{"city": "Li')),
+    RAN_INTO_AN_ERROR,
+    assistant("", call('{"city": "Lima"}')),
+    result("9"),
+    assistant("Nine."),
+)
 A_LIST = record_of(user(), assistant("", call("[1]")), RAN_INTO_AN_ERROR, assistant("No."))
 TAGGED = record_of(user(), assistant("A call is <tool_call>{}</tool_call>."))
 TOKEN = record_of(user("What is <|im_end|>?"), assistant("A token."))
@@ -157,8 +168,12 @@ def test_tags_in_a_text_are_kept_where_they_are_not_structure(tmp_path: Path) ->
 
 
 def test_tags_in_results_and_arguments_are_kept_the_same_way(tmp_path: Path) -> None:
-    record = record_of(user(), assistant("", call('{"q": "</tool_call>"}')),
-                       result("</tool_response>"), assistant("Hi."))  # fmt: skip
+    record = record_of(
+        user(),
+        assistant("", call('{"q": "</tool_call>"}')),
+        result("</tool_response>"),
+        assistant("Hi."),
+    )
     source = make_run(tmp_path, record)
     (reasons,) = why(source, formats="openai", accept_rows="marker_in_arguments").values()
     assert reasons.startswith("marker_in_result: ")

@@ -100,8 +100,13 @@ def test_results_that_the_model_saw_cut_are_counted(tmp_path: Path) -> None:
 
 
 def test_results_that_an_export_cuts_are_counted_too(tmp_path: Path) -> None:
-    record = record_of(user(), assistant("", call(), call(id="c2")), result("x" * 500),
-                       result("short", id="c2"), assistant("Hi."))  # fmt: skip
+    record = record_of(
+        user(),
+        assistant("", call(), call(id="c2")),
+        result("x" * 500),
+        result("short", id="c2"),
+        assistant("Hi."),
+    )
     (row,) = rows(make_run(tmp_path, record), "openai", max_tool_chars=100)
     assert json.loads(row["metadata"])["cut_by_export"] == 1
     (row,) = rows(make_run(tmp_path, record), "openai", max_tool_chars=500)
@@ -185,8 +190,11 @@ def test_a_branch_of_a_conversation_with_an_interrupted_result_is_left_out_too(
 @pytest.mark.slow
 def test_the_training_file_of_a_run_says_it(tmp_path: Path) -> None:
     step = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
-    script = [{"content": "one", "reasoning": LONG, **step}, {"content": "two", **step},
-              {"content": "done"}]  # fmt: skip
+    script = [
+        {"content": "one", "reasoning": LONG, **step},
+        {"content": "two", **step},
+        {"content": "done"},
+    ]
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     (tmp_path / "run.yaml").write_text("compact_after: 1\n")
     done = run(tmp_path, **SCRIPTED, config="run.yaml")

@@ -25,7 +25,9 @@ def record(number: int, **changes: Any) -> dict[str, Any]:
     """A sound conversation of two turns with a call; its rewards alternate."""
     call = {"id": f"c{number}", "function": {"name": "terminal", "arguments": f'{{"n": {number}}}'}}
     return {
-        **{"id": f"r{number}", "prompt_id": f"p{number}", "tools": TOOLS},
+        "id": f"r{number}",
+        "prompt_id": f"p{number}",
+        "tools": TOOLS,
         "messages": [
             {"role": "user", "content": "work"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -69,7 +71,10 @@ def said(content: str, *calls: Mapping[str, Any], **more: Any) -> dict[str, Any]
 
 def result(number: int, failure: str) -> dict[str, Any]:
     return {
-        **{"role": "tool", "content": "failed", "tool_call_id": f"c{number}", "is_error": True},
+        "role": "tool",
+        "content": "failed",
+        "tool_call_id": f"c{number}",
+        "is_error": True,
         "details": {"failure": failure},
     }
 
@@ -98,10 +103,8 @@ def lost_turns() -> list[dict[str, Any]]:
     """Turns of which one in ten finds in the cache what the one before left."""
     return [
         {
-            **{
-                "turn": n,
-                "usage": {"input_tokens": 5000, "cache_read_tokens": 4000 * (n % 10 == 0)},
-            },
+            "turn": n,
+            "usage": {"input_tokens": 5000, "cache_read_tokens": 4000 * (n % 10 == 0)},
             "started_at": n,
         }
         for n in range(3, 40)

@@ -407,7 +407,10 @@ class TestArguments:
 SPELLINGS = {
     **{number: number for number in ("1", "0", "-0", "1e2", "100.0", "1.0", "1" * 23)},
     **{plain: plain for plain in ("null", "true", '"x"', '""', '"A"', r'"\n"', "{}", "[1e2]")},
-    **{r'"\u0041"': '"A"', r'"\/"': '"/"', '["x",1]': '["x", 1]', '{"a":1}': '{"a": 1}'},
+    r'"\u0041"': '"A"',
+    r'"\/"': '"/"',
+    '["x",1]': '["x", 1]',
+    '{"a":1}': '{"a": 1}',
 }
 """JSON as it can be spelled, and as it is written."""
 
@@ -627,10 +630,13 @@ class TestFinalAnswer:
         record = ended_by(assistant("Both known.\n", final(" 14.5 \n"), reasoning="Hm."))
         row = to_row(stored(record))
         assert said(row)[-2:] == [
-            ("tool", '<tool_response>\n{"tool_call_id": "c1", "name": "temp", "content": "r"}\n'
-             "</tool_response>"),
+            (
+                "tool",
+                '<tool_response>\n{"tool_call_id": "c1", "name": "temp", "content": "r"}\n'
+                "</tool_response>",
+            ),
             ("gpt", "<think>\nHm.\n</think>\nBoth known.\n\n14.5"),
-        ]  # fmt: skip
+        ]
         assert (row["completed"], row["partial"]) == (True, False)
         assert (row["num_turns"], row["num_tool_calls"], row["has_reasoning"]) == (2, 1, True)
         metadata = json.loads(row["metadata"])
@@ -651,16 +657,27 @@ class TestFinalAnswer:
         """C8: they were answered before the run ended, wherever in the turn they stood."""
         calls = [call(id="c2"), final("Done: é")][::order]
         results = [result("two", id="c2"), result("ok", id="f")][::order]
-        row = to_row(stored(record_of(user(), assistant("Last.", *calls, reasoning="A"), *results,
-                               tools=OFFERED)))  # fmt: skip
+        row = to_row(
+            stored(
+                record_of(
+                    user(), assistant("Last.", *calls, reasoning="A"), *results, tools=OFFERED
+                )
+            )
+        )
         assert said(row) == [
             ("human", "Go."),
-            ("gpt", '<think>\nA\n</think>\nLast.\n<tool_call>\n{"name": "temp", "arguments": {}}'
-             "\n</tool_call>"),
-            ("tool", '<tool_response>\n{"tool_call_id": "c2", "name": "temp", "content": "two"}\n'
-             "</tool_response>"),
+            (
+                "gpt",
+                '<think>\nA\n</think>\nLast.\n<tool_call>\n{"name": "temp", "arguments": {}}'
+                "\n</tool_call>",
+            ),
+            (
+                "tool",
+                '<tool_response>\n{"tool_call_id": "c2", "name": "temp", "content": "two"}\n'
+                "</tool_response>",
+            ),
             ("gpt", "<think>\n</think>\nDone: é"),
-        ]  # fmt: skip
+        ]
         assert (row["num_turns"], row["num_tool_calls"]) == (1, 1)
         assert json.loads(row["metadata"])["reasoning"] == {
             "assistant_turns": 2,
@@ -682,9 +699,16 @@ class TestFinalAnswer:
         told = {**result("ok\n\nThat is wrong.", id="f"), "notes": ["expected"]}
         refused = [assistant("", final("13")), told]
         row = to_row(
-            stored(record_of(user(), *refused, assistant("", final("14")), result("ok", id="f"),
-                      tools=OFFERED))
-        )  # fmt: skip
+            stored(
+                record_of(
+                    user(),
+                    *refused,
+                    assistant("", final("14")),
+                    result("ok", id="f"),
+                    tools=OFFERED,
+                )
+            )
+        )
         assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
         assert '{"name": "final_answer", "arguments": {"answer": "13"}}' in said(row)[1][1]
         assert said(row)[-1] == ("gpt", "<think>\n</think>\n14")
@@ -749,8 +773,9 @@ class TestFinalAnswer:
     def test_an_answer_that_was_refused_or_never_answered_does_not_end_it(self) -> None:
         """C8: the runtime's own flag says whether the answer was taken."""
         turn = assistant("", final("14"), call(id="c2"))
-        refused = record_of(user(), turn, result("no", id="f", is_error=True), result("r", id="c2"),
-                            tools=OFFERED)  # fmt: skip
+        refused = record_of(
+            user(), turn, result("no", id="f", is_error=True), result("r", id="c2"), tools=OFFERED
+        )
         assert rejected_row(refused).reason == "unfinished"
         unanswered = record_of(user(), turn, result("ok", id="f"), tools=OFFERED)
         assert rejected_row(unanswered).reason == "unfinished"
@@ -815,9 +840,16 @@ class TestPausedTurn:
 
     def test_may_end_in_a_final_answer(self) -> None:
         row = to_row(
-            stored(record_of(user(), assistant("One."), assistant("Two.", final("14")),
-                      result("ok", id="f"), tools=OFFERED))
-        )  # fmt: skip
+            stored(
+                record_of(
+                    user(),
+                    assistant("One."),
+                    assistant("Two.", final("14")),
+                    result("ok", id="f"),
+                    tools=OFFERED,
+                )
+            )
+        )
         assert said(row)[1:] == [("gpt", "<think>\n</think>\nOne.\n\nTwo.\n\n14")]
 
     def test_a_turn_with_calls_is_not_gone_on_with_before_their_results(self) -> None:

@@ -134,8 +134,13 @@ def test_an_answer_by_a_call_is_part_of_its_reply() -> None:
 
 
 def test_split_parallel_calls_have_no_empty_block(tmp_path: Path) -> None:
-    record = record_of(user(), assistant("", call(), call(id="c2")), result("r"),
-                       result("r", id="c2"), assistant("Hi.", reasoning="So."))  # fmt: skip
+    record = record_of(
+        user(),
+        assistant("", call(), call(id="c2")),
+        result("r"),
+        result("r", id="c2"),
+        assistant("Hi.", reasoning="So."),
+    )
     record["turns"][0]["usage"] = {"reasoning_tokens": 7}
     (row,) = rows(make_run(tmp_path, record), "hermes", parallel_calls="split")
     assert [value.startswith("<think>") for value in gpt(row)] == [False, False, True]

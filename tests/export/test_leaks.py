@@ -45,8 +45,10 @@ def conversation(
     row = {"prompt": "Fix it.", "check": check, **({"repo": repo} if repo else {})}
     said = [{"role": "tool", "content": "", "tool_call_id": "c0", **result} for result in results]
     record = {
-        **{"messages": [{"role": "user", "content": "Fix it."}, *messages, *said], "row": row},
-        **{"turns": [{}] * len(messages), "check": verdict},
+        "messages": [{"role": "user", "content": "Fix it."}, *messages, *said],
+        "row": row,
+        "turns": [{}] * len(messages),
+        "check": verdict,
     }
     return stored(record)
 

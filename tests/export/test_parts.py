@@ -121,7 +121,9 @@ def test_a_report_in_parts_has_the_same_data(
     use_processes(monkeypatch, 3)
     assert data_of(path) == whole
     assert sorted(file.name for file in (path / "report_files").iterdir()) == [
-        *("chunk-0.js", "chunk-3.js", "chunk-6.js"),
+        "chunk-0.js",
+        "chunk-3.js",
+        "chunk-6.js",
         "rows.js",
     ]
 
@@ -225,7 +227,8 @@ def test_verify_trusts_the_kept_scan_unless_it_reads_the_data(tmp_path: Path) ->
     for args in ((), ("--read_data",)):
         done = run(tmp_path, "verify", "r", *args)
         assert (done.returncode, done.stdout) == (
-            0, "trajectories/r: 1 record, no problems found\n",
-        )  # fmt: skip
+            0,
+            "trajectories/r: 1 record, no problems found\n",
+        )
     write_rows(tmp_path / "p.jsonl", {"id": "b", "prompt": "x", "script": [{"content": "y"}]})
     assert run(tmp_path, "verify", "r").returncode == 6

@@ -26,12 +26,33 @@ from tests.helpers.stored import whole
 Record = dict[str, Any]
 
 TEXTS = (
-    *("Hi.", "a < b", "[1]", "<b>bold</b>", " padded ", "é😀", "", " ", "<think>x</think>y"),
-    *("<think>never closed", "</tool_call>", "<|im_end|>", "[INST]", "<s>", "think>"),
+    "Hi.",
+    "a < b",
+    "[1]",
+    "<b>bold</b>",
+    " padded ",
+    "é😀",
+    "",
+    " ",
+    "<think>x</think>y",
+    "<think>never closed",
+    "</tool_call>",
+    "<|im_end|>",
+    "[INST]",
+    "<s>",
+    "think>",
 )
 ARGUMENTS = (
-    *("{}", "", '{"a":1}', '{"a": "x", "b": null}', '{"a":1e3}', '{"n":12345678901234567890}'),
-    *("[1]", "{", '{"a":1,"a":2}', '{"a":{"b":[1,2]}}'),
+    "{}",
+    "",
+    '{"a":1}',
+    '{"a": "x", "b": null}',
+    '{"a":1e3}',
+    '{"n":12345678901234567890}',
+    "[1]",
+    "{",
+    '{"a":1,"a":2}',
+    '{"a":{"b":[1,2]}}',
 )
 SIGNED: tuple[Record, ...] = (
     {},
@@ -47,8 +68,13 @@ HIDDEN: tuple[Record, ...] = (
 
 
 MAKES_NO_DIFFERENCE = {
-    *("a fork", "a note on a result", "a note of the user", "reasoning of the user", "no model"),
-    *("results that were shortened", "views that were shortened"),
+    "a fork",
+    "a note on a result",
+    "a note of the user",
+    "reasoning of the user",
+    "no model",
+    "results that were shortened",
+    "views that were shortened",
 }
 """Changes that do not change how entries are read."""
 

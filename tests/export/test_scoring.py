@@ -319,7 +319,12 @@ class TestAJudge:
             assert (done.returncode, counts(done)) == (0, (2, 0)), done.stderr
             assert sorted(judge.asked) == ["4", "5"]
         assert set(rejects(source, **yaml.safe_load(recipe.read_text()))) == {
-            *("t0", "t1", "t2", "t3", "t4", "t5")
+            "t0",
+            "t1",
+            "t2",
+            "t3",
+            "t4",
+            "t5",
         }
 
     def test_says_by_itself_whether_an_answer_is_right(self, tmp_path: Path) -> None:
@@ -360,9 +365,14 @@ class TestAJudge:
         content = b"".join(with_checksum(orjson.dumps(line)) for line in verdicts)
         (source.run_dir / "verdicts.jsonl").write_bytes(content)
         options: dict[str, Any] = {
-            "judge": "j", "base_url": "http://127.0.0.1:9/v1", "key_env": "none",
-            "call_attempts": 1, "temperature": 0, "max_tokens": 50, "output_dir": ".",
-        }  # fmt: skip
+            "judge": "j",
+            "base_url": "http://127.0.0.1:9/v1",
+            "key_env": "none",
+            "call_attempts": 1,
+            "temperature": 0,
+            "max_tokens": 50,
+            "output_dir": ".",
+        }
         done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 4, "the endpoint of the other two is not there"
         assert "2 of verdicts.jsonl became scores" in done.stderr

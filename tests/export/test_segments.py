@@ -111,8 +111,9 @@ def test_every_view_is_a_request_that_was_made(
     root = tmp_path_factory.mktemp("w")
     # Replies to requests for summaries come from the same script.
     played = play(root, [*steps, *[say(f"S{n}") for n in range(8)]], **given)
-    again = play(root, [*steps, *[say(f"S{n}") for n in range(8)]], **given,
-                 past=played.events[:killed_at])  # fmt: skip
+    again = play(
+        root, [*steps, *[say(f"S{n}") for n in range(8)]], **given, past=played.events[:killed_at]
+    )
     made = [said_in(request.messages) for request in (*played.requests, *again.requests)]
     record = record_from(again, **given)
     views = learnt_views(stored(record))
@@ -163,8 +164,10 @@ def test_the_summary_that_a_turn_saw_survives_a_new_beginning(tmp_path: Path) ->
 def test_subagents_have_rows_with_their_own_tools(tmp_path: Path) -> None:
     given: dict[str, Any] = {"subagents": [{**HELPER, "enabled_toolsets": ["none"]}]}
     script = [
-        {"tool_calls": [{"name": "helper", "arguments": {"task": "T"}}]}, say("helped"), ANSWER
-    ]  # fmt: skip
+        {"tool_calls": [{"name": "helper", "arguments": {"task": "T"}}]},
+        say("helped"),
+        ANSWER,
+    ]
     played = play(tmp_path, script, **given)
     record = record_from(played, **given)
     found = rows(make_run(tmp_path, record), "openai", segments=True)
@@ -172,15 +175,19 @@ def test_subagents_have_rows_with_their_own_tools(tmp_path: Path) -> None:
     assert [m["content"] for m in found[1]["messages"]] == ["Help.", "T", "helped"]
     assert found[1]["tools"] == "[]"
     views = learnt_views(stored(record))
-    assert views == [said_in(request.messages) for request in
-                     (played.requests[0], played.requests[2], played.requests[1])]  # fmt: skip
+    assert views == [
+        said_in(request.messages)
+        for request in (played.requests[0], played.requests[2], played.requests[1])
+    ]
 
 
 def test_records_without_the_tools_of_a_subagent_have_no_row_for_it(tmp_path: Path) -> None:
     given: dict[str, Any] = {"subagents": [{**HELPER, "enabled_toolsets": ["none"]}]}
     script = [
-        {"tool_calls": [{"name": "helper", "arguments": {"task": "T"}}]}, say("helped"), ANSWER
-    ]  # fmt: skip
+        {"tool_calls": [{"name": "helper", "arguments": {"task": "T"}}]},
+        say("helped"),
+        ANSWER,
+    ]
     record = record_from(play(tmp_path, script, **given), **given)
     del record["inner_tools"]
     _, manifest = exported(make_run(tmp_path, record), formats="openai", segments=True)
@@ -189,8 +196,14 @@ def test_records_without_the_tools_of_a_subagent_have_no_row_for_it(tmp_path: Pa
 
 
 def test_masked_turns_carry_no_loss_in_segments(tmp_path: Path) -> None:
-    script = [echo("a"), {"tool_calls": [{"name": "fail", "arguments": {}}]}, echo("c"),
-              say("THE SUMMARY"), echo("d"), ANSWER]  # fmt: skip
+    script = [
+        echo("a"),
+        {"tool_calls": [{"name": "fail", "arguments": {}}]},
+        echo("c"),
+        say("THE SUMMARY"),
+        echo("d"),
+        ANSWER,
+    ]
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
     source = make_run(tmp_path, record)
     recipe = {"segments": True, "mask": {"failed_call": True}, "accept_rows": ["unknown_tool"]}
@@ -201,8 +214,12 @@ def test_masked_turns_carry_no_loss_in_segments(tmp_path: Path) -> None:
     assert told == [[{"turn": 2, "reasons": ["failed_call"]}], None, None]
     found = rows(source, "llamafactory", **recipe)
     assert [row["id"] for row in found] == [
-        "t0#s1.t1", "t0#s1.t3", "t0#s2.t2", "t0#s2.t3", "t0#s3.t1"
-    ]  # fmt: skip
+        "t0#s1.t1",
+        "t0#s1.t3",
+        "t0#s2.t2",
+        "t0#s2.t3",
+        "t0#s3.t1",
+    ]
 
 
 ASKED_TWICE = (
@@ -221,16 +238,15 @@ def test_reasoning_that_the_endpoint_drops_begins_a_segment(tmp_path: Path) -> N
     assert [m.get("weight") for m in whole["messages"]] == [None] * 6
     found = rows(source, "openai", segments=True, reasoning="since_user")
     assert [json.loads(row["metadata"])["segment"]["why"] for row in found] == [
-        "start", "reasoning"
-    ]  # fmt: skip
+        "start",
+        "reasoning",
+    ]
     thoughts = [
         [m.get("reasoning_content") for m in row["messages"] if m["role"] == "assistant"]
         for row in found
     ]
     assert thoughts == [["R1", "R2"], [None, None, "R3"]]
-    assert [m.get("loss") for m in found[1]["messages"]] == [
-        None, False, None, False, None, None
-    ]  # fmt: skip
+    assert [m.get("loss") for m in found[1]["messages"]] == [None, False, None, False, None, None]
 
 
 @pytest.mark.parametrize(("name", "last"), [("llamafactory", "gpt"), ("hermes", "gpt")])
@@ -241,8 +257,13 @@ def test_formats_without_marks_have_a_row_for_each_turn(
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
     found = rows(make_run(tmp_path, record), name, segments=True)
     assert [row["id"] for row in found] == [
-        "t0#s1.t1", "t0#s1.t2", "t0#s1.t3", "t0#s2.t2", "t0#s2.t3", "t0#s3.t1"
-    ]  # fmt: skip
+        "t0#s1.t1",
+        "t0#s1.t2",
+        "t0#s1.t3",
+        "t0#s2.t2",
+        "t0#s2.t3",
+        "t0#s3.t1",
+    ]
     assert {row["num_turns"] for row in found} == {1}
     assert found[-1]["conversations"][-1]["from"] == last
 
@@ -386,9 +407,12 @@ def test_rows_of_an_agent_that_says_several_things_in_a_row(tmp_path: Path, api:
     wire.call(talk, None, thought="")
     (row,) = rows(make_run(tmp_path, agents_record(wire.recording)), "openai", segments=True)
     assert [(m["role"], m["content"]) for m in row["messages"]] == [
-        ("system", "You work."), ("user", "Mind the rules.\n\nCount."), ("assistant", "Reply 1."),
-        ("tool", "result 1\n\nRemember."), ("assistant", "Reply 2."),
-    ]  # fmt: skip
+        ("system", "You work."),
+        ("user", "Mind the rules.\n\nCount."),
+        ("assistant", "Reply 1."),
+        ("tool", "result 1\n\nRemember."),
+        ("assistant", "Reply 2."),
+    ]
 
 
 def test_results_that_come_in_another_order_after_a_restart_begin_a_segment() -> None:

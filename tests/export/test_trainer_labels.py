@@ -11,7 +11,9 @@ ROW = {
     "messages": [
         {"role": "user", "content": "question one"},
         {
-            **{"role": "assistant", "content": "masked words", "weight": 0},
+            "role": "assistant",
+            "content": "masked words",
+            "weight": 0,
             "tool_calls": [{"function": {"name": "read_file", "arguments": {"path": "étude one"}}}],
         },
         {"role": "tool", "content": "result one"},

@@ -69,7 +69,8 @@ PICTURE = (
 )
 """A red square, as PNG."""
 _PICTURE_FILE = {
-    **{"file_path": "/workspace/{name}.png", "path": "/workspace/{name}.png"},
+    "file_path": "/workspace/{name}.png",
+    "path": "/workspace/{name}.png",
     "command": "view",
 }
 _FILE = {"file_path": "/workspace/{name}.txt", "path": "/workspace/{name}.txt"}
@@ -78,7 +79,10 @@ _FILE = {"file_path": "/workspace/{name}.txt", "path": "/workspace/{name}.txt"}
 def _edit(old: str, new: str, *, every: bool = False) -> JSON:
     """The arguments of an edit, by all the names that tools have for them."""
     return {
-        **{**_FILE, "old_string": old, "new_string": new, "command": "str_replace"},
+        **_FILE,
+        "old_string": old,
+        "new_string": new,
+        "command": "str_replace",
         **({"replace_all": True} if every else {}),
         "edits": [{"oldText": old, "newText": new}],
     }
@@ -104,12 +108,16 @@ _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
             {
                 "todos": [
                     {
-                        **{"content": "Work", "title": "Work", "status": "pending"},
-                        **{"priority": "high", "id": "1"},
+                        "content": "Work",
+                        "title": "Work",
+                        "status": "pending",
+                        "priority": "high",
+                        "id": "1",
                     }
                 ],
                 "checklist": "- [ ] Work",
-                **{"command": "plan", "task_list": [{"title": "Work", "status": "todo"}]},
+                "command": "plan",
+                "task_list": [{"title": "Work", "status": "todo"}],
             },
         )
     ],
@@ -137,13 +145,24 @@ _TOOLS: Mapping[str, Sequence[str]] = {
     "read": ("Read", "read", "read_file", "read_files", "file_editor"),
     "list": ("Glob", "glob", "list_directory", "List"),
     "picture": (
-        *("view_image", "ReadMediaFile", "Read", "read", "read_file", "vision_analyze"),
+        "view_image",
+        "ReadMediaFile",
+        "Read",
+        "read",
+        "read_file",
+        "vision_analyze",
         "file_editor",
     ),
     "edit": ("Edit", "edit", "replace", "patch", "editor", "file_editor"),
     "todo": (
-        *("TodoWrite", "todowrite", "todo_write", "TaskCreate", "todo", "Checklist"),
-        *("TodoList", "task_tracker"),
+        "TodoWrite",
+        "todowrite",
+        "todo_write",
+        "TaskCreate",
+        "todo",
+        "Checklist",
+        "TodoList",
+        "task_tracker",
     ),
     "subagent": ("Agent", "agent", "task", "invoke_agent", "delegate_task", "spawn_agent"),
 }

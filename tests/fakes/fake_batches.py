@@ -330,7 +330,8 @@ class FakeBatches(BaseUrls):
         path = f"/v1/messages/batches/{batch.id}/results"
         counts = {name: batch.count(name) * over for name in ("succeeded", "errored", "expired")}
         return {
-            **{"id": batch.id, "type": "message_batch"},
+            "id": batch.id,
+            "type": "message_batch",
             "processing_status": "ended" if over else "in_progress",
             "request_counts": {
                 "processing": 0 if over else len(batch.items),
@@ -380,8 +381,12 @@ def _openai(batch: _Batch) -> JSON:
     done = batch.is_over and batch.failure is None
     failed = batch.count("errored", "expired")
     return {
-        **{"id": batch.id, "object": "batch", "status": status, "errors": batch.failure},
-        **{"created_at": int(batch.created_at), **batch.fields},
+        "id": batch.id,
+        "object": "batch",
+        "status": status,
+        "errors": batch.failure,
+        "created_at": int(batch.created_at),
+        **batch.fields,
         "output_file_id": f"output-{batch.id}" if done and batch.count("succeeded") else None,
         "error_file_id": f"error-{batch.id}" if done and failed else None,
         "request_counts": {

@@ -13,9 +13,14 @@ from tests.fakes.fake_tokens import in_parts
 
 KINDS = {
     **dict.fromkeys((400, 422), "invalid_request_error"),
-    **{401: "authentication_error", 402: "billing_error", 403: "permission_error"},
-    **{404: "not_found_error", 408: "timeout_error", 409: "conflict_error"},
-    **{413: "request_too_large", 429: "rate_limit_error"},
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
     **dict.fromkeys((500, 502, 503), "api_error"),
     529: "overloaded_error",
 }
@@ -70,8 +75,10 @@ def _openai_body(reply: Reply) -> JSON:
         ]
     finish = "content_filter" if reply.finish == "refusal" else reply.finish
     return {
-        **{"id": "chatcmpl-{}_{}".format(*reply.key), "object": "chat.completion"},
-        **{"created": int(time.time()), "model": reply.model},
+        "id": "chatcmpl-{}_{}".format(*reply.key),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": reply.model,
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {
             "prompt_tokens": reply.input_tokens,
@@ -167,8 +174,12 @@ def _anthropic_body(reply: Reply) -> JSON:
         block = {"type": "tool_use", "name": call["name"], "input": _input(call["arguments"])}
         blocks.append(block if call["id"] is None else {**block, "id": "toolu_" + call["id"]})
     return {
-        **{"id": "msg_{}_{}".format(*reply.key), "type": "message", "role": "assistant"},
-        **{"model": reply.model, "content": blocks, "stop_sequence": None},
+        "id": "msg_{}_{}".format(*reply.key),
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": blocks,
+        "stop_sequence": None,
         "stop_reason": names.get(reply.finish or "", reply.finish),
         "usage": {
             "input_tokens": reply.input_tokens - reply.cached_tokens,

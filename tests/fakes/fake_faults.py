@@ -37,21 +37,51 @@ REFUSALS = ("context", "quota", *STATUSES)
 """The request is refused, with a status that says so."""
 
 BROKEN = (
-    *("disconnect", "reset", "hang", "silence", "stall", "drip", "eof", "garbage", "huge"),
-    *("cut", "mid_utf8", "bad_utf8", "error200", "error_event", "no_choices", "no_finish"),
+    "disconnect",
+    "reset",
+    "hang",
+    "silence",
+    "stall",
+    "drip",
+    "eof",
+    "garbage",
+    "huge",
+    "cut",
+    "mid_utf8",
+    "bad_utf8",
+    "error200",
+    "error_event",
+    "no_choices",
+    "no_finish",
     *BODIES,
 )
 """The reply does not arrive whole, or is none."""
 
 CALL_FAULTS = (
-    *("bad_arguments", "list_arguments", "null_arguments", "wrong_types", "unknown_tool"),
-    *("empty_name", "missing_id", "duplicate_ids", "many_calls", "repeated_call"),
+    "bad_arguments",
+    "list_arguments",
+    "null_arguments",
+    "wrong_types",
+    "unknown_tool",
+    "empty_name",
+    "missing_id",
+    "duplicate_ids",
+    "many_calls",
+    "repeated_call",
 )
 """What a model does wrong in its calls."""
 
 REPLY_FAULTS = (
-    *("length", "refusal", "pause", "context_stop", "empty_text", *CALL_FAULTS),
-    *("roles", "unknown_fields", "other_reasoning", "no_usage"),
+    "length",
+    "refusal",
+    "pause",
+    "context_stop",
+    "empty_text",
+    *CALL_FAULTS,
+    "roles",
+    "unknown_fields",
+    "other_reasoning",
+    "no_usage",
 )
 """Faults that are well-formed replies and count as delivered."""
 

@@ -59,8 +59,13 @@ def _body(reply: Reply) -> JSON:
     is_cut = reply.finish == "length"
     status = None if reply.finish is None else "incomplete" if is_cut else "completed"
     return {
-        **{"id": "resp_" + name, "object": "response", "created_at": int(time.time())},
-        **{"model": reply.model, "status": status, "error": None, "output": output},
+        "id": "resp_" + name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": reply.model,
+        "status": status,
+        "error": None,
+        "output": output,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "usage": {
             "input_tokens": reply.input_tokens,

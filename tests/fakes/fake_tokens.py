@@ -72,8 +72,10 @@ def add_tokens(
         choice["logprobs"] = {
             "content": [
                 {
-                    **{"token": text, "logprob": logprob_of(id)},
-                    **{"bytes": [*text.encode()], "top_logprobs": []},
+                    "token": text,
+                    "logprob": logprob_of(id),
+                    "bytes": [*text.encode()],
+                    "top_logprobs": [],
                 }
                 for text, id in zip(texts, ids, strict=True)
             ]

@@ -64,7 +64,9 @@ class Messages:
 
     url = os.environ.get("ANTHROPIC_BASE_URL", "") + "/v1/messages?beta=true"
     more: ClassVar[JSON] = {
-        **{"max_tokens": 1000, "system": SYSTEM, "metadata": {"user_id": os.urandom(8).hex()}},
+        "max_tokens": 1000,
+        "system": SYSTEM,
+        "metadata": {"user_id": os.urandom(8).hex()},
         "tools": [{"name": "bash", "description": "Runs a command", "input_schema": SCHEMA}],
     }
     field = "messages"
@@ -102,7 +104,9 @@ class Responses:
 
     url = os.environ.get("OPENAI_BASE_URL", "") + "/responses"
     more: ClassVar[JSON] = {
-        **{"instructions": SYSTEM, "store": False, "prompt_cache_key": os.urandom(8).hex()},
+        "instructions": SYSTEM,
+        "store": False,
+        "prompt_cache_key": os.urandom(8).hex(),
         "tools": [{"type": "function", "name": "bash", "parameters": SCHEMA}],
     }
     field = "input"

@@ -20,9 +20,24 @@ from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.running import run, session_of, wait_until
 
 KNOWN = {
-    *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "summary.json"),
-    *("run.log", "lock", "statistics.json", "exports", "quarantine", "batches.jsonl", "batches"),
-    *("mirror.json", "dataset.jsonl", "verdicts.jsonl", "inflight", "workspaces"),
+    "run.json",
+    "records.jsonl",
+    "records.idx",
+    "dataset.idx",
+    "failures.jsonl",
+    "summary.json",
+    "run.log",
+    "lock",
+    "statistics.json",
+    "exports",
+    "quarantine",
+    "batches.jsonl",
+    "batches",
+    "mirror.json",
+    "dataset.jsonl",
+    "verdicts.jsonl",
+    "inflight",
+    "workspaces",
 }
 """All that a finished run may hold; the last two must be empty."""
 

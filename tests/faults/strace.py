@@ -18,8 +18,17 @@ from typing import Literal, NamedTuple
 from tests.helpers.running import PATIENCE_S, command, spawning
 
 CALLS = (
-    *("openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync"),
-    *("rename", "renameat", "unlink", "unlinkat", "mkdir"),
+    "openat",
+    "write",
+    "pwrite64",
+    "ftruncate",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "renameat",
+    "unlink",
+    "unlinkat",
+    "mkdir",
 )
 
 Who = Literal["parent", "worker"]

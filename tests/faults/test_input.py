@@ -27,10 +27,17 @@ SOUND: list[Any] = [
     {"prompt": [{"role": "user", "content": "chat"}], "script": SAY, "x": 2**63 - 1},
 ]
 BAD = [
-    b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "x": 1' + b"0" * 40 + b"}",
-    b'{"prompt": "a", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", b"\xff", b'{"prompt": ""}',
-    b'{"prompt": 1}', b"{}", b"[]", b'{"prompt": "a"',
-]  # fmt: skip
+    b'{"prompt": NaN}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "x": 1' + b"0" * 40 + b"}",
+    b'{"prompt": "a", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b"\xff",
+    b'{"prompt": ""}',
+    b'{"prompt": 1}',
+    b"{}",
+    b"[]",
+    b'{"prompt": "a"',
+]
 
 
 def write_all(path: Path) -> None:

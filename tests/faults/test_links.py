@@ -24,8 +24,17 @@ def test_nothing_is_written_through_a_link_in_a_run_directory(tmp_path: Path) ->
     run_dir = tmp_path / "trajectories" / "r"
     assert run(tmp_path, **given).returncode == 0
     for name in (
-        *("lock", "run.log", "run.json", "records.jsonl", "records.idx", "failures.jsonl"),
-        *("inflight", "workspaces", "exports", "quarantine", f"workspaces/{'0' * 32}"),
+        "lock",
+        "run.log",
+        "run.json",
+        "records.jsonl",
+        "records.idx",
+        "failures.jsonl",
+        "inflight",
+        "workspaces",
+        "exports",
+        "quarantine",
+        f"workspaces/{'0' * 32}",
     ):
         with replaced_by_a_link(run_dir / name, tmp_path / "mine") as target:
             before = {path: path.stat().st_mtime_ns for path in files_and_directories(target)}

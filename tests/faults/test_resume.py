@@ -131,8 +131,17 @@ PASSED = ("two", "undone-1", "left", "inside-1", "inside-2", "counted", "before"
 """The visits that have ended when everything is killed."""
 
 WAITING = {
-    *("acts", "looks", "one", "three", "gone", "inner"),
-    *("undone-2", "right", "inside-3", "differs", "behind"),
+    "acts",
+    "looks",
+    "one",
+    "three",
+    "gone",
+    "inner",
+    "undone-2",
+    "right",
+    "inside-3",
+    "differs",
+    "behind",
 }
 """The visits that last."""
 

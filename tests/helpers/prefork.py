@@ -27,16 +27,31 @@ from typing import IO, Any, NoReturn
 PROGRAM = Path(__file__).parents[2] / "batch_runner.py"
 
 _IMPORTED = (
-    *("batch_runner", "tqdm", "truststore", "yaml"),
+    "batch_runner",
+    "tqdm",
+    "truststore",
+    "yaml",
     *(
         f"batch_trajectories.{name}"
         for name in (
-            *("cli.run", "cli.fork", "cli.inspect_runs", "cli.look", "cli.look_at_source"),
-            *("cli.lists", "cli.record", "cli.score"),
-            *("api.start", "api.stored_run", "cli.listings", "engine.supervisor.run"),
-            *("engine.plan", "engine.supervisor.supervisor", "export.training_files"),
-            *("export.dataset.build", "export.statistics.run", "report.comparison"),
-            *("report.conversation_text", "report.page.writer", "report.status"),
+            "cli.run",
+            "cli.fork",
+            *(f"cli.{name}" for name in ("check", "export", "importing", "label", "look", "lists")),
+            *(f"cli.{name}" for name in ("report", "show", "status", "steer", "verify", "view")),
+            "cli.record",
+            "cli.score",
+            "api.start",
+            "api.stored_run",
+            "engine.supervisor.run",
+            "engine.plan",
+            "engine.supervisor.supervisor",
+            "export.training_files",
+            "export.dataset.build",
+            "export.statistics.run",
+            "report.comparison",
+            "report.conversation_text",
+            "report.page.writer",
+            "report.status",
         )
     ),
 )
@@ -76,7 +91,10 @@ class Forked:
         self.returncode: int | None = None
         self._status, theirs = socket.socketpair()
         request = {
-            **{"args": args, "cwd": str(cwd), "env": dict(env), "umask": _umask()},
+            "args": args,
+            "cwd": str(cwd),
+            "env": dict(env),
+            "umask": _umask(),
             "limits": {number: resource.getrlimit(number) for number in _LIMITS},
         }
         data = json.dumps(request).encode()

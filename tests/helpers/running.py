@@ -134,8 +134,24 @@ def _run(
 
 
 _WITHOUT_WORKERS = (
-    *("compare", "distributions", "endpoints", "export", "label", "limits", "look", "merge"),
-    *("pause", "report", "resume", "retry", "score", "show", "stats", "status", "stop", "tools"),
+    "compare",
+    "distributions",
+    "endpoints",
+    "export",
+    "label",
+    "limits",
+    "look",
+    "merge",
+    "pause",
+    "report",
+    "resume",
+    "retry",
+    "score",
+    "show",
+    "stats",
+    "status",
+    "stop",
+    "tools",
     "verify",
 )
 

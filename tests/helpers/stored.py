@@ -22,17 +22,41 @@ ROW_FORMATS = [name for name in names() if isinstance(named(name), RowFormat)]
 _PLAIN = Style()
 
 _CONVERSATION: dict[str, Any] = {
-    **{"messages": [], "turns": [], "tool_calls": [], "notes": [], "discarded": [], "inner": []},
-    **{"resumes": [], "api_calls": 0, "usage": None, "cost_usd": None, "model_returned": None},
+    "messages": [],
+    "turns": [],
+    "tool_calls": [],
+    "notes": [],
+    "discarded": [],
+    "inner": [],
+    "resumes": [],
+    "api_calls": 0,
+    "usage": None,
+    "cost_usd": None,
+    "model_returned": None,
 }
 
 KEPT: dict[str, Any] = {
     **_CONVERSATION,
-    **{"id": "r1", "status": "completed", "status_reason": None, "error": None},
-    **{"prompt_id": "r1", "sample": 0, "input_digest": "d", "attempt": 1, "row": {}, "tools": []},
-    **{"model": "m", "api": "openai_chat", "toolsets": [], "sandbox": None, "seed": None},
-    **{"config_digest": "c", "options": {}, "view_compacted": False},
-    **{"finished_at": 2.5, "schema_version": SCHEMA_VERSION},
+    "id": "r1",
+    "status": "completed",
+    "status_reason": None,
+    "error": None,
+    "prompt_id": "r1",
+    "sample": 0,
+    "input_digest": "d",
+    "attempt": 1,
+    "row": {},
+    "tools": [],
+    "model": "m",
+    "api": "openai_chat",
+    "toolsets": [],
+    "sandbox": None,
+    "seed": None,
+    "config_digest": "c",
+    "options": {},
+    "view_compacted": False,
+    "finished_at": 2.5,
+    "schema_version": SCHEMA_VERSION,
 }
 """What records hold, where a test says nothing of it."""
 

@@ -67,9 +67,13 @@ def test_an_agent_works_in_the_image_of_its_row(
         images,
         endpoint,
         command=[
-            *("sh", "-c", f'{OUTSIDE}; cat ~/note; echo "$GREETING $PWD $HOME"; exec python3 "$@"'),
             "sh",
-            *(str(SCRIPT), "chat", "{prompt}"),
+            "-c",
+            f'{OUTSIDE}; cat ~/note; echo "$GREETING $PWD $HOME"; exec python3 "$@"',
+            "sh",
+            str(SCRIPT),
+            "chat",
+            "{prompt}",
         ],
         files={"note": "{workspace} {home}\n"},
     )

@@ -47,8 +47,10 @@ FIXES = (
     row(
         "without Python",
         "shell:1",
-        terminal("echo 'echo $(($1 + $2))' > sum.sh; git add -A; git -c user.name=m -c "
-        "user.email=m@example.org commit -qm fixed"),
+        terminal(
+            "echo 'echo $(($1 + $2))' > sum.sh; git add -A; git -c user.name=m -c "
+            "user.email=m@example.org commit -qm fixed"
+        ),
         check={"command": 'test "$(sh sum.sh 5 2)" = 7', "in": "fresh"},
     ),
     row(
@@ -64,7 +66,7 @@ FIXES = (
         check={"command": "python3 /tests/hidden.py", "files": {"/tests/hidden.py": FIXED}},
         env={"PYTHONPATH": "/testbed"},
     ),
-)  # fmt: skip
+)
 
 OPTIONS: dict[str, Any] = {
     "run_name": "r",
@@ -315,9 +317,14 @@ def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> 
     """Not a second time on what the first one left."""
     write_rows(
         tmp_path / "p.jsonl",
-        row("a", "python:1", setup="test ! -e /once && touch /once; test -e /go || "
-        "{ touch /testbed/begun; sleep 1000; }", check="true"),
-    )  # fmt: skip
+        row(
+            "a",
+            "python:1",
+            setup="test ! -e /once && touch /once; test -e /go || "
+            "{ touch /testbed/begun; sleep 1000; }",
+            check="true",
+        ),
+    )
     workspaces = tmp_path / "trajectories/r/workspaces"
     with started(tmp_path, *FLAGS, images=images, **OPTIONS) as process:
         wait_until(lambda: list(workspaces.glob("*/upper/testbed/begun")))

@@ -39,9 +39,12 @@ def sandbox_in(
 
 
 def act(
-    images: Path, layer: Path, doing: Act, spec: ImageSpec | str = "python:1",
+    images: Path,
+    layer: Path,
+    doing: Act,
+    spec: ImageSpec | str = "python:1",
     limits: Limits | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Use a sandbox in an image, and stop it."""
 
     async def use() -> None:

@@ -248,7 +248,7 @@ def test_files_with_holes_keep_them(tmp_path: Path, form: str, pieces: int) -> N
         (new_sparse("", b"9" * 600 + b"\n"), "damaged"),
         (new_sparse("", b"999999\n" + b"1\n" * (1 << 20)), "header is too long"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_list_of_holes_is_refused(tmp_path: Path, layer: bytes, why: str) -> None:
     """One of exabytes takes a kilobyte of a layer."""
     write_layout(tmp_path / "images" / "made", [layer], name="1")

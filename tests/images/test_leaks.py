@@ -70,9 +70,15 @@ def leaking(images: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 def row_of(kind: str, base: str, **more: Any) -> dict[str, Any]:
-    task = {"repo": "o/r", "base_commit": base, "image_name": "leaking:1",
-            "problem_statement": "[ISSUE]\nadd is wrong\n[/ISSUE]", "test_patch": TEST_PATCH,
-            "FAIL_TO_PASS": [NAME], "PASS_TO_PASS": []}  # fmt: skip
+    task = {
+        "repo": "o/r",
+        "base_commit": base,
+        "image_name": "leaking:1",
+        "problem_statement": "[ISSUE]\nadd is wrong\n[/ISSUE]",
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": [NAME],
+        "PASS_TO_PASS": [],
+    }
     kinds: dict[str, dict[str, Any]] = {
         "swe-bench": {},
         "swe-rebench": {
@@ -145,9 +151,15 @@ def test_history_that_cannot_be_removed_fails_the_setup(
     images, base = leaking
     write_rows(
         tmp_path / "p.jsonl",
-        {"id": "a", "prompt": "Fix it.", "image": "leaking:1", "base_commit": base,
-         "setup": "echo damaged > .git/HEAD", "script": script_of("true")},
-    )  # fmt: skip
+        {
+            "id": "a",
+            "prompt": "Fix it.",
+            "image": "leaking:1",
+            "base_commit": base,
+            "setup": "echo damaged > .git/HEAD",
+            "script": script_of("true"),
+        },
+    )
     done = run(
         tmp_path, "--row_setup", **IN_IMAGES, workspace="image", images=images, max_attempts=1
     )

@@ -47,8 +47,9 @@ PODMAN = {**OPTIONS, "sandbox": "docker", "container_engine": "podman"}
 def assert_nothing_is_left(cwd: Path) -> None:
     assert podman("ps", "--all", "--quiet") == ""
     assert _processes_of(cwd) == []
-    assert not [name for name in podman("images", "--format", "{{.Repository}}").split()
-                if "bt-" in name]  # fmt: skip
+    assert not [
+        name for name in podman("images", "--format", "{{.Repository}}").split() if "bt-" in name
+    ]
     assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
 
 
@@ -143,8 +144,12 @@ def test_a_killed_conversation_continues_in_its_container(tmp_path: Path) -> Non
         kill(process)
     (workspace, _) = sorted((tmp_path / "trajectories/r/workspaces").iterdir())
     podman("rm", "--force", f"bt-{label}-{workspace.name}")
-    done = run(tmp_path, "--row_setup", **{**PODMAN, "command_timeout_s": 5},
-               accept_config_change="command_timeout_s")  # fmt: skip
+    done = run(
+        tmp_path,
+        "--row_setup",
+        **{**PODMAN, "command_timeout_s": 5},
+        accept_config_change="command_timeout_s",
+    )
     assert done.returncode == 0, done.stderr
     entries: list[dict[str, Any]] = lines(tmp_path / "trajectories/r/records.jsonl")
     assert ["kept" in record["messages"][-2]["content"] for record in entries] == [True, True]
@@ -206,16 +211,18 @@ def test_later_commits_are_removed_in_containers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     done_records = records_of(tmp_path)
     assert {name: record["check"]["reward"] for name, record in done_records.items()} == {
-        "clean": 0.0, "kept": 1.0,
-    }  # fmt: skip
+        "clean": 0.0,
+        "kept": 1.0,
+    }
     assert "invalid reference: v2" in done_records["clean"]["messages"][2]["content"]
     assert_nothing_is_left(tmp_path)
 
 
 def _begun(label: str) -> int:
     """How many conversations have reached their second turn."""
-    names = podman("ps", "--filter", f"label=batch-trajectories.run={label}", "--format",
-                   "{{.Names}}").split()  # fmt: skip
+    names = podman(
+        "ps", "--filter", f"label=batch-trajectories.run={label}", "--format", "{{.Names}}"
+    ).split()
     tests = (
         subprocess.run(["podman", "exec", name, "cat", "/testbed/begun"], capture_output=True)
         for name in names
@@ -316,8 +323,12 @@ def test_no_container_lives_on_after_a_kill(tmp_path: Path, workspace: str) -> N
         kill(process)
     wait_until(lambda: podman("ps", "--quiet") == "")
     wait_until(lambda: _processes_of(tmp_path) == [])
-    done = run(tmp_path, "--row_setup", **{**options, "command_timeout_s": 3},
-               accept_config_change="command_timeout_s")  # fmt: skip
+    done = run(
+        tmp_path,
+        "--row_setup",
+        **{**options, "command_timeout_s": 3},
+        accept_config_change="command_timeout_s",
+    )
     assert done.returncode == 0, done.stderr
     assert_nothing_is_left(tmp_path)
 

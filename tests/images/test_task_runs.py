@@ -135,10 +135,15 @@ def check_kind(records: dict[str, Any]) -> None:
 
 def test_swe_bench(tmp_path: Path, task_images: Path) -> None:
     row = {
-        "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image_name": "swe:1",
-        "problem_statement": "add is wrong", "test_patch": TEST_PATCH,
-        "FAIL_TO_PASS": json.dumps([NAME]), "PASS_TO_PASS": "[]",
-    }  # fmt: skip
+        "instance_id": "o__r",
+        "repo": "o/r",
+        "base_commit": "main",
+        "image_name": "swe:1",
+        "problem_statement": "add is wrong",
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": json.dumps([NAME]),
+        "PASS_TO_PASS": "[]",
+    }
     check_kind(run_kind(tmp_path, task_images, "swe-bench", row))
 
 
@@ -149,23 +154,35 @@ def test_swe_bench_with_its_own_script(tmp_path: Path, task_images: Path) -> Non
         ": '>>>>> End Test Output'\nrm -r tests\n"
     )
     row = {
-        "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image": "swe:1",
-        "problem_statement": "add is wrong", "test_patch": TEST_PATCH,
-        "eval_script": script, "log_parser": "parse_log_pytest",
-        "FAIL_TO_PASS": json.dumps([NAME]), "PASS_TO_PASS": "[]",
-    }  # fmt: skip
+        "instance_id": "o__r",
+        "repo": "o/r",
+        "base_commit": "main",
+        "image": "swe:1",
+        "problem_statement": "add is wrong",
+        "test_patch": TEST_PATCH,
+        "eval_script": script,
+        "log_parser": "parse_log_pytest",
+        "FAIL_TO_PASS": json.dumps([NAME]),
+        "PASS_TO_PASS": "[]",
+    }
     check_kind(run_kind(tmp_path, task_images, "swe-bench", row))
 
 
 def test_swe_rebench(tmp_path: Path, task_images: Path) -> None:
     row = {
-        "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image_name": "swe:1",
-        "problem_statement": "add is wrong", "test_patch": TEST_PATCH,
+        "instance_id": "o__r",
+        "repo": "o/r",
+        "base_commit": "main",
+        "image_name": "swe:1",
+        "problem_statement": "add is wrong",
+        "test_patch": TEST_PATCH,
         "install_config": {
-            "test_cmd": "pytest -rA tests/test_calc.py", "log_parser": "parse_log_pytest",
+            "test_cmd": "pytest -rA tests/test_calc.py",
+            "log_parser": "parse_log_pytest",
         },
-        "FAIL_TO_PASS": [NAME], "PASS_TO_PASS": [],
-    }  # fmt: skip
+        "FAIL_TO_PASS": [NAME],
+        "PASS_TO_PASS": [],
+    }
     check_kind(run_kind(tmp_path, task_images, "swe-rebench", row))
 
 
@@ -176,19 +193,27 @@ def test_swe_smith(tmp_path: Path, task_images: Path) -> None:
         "@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a + b\n+    return a - b\n"
     )
     row = {
-        "instance_id": "o__r.bug", "repo": "o/r", "image_name": "smith:1", "patch": bug,
-        "problem_statement": "add is wrong", "FAIL_TO_PASS": [NAME], "PASS_TO_PASS": [],
-    }  # fmt: skip
+        "instance_id": "o__r.bug",
+        "repo": "o/r",
+        "image_name": "smith:1",
+        "patch": bug,
+        "problem_statement": "add is wrong",
+        "FAIL_TO_PASS": [NAME],
+        "PASS_TO_PASS": [],
+    }
     records = run_kind(tmp_path, task_images, "swe-smith", row)
     check_kind(records)
 
 
 def test_r2e_gym(tmp_path: Path, task_images: Path) -> None:
     row = {
-        "instance_id": "x", "repo_name": "r", "docker_image": "r2e:1", "commit_hash": "c",
+        "instance_id": "x",
+        "repo_name": "r",
+        "docker_image": "r2e:1",
+        "commit_hash": "c",
         "problem_statement": "[ISSUE]\nadd is wrong\n[/ISSUE]",
         "expected_output_json": json.dumps({"test_add": "PASSED"}),
-    }  # fmt: skip
+    }
     check_kind(run_kind(tmp_path, task_images, "r2e-gym", row))
 
 
@@ -196,10 +221,12 @@ REWARD = "cd {place} && {test} && r=1 || r=0; echo $r > /logs/verifier/reward.tx
 PLACES = {
     "python:1": ("/testbed", 'python3 -c "from pkg.calc import add; assert add(2, 2) == 4"', FIX),
     "agent:1": (
-        "/home/agent/work", 'python3 -c "from pkg.calc import add; assert add(2, 2) == 4"', FIX,
+        "/home/agent/work",
+        'python3 -c "from pkg.calc import add; assert add(2, 2) == 4"',
+        FIX,
     ),
     "shell:1": ("/app", '[ "$(sh sum.sh 2 2)" = 4 ]', "sed -i 's/-/+/' sum.sh"),
-}  # fmt: skip
+}
 """For each image where its project is, how it is tested, and what fixes it."""
 
 
@@ -229,9 +256,13 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
         json.dumps(script_of(f"ls /tests; ls /logs; echo $A; pwd; {fixes}"))
     )
     done = run(
-        tmp_path, **{**IN_IMAGES, "dataset_file": "tasks"}, rows="harbor", images=task_images,
-        script_file="turns.yaml", max_attempts=1,
-    )  # fmt: skip
+        tmp_path,
+        **{**IN_IMAGES, "dataset_file": "tasks"},
+        rows="harbor",
+        images=task_images,
+        script_file="turns.yaml",
+        max_attempts=1,
+    )
     assert done.returncode == 1, done.stderr
     assert "tasks: 10 of 14 rows can run" in done.stderr
     assert "gpus/task.toml:3: environment.gpus: GPUs are not supported" in done.stderr
@@ -296,9 +327,13 @@ def test_harbor_tasks_with_verifiers_of_their_own(tmp_path: Path, task_images: P
     rewards = {}
     for name in ("fixed", "cheated", "stopped"):
         done = run(
-            tmp_path, **{**options, "run_name": name}, rows="harbor", images=task_images,
-            script_file=f"{name}.yaml", max_attempts=1,
-        )  # fmt: skip
+            tmp_path,
+            **{**options, "run_name": name},
+            rows="harbor",
+            images=task_images,
+            script_file=f"{name}.yaml",
+            max_attempts=1,
+        )
         assert done.returncode == 1, done.stderr
         directory = tmp_path / "trajectories" / name
         assert "`check.collect`: 'exit 7': exit code 7" in (directory / "run.log").read_text()
@@ -340,10 +375,15 @@ def forty_tasks(kills: int) -> list[dict[str, Any]]:
         work = "true" if n % 4 == 0 else fix
         times = range(kills + 1)
         commands = ["id -u; echo 1 > /tmp/r", *(f"id -u; {work}; : {time}" for time in times)]
-        rows.append({
-            "id": f"t{n:02}", "prompt": "Fix it.", "image": image,
-            "check": checks[n // 3 % 3], "script": script_of(*commands),
-        })  # fmt: skip
+        rows.append(
+            {
+                "id": f"t{n:02}",
+                "prompt": "Fix it.",
+                "image": image,
+                "check": checks[n // 3 % 3],
+                "script": script_of(*commands),
+            }
+        )
     return rows
 
 
@@ -416,8 +456,12 @@ def test_forty_tasks_over_three_images_are_killed_and_resumed(
 ) -> None:
     write_rows(tmp_path / "p.jsonl", *forty_tasks(kills))
     options: dict[str, Any] = {
-        **IN_IMAGES, "workspace": "image", "images": task_images, "num_workers": 2, "batch_size": 6,
-    }  # fmt: skip
+        **IN_IMAGES,
+        "workspace": "image",
+        "images": task_images,
+        "num_workers": 2,
+        "batch_size": 6,
+    }
     kill_often(tmp_path, kills, **options)
     done = run(tmp_path, "--row_setup", **options)
     assert done.returncode == 0, done.stderr

@@ -132,7 +132,13 @@ def test_a_document_of_another_program_is_a_record_with_all_that_it_says(tmp_pat
     assert (end.completed, end.unreadable) == (1, [])
     record = only_record(run_dir)
     assert [m.role for m in record.messages] == [
-        *("system", "user", "assistant", "user", "assistant", "tool", "assistant")
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
     ]
     assert json.loads(record.messages[4].tool_calls[0].function.arguments) == call["arguments"]
     assert record.messages[5].provider_blocks.blocks == [picture]
@@ -250,7 +256,9 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
         wrote("m0", {"type": "text", "text": "Hello"}, "end_turn", uuid="hello"),
         said("And", uuid="and"),
         {
-            **{"type": "system", "subtype": "compact_boundary", "parentUuid": None},
+            "type": "system",
+            "subtype": "compact_boundary",
+            "parentUuid": None,
             "compactMetadata": {
                 "preservedMessages": {"anchorUuid": "top", "uuids": ["hello", "and"]}
             },
@@ -296,15 +304,32 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
     assert (end.completed, end.unreadable) == (1, [])
     record = only_record(run_dir)
     assert [m.content for m in record.messages] == [
-        *("Summary", "Hello", "And", "Go on", "", "ok", "found", "Do", "Again"),
-        *("Tw", "[Request interrupted by user]", "Now"),
-        *("Three", "[Request interrupted by user]", "No response requested.", "End", "Done."),
+        "Summary",
+        "Hello",
+        "And",
+        "Go on",
+        "",
+        "ok",
+        "found",
+        "Do",
+        "Again",
+        "Tw",
+        "[Request interrupted by user]",
+        "Now",
+        "Three",
+        "[Request interrupted by user]",
+        "No response requested.",
+        "End",
+        "Done.",
     ]
     assert record.messages[4].reasoning == "Hm."
     assert [call.id for call in record.messages[4].tool_calls] == ["a", "b"]
     assert [(turn.response_id, turn.finish_reason) for turn in record.turns] == [
         ("m1", "tool_calls"),
-        *[("part", "stop"), (None, "stop"), ("early", "tool_calls"), (None, "stop")],
+        ("part", "stop"),
+        (None, "stop"),
+        ("early", "tool_calls"),
+        (None, "stop"),
         ("m2", "stop"),
     ]
     assert record.imported["no_loss"] == [2, 3, 4, 5]
@@ -420,14 +445,21 @@ def test_replies_that_were_cut_off_in_a_session_of_codex_are_not_learnt(tmp_path
     assert [
         (m.reasoning, m.content) for m in record.messages if m.role in ("assistant", "tool")
     ] == [
-        *[("Hm.", "One"), ("Part", "Two, "), (None, "Th\n\nThree")],
-        *[(None, "Four"), (None, "aborted"), (None, "Five")],
+        ("Hm.", "One"),
+        ("Part", "Two, "),
+        (None, "Th\n\nThree"),
+        (None, "Four"),
+        (None, "aborted"),
+        (None, "Five"),
     ]
     assert [
         (turn.response_id, turn.usage and turn.usage.input_tokens) for turn in record.turns
     ] == [
-        *[("r1", 7), (None, None)],
-        *[("r3", 7), ("r4", 7), ("r5", 7)],
+        ("r1", 7),
+        (None, None),
+        ("r3", 7),
+        ("r4", 7),
+        ("r5", 7),
     ]
     assert record.imported is not None
     assert record.imported["no_loss"] == [2, 3]
@@ -558,7 +590,10 @@ def _side(session: str, *, is_sidechain: bool = True) -> str:
     rows = [
         {**head, "type": "user", "uuid": "a", "message": {"role": "user", "content": "Go."}},
         {
-            **{**head, "type": "assistant", "uuid": "b", "parentUuid": "a"},
+            **head,
+            "type": "assistant",
+            "uuid": "b",
+            "parentUuid": "a",
             "message": {"id": "m", "role": "assistant", "model": "c", "content": "Done."},
         },
     ]
@@ -671,7 +706,10 @@ def test_a_session_with_a_line_that_cannot_be_read_is_left_out_whole(tmp_path: P
     record = only_record(run_dir)
     assert [m.content for m in record.messages] == ["Hello", "Cut \ufffd.", "Done."]
     assert [what.rpartition("/")[2].partition(": ")[0] for what in end.unreadable] == [
-        *("torn.jsonl:2", "odd.jsonl:2", "list.jsonl:4", "empty.jsonl:2")
+        "torn.jsonl:2",
+        "odd.jsonl:2",
+        "list.jsonl:4",
+        "empty.jsonl:2",
     ]
     assert "type: 'robot' with a message" in end.unreadable[1]
     assert "its whole session is left out" in end.unreadable[0]
@@ -732,7 +770,10 @@ def test_places_say_whether_they_are_lines_elements_or_rows(tmp_path: Path) -> N
     names = ("a.json", "b.unknown", "c.json", "d.parquet")
     end, run_dir = take(tmp_path, *[tmp_path / name for name in names])
     assert [what.removeprefix(f"{tmp_path}/").partition(": ")[0] for what in end.unreadable] == [
-        *("a.json, element 2", "b.unknown, element 2", "c.json:2", "d.parquet, row 1")
+        "a.json, element 2",
+        "b.unknown, element 2",
+        "c.json:2",
+        "d.parquet, row 1",
     ]
     # An earlier version named elements as lines: a changed one is still recognized.
     rows = run_dir / "imported/conversations.jsonl"
@@ -765,12 +806,20 @@ def test_a_trajectory_of_swe_agent_is_its_history(tmp_path: Path) -> None:
         {"role": "system", "content": "Fix it.", "agent": "main", "message_type": "system_prompt"},
         {"role": "user", "content": [{"type": "text", "text": "Bug."}], "agent": "main"},
         {
-            **{"role": "assistant", "content": "I look.", "thought": "I look.", "action": "ls"},
-            **{"agent": "main", "message_type": "action", "thinking_blocks": []},
+            "role": "assistant",
+            "content": "I look.",
+            "thought": "I look.",
+            "action": "ls",
+            "agent": "main",
+            "message_type": "action",
+            "thinking_blocks": [],
             "tool_calls": [{"function": {"name": "bash", "arguments": "{}"}, "id": "c"}],
         },
         {
-            **{"role": "tool", "content": "a.py", "agent": "main", "message_type": "observation"},
+            "role": "tool",
+            "content": "a.py",
+            "agent": "main",
+            "message_type": "observation",
             "tool_call_ids": ["c"],
         },
     ]

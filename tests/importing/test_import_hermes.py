@@ -167,7 +167,10 @@ def test_later_user_messages_are_kept() -> None:
         conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
     )
     assert [message["role"] for message in imported.trajectory.messages] == [
-        *("user", "assistant", "user", "assistant"),
+        "user",
+        "assistant",
+        "user",
+        "assistant",
     ]
 
 

@@ -29,34 +29,46 @@ from tests.helpers.stored import row_in, whole
 CONVERSATIONS = 1_000
 
 PIECES = [
-    *(
-        "Done.",
-        "a",
-        "é",
-        "\U0001f600",
-        "\u2028",
-        "\x00",
-        "\\",
-        "\\u0041",
-        '"',
-        "'",
-        "\n",
-        "\n\n",
-        " ",
-    ),
-    *("\t", "\r\n", "{}", "[1, 2]", '{"name": "look", "content": "x"}', '{"a": 1.50, "b": -0}'),
-    *("<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>", "<tools>", "</tools>"),
-    *(
-        "<think>",
-        "</think>",
-        "<image>",
-        "say <function=f>",
-        "</function>",
-        "error",
-        "```\n",
-        "# Tools",
-    ),
-    *("\n</tool_response>\n<tool_response>\n", "null", "false", "7", '""', "{'a': 1}", "x" * 50),
+    "Done.",
+    "a",
+    "é",
+    "\U0001f600",
+    "\u2028",
+    "\x00",
+    "\\",
+    "\\u0041",
+    '"',
+    "'",
+    "\n",
+    "\n\n",
+    " ",
+    "\t",
+    "\r\n",
+    "{}",
+    "[1, 2]",
+    '{"name": "look", "content": "x"}',
+    '{"a": 1.50, "b": -0}',
+    "<tool_response>",
+    "</tool_response>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tools>",
+    "</tools>",
+    "<think>",
+    "</think>",
+    "<image>",
+    "say <function=f>",
+    "</function>",
+    "error",
+    "```\n",
+    "# Tools",
+    "\n</tool_response>\n<tool_response>\n",
+    "null",
+    "false",
+    "7",
+    '""',
+    "{'a': 1}",
+    "x" * 50,
 ]
 VALUES: list[Any] = [
     None,
@@ -107,8 +119,11 @@ def conversation(rng: random.Random) -> dict[str, Any]:
                 said = json.dumps(rng.choice(VALUES)) if rng.random() < 0.3 else text(rng)
                 messages.append(
                     {
-                        **{"role": "tool", "tool_call_id": call["id"], "content": said},
-                        **{"name": call["function"]["name"], "is_error": rng.random() < 0.2},
+                        "role": "tool",
+                        "tool_call_id": call["id"],
+                        "content": said,
+                        "name": call["function"]["name"],
+                        "is_error": rng.random() < 0.2,
                     }
                 )
         replies += 1
@@ -235,7 +250,7 @@ def test_conversations_come_back_equal(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [*("openai", "openai,parquet", "openai,hf", "hermes,parquet", "llamafactory", "atif")],
+    ["openai", "openai,parquet", "openai,hf", "hermes,parquet", "llamafactory", "atif"],
 )
 def test_files_come_back_equal(tmp_path: Path, names: str) -> None:
     """Also the copies of rows in Parquet and in directories of `save_to_disk`."""

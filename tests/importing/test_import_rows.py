@@ -167,7 +167,10 @@ def test_results_are_matched_by_ids_names_and_order() -> None:
         {"role": "user", "content": "And?"},
     ]
     assert seen(read(messages=messages))[2:] == [
-        *[("tool", "b2 b: 3"), ("tool", "b1 b: 2"), ("tool", "a1 a: 1"), ("user", "And?")],
+        ("tool", "b2 b: 3"),
+        ("tool", "b1 b: 2"),
+        ("tool", "a1 a: 1"),
+        ("user", "And?"),
     ]
     assert refusal(messages=[*messages, {"role": "tool", "content": "4"}]) == (
         "messages[6].content: a result, but the reply before it has no such call"
@@ -305,9 +308,11 @@ AND_SECOND = "|call_1_1 look {}"
         ),
         (
             [
-                *[("gpt", "Both."), ("tool_call", JSON_CALL)],
-                *[("tool_call", '{"name": "look", "arguments": {}}')],
-                *[("tool_response", "1"), ("tool_response", {"r": 2})],
+                ("gpt", "Both."),
+                ("tool_call", JSON_CALL),
+                ("tool_call", '{"name": "look", "arguments": {}}'),
+                ("tool_response", "1"),
+                ("tool_response", {"r": 2}),
             ],
             ["Both." + ASKED[1] + AND_SECOND, "call_1_0 look: 1", 'call_1_1 look: {"r": 2}'],
         ),
@@ -476,9 +481,14 @@ def test_what_mini_swe_agent_adds_to_messages_is_left_out() -> None:
     """As LiteLLM gives its replies; the last message is what was submitted."""
     copies = {"refusal": None, "reasoning_content": "Hm."}
     reply = {
-        **{"role": "assistant", "content": None, "reasoning_content": "Hm.", "images": []},
-        **{"tool_calls": [{"id": "c", "function": CALL}], "function_call": None},
-        **{"provider_specific_fields": copies, "extra": {"actions": [], "cost": 0.1}},
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "images": [],
+        "tool_calls": [{"id": "c", "function": CALL}],
+        "function_call": None,
+        "provider_specific_fields": copies,
+        "extra": {"actions": [], "cost": 0.1},
     }
     result = {"role": "tool", "tool_call_id": "c", "content": "r", "extra": {"returncode": 0}}
     end = {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}

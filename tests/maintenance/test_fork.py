@@ -397,8 +397,16 @@ def test_a_row_without_a_valid_beginning_is_not_a_branch() -> None:
 
 
 WHAT_RULES_SEE = (
-    *("messages", "opening", "call_ids", "replies_used", "reasks", "noted"),
-    *("_notes_of", "_text_before", "discarded", "results"),
+    "messages",
+    "opening",
+    "call_ids",
+    "replies_used",
+    "reasks",
+    "noted",
+    "_notes_of",
+    "_text_before",
+    "discarded",
+    "results",
 )
 
 

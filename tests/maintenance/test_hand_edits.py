@@ -121,8 +121,12 @@ def test_an_edited_field_is_named_by_each_command(
     edited(whole_run, tmp_path, place, keeps_size=keeps_size)
     branches = ("--at_turn=1", "--n=1", "--run_name=f", "--enabled_toolsets=none")
     for command, *options in (
-        ("export",), ("report",), ("show", "t1"), ("stats",), ("fork", *branches)
-    ):  # fmt: skip
+        ("export",),
+        ("report",),
+        ("show", "t1"),
+        ("stats",),
+        ("fork", *branches),
+    ):
         done = run(tmp_path, command, "r", *options, output_dir=".")
         assert done.returncode == 4, (command, done.stderr)
         assert described(place) in done.stderr, (command, done.stderr)

@@ -256,8 +256,7 @@ DAMAGES: dict[str, Damage] = {
         "failures.jsonl:1: an incomplete line",
     ),
     "a journal of nobody": Damage(
-        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(),
-        "worker-3-0.jsonl: no unfinished"
+        lambda p: (p / "inflight" / "worker-3-0.jsonl").touch(), "worker-3-0.jsonl: no unfinished"
     ),
     "a journal with garbage": Damage(
         lambda p: (p / "inflight" / "worker-3-0.jsonl").write_bytes(b"gone\n" + event_of("z")),
@@ -313,7 +312,8 @@ DAMAGES: dict[str, Damage] = {
     ),
     "results that are gone": Damage(
         lambda p: note_batch(p, *ALL_STEPS),
-        "w.results: not the results of batch b1", repaired=False
+        "w.results: not the results of batch b1",
+        repaired=False,
     ),
     "results that are short": Damage(
         all_of(lambda p: note_batch(p, *ALL_STEPS), lambda p: keep_results(p, b"")),
@@ -327,8 +327,9 @@ DAMAGES: dict[str, Damage] = {
         ),
         "w.results: left over from a batch",
     ),
-    "half a file": Damage(lambda p: (p / ".run.json.7.tmp").touch(),
-    ".run.json.7.tmp: an incomplete file"),
+    "half a file": Damage(
+        lambda p: (p / ".run.json.7.tmp").touch(), ".run.json.7.tmp: an incomplete file"
+    ),
     "half a training file": Damage(
         lambda p: (p.parent / ".r.jsonl.7.tmp").touch(), ".r.jsonl.7.tmp: an incomplete file"
     ),
@@ -368,7 +369,7 @@ DAMAGES: dict[str, Damage] = {
         "run.json: `digest` does not match",
         repaired=False,
     ),
-}  # fmt: skip
+}
 
 
 def without_turn(line: bytes) -> bytes:

@@ -136,7 +136,9 @@ def test_an_agent_of_the_client_protocol_gets_its_prompt_and_permissions(
     said = record["agent"]["stdout"].splitlines()
     command = "[execute] echo t0-{n} >> notes.txt && cat notes.txt"
     assert said == [
-        *("a line that is no message", command.format(n=1), command.format(n=2)),
+        "a line that is no message",
+        command.format(n=1),
+        command.format(n=2),
         "Finished t0 in 2 steps.",
     ]
 
@@ -672,7 +674,8 @@ def test_calls_that_continue_a_response_by_its_id_are_one_conversation(
     assert [message["role"] for message in record["messages"]].count("system") == 1
     (row,) = lines(tmp_path / "trajectories/r.jsonl")
     assert [turn["from"] for turn in row["conversations"]] == [
-        *("system", "human"),
+        "system",
+        "human",
         *("gpt", "tool") * 3,
         "gpt",
     ]

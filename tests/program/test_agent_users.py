@@ -83,7 +83,9 @@ def test_a_simulated_user_writes_to_an_agent(tmp_path: Path, endpoint: AgentEndp
     assert said_in(record) == [prompt("t", 1), GO_ON % 4, GO_ON % 6]
     users = [inner for inner in record["inner"] if inner["name"] == "simulated_user"]
     assert [inner["messages"][-1]["content"] for inner in users] == [
-        *(GO_ON % 4, GO_ON % 6, "###STOP###")
+        GO_ON % 4,
+        GO_ON % 6,
+        "###STOP###",
     ]
     paid = [one for one in endpoint.exchanges if "[user 2]" in json.dumps(one.request)]
     assert len(paid) == 3

@@ -47,8 +47,13 @@ def only_long(value: object) -> Any:
 def asking(api: FakeBatches, dialect: str = "chat", **more: object) -> dict[str, Any]:
     """Options of a run of two workers that asks `api`."""
     return {
-        **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "file"},
-        **{"num_workers": 2, "model": MODELS[dialect], "key_env": "none", "max_tokens": 1000},
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "enabled_toolsets": "file",
+        "num_workers": 2,
+        "model": MODELS[dialect],
+        "key_env": "none",
+        "max_tokens": 1000,
         "base_url": api.anthropic_url if dialect == "messages" else api.openai_url,
         **more,
     }

@@ -21,7 +21,9 @@ PRICES = json.dumps({"fake-model": {"input": 3, "output": 15, "cache_read": 0.3}
 WRITES: dict[str, Any] = {
     "tool": "write_file",
     "arguments": json.dumps({"path": "n{turn}", "content": "word " * 400}),
-    **{"turns": 6, "latency_s": 0.0, "cache_tokens": 10**7},
+    "turns": 6,
+    "latency_s": 0.0,
+    "cache_tokens": 10**7,
 }
 
 
@@ -36,8 +38,14 @@ def run_at(tmp_path: Path, base_url: str) -> StoredRun:
     rows = [{"id": f"p{n}", "prompt": f"Question {n}. {'Read this. ' * 500}"} for n in range(6)]
     write_rows(tmp_path / "p.jsonl", *rows)
     options: dict[str, Any] = {
-        **{"run_name": "r", "dataset_file": "p.jsonl", "model": "fake-model", "num_workers": 1},
-        **{"base_url": base_url, "key_env": "none", "enabled_toolsets": "file", "prices": PRICES},
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "model": "fake-model",
+        "num_workers": 1,
+        "base_url": base_url,
+        "key_env": "none",
+        "enabled_toolsets": "file",
+        "prices": PRICES,
     }
     done = run(tmp_path, **options)
     assert done.returncode == 0, done.stderr
@@ -117,11 +125,18 @@ def test_what_an_agent_changes_in_its_requests_is_named(
     write_rows(tmp_path / "p.jsonl", *rows)
     agent = {
         "command": [PYTHON, "-c", AGENT, changes, "{prompt}"],
-        **{"speaks": "openai_chat", "version": [PYTHON, "--version"], "memory_mb": 40},
+        "speaks": "openai_chat",
+        "version": [PYTHON, "--version"],
+        "memory_mb": 40,
     }
     options: dict[str, Any] = {
-        **{"run_name": "r", "dataset_file": "p.jsonl", "model": "fake-model", "num_workers": 1},
-        **{"base_url": replicas[0].openai_url, "key_env": "none", "agent": json.dumps(agent)},
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "model": "fake-model",
+        "num_workers": 1,
+        "base_url": replicas[0].openai_url,
+        "key_env": "none",
+        "agent": json.dumps(agent),
     }
     done = run(tmp_path, **options)
     assert done.returncode == 0, done.stderr

@@ -67,8 +67,14 @@ def test_a_killed_run_with_changing_credentials_pays_no_stored_call_again(
     (tmp_path / "my_clients.py").write_text(OWN_CLIENT)
     token_file = tmp_path / "token"
     given: dict[str, Any] = {
-        **{"config": "run.yaml", "run_name": "r", "dataset_file": "p.jsonl", "model": "own:m"},
-        **{"enabled_toolsets": "terminal", "sandbox": "local", "num_workers": 2, "batch_size": 4},
+        "config": "run.yaml",
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "model": "own:m",
+        "enabled_toolsets": "terminal",
+        "sandbox": "local",
+        "num_workers": 2,
+        "batch_size": 4,
     }
     run_dir = tmp_path / "trajectories" / "r"
     with FakeBatches(options=OPTIONS, token_file=token_file, calls_per_token=40) as api:
@@ -111,8 +117,13 @@ def test_a_kill_during_batches_with_changing_credentials(tmp_path: Path, way: st
     write_prompts(tmp_path / "p.jsonl", 6)
     (tmp_path / "my_clients.py").write_text(OWN_CLIENT)
     given: dict[str, Any] = {
-        **{"config": "run.yaml", "run_name": "r", "dataset_file": "p.jsonl", "num_workers": 2},
-        **{"model": "own:gpt-5-mini", "enabled_toolsets": "terminal", "sandbox": "local"},
+        "config": "run.yaml",
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "num_workers": 2,
+        "model": "own:gpt-5-mini",
+        "enabled_toolsets": "terminal",
+        "sandbox": "local",
     }
     run_dir = tmp_path / "trajectories" / "r"
     # With fewer calls per token, requests side by side could be refused again and again.

@@ -45,11 +45,15 @@ def double(n: int, below: list[float | int] = []) -> dict:
 '''
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | st.integers(min_value=10**18, max_value=10**30) | st.text(st.characters(codec="utf-8")),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.integers(min_value=10**18, max_value=10**30)
+    | st.text(st.characters(codec="utf-8")),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(json_values)
@@ -81,9 +85,15 @@ def test_many_short_numbers_do_not_hide_a_long_one() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["{", '{"n": 1' + "0" * 5000 + "}", f'{{"n": 1e400, "m": {LONG}}}', f'["\\ud83d", {LONG}]',
-     f"[NaN, {LONG}]", "[" * 5000 + str(LONG) + "]" * 5000],
-)  # fmt: skip
+    [
+        "{",
+        '{"n": 1' + "0" * 5000 + "}",
+        f'{{"n": 1e400, "m": {LONG}}}',
+        f'["\\ud83d", {LONG}]',
+        f"[NaN, {LONG}]",
+        "[" * 5000 + str(LONG) + "]" * 5000,
+    ],
+)
 def test_non_strict_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         exact_json.loads(text)

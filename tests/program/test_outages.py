@@ -192,8 +192,13 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
 
     with listening(Refusing) as root:
         given: dict[str, Any] = {
-            **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
-            **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "none", "grace_s": 300},
+            "run_name": "r",
+            "dataset_file": "p.jsonl",
+            "enabled_toolsets": "none",
+            "model": "openai:m",
+            "base_url": f"{root}/v1",
+            "key_env": "none",
+            "grace_s": 300,
         }
         with started(tmp_path, **given) as process:
             wait_until(lambda: seconds() > 0)

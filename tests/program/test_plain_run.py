@@ -46,14 +46,28 @@ _FEATURES = {place.partition(":")[0].rpartition(".")[0] for place in FEATURES.va
 
 _TURNED_ON = (
     *sorted(folder.replace(".", "/") for folder in _FEATURES),
-    *("agent/flat", "agent/gateway", "agent/models/batches", "agent/models/dialects"),
-    *("agent/views", "agent/wires"),
-    *("toolsets/browser", "toolsets/images", "toolsets/mcp", "toolsets/net", "toolsets/web"),
+    "agent/flat",
+    "agent/gateway",
+    "agent/models/batches",
+    "agent/models/dialects",
+    "agent/views",
+    "agent/wires",
+    "toolsets/browser",
+    "toolsets/images",
+    "toolsets/mcp",
+    "toolsets/net",
+    "toolsets/web",
     *(
         f"batch_trajectories/{name}"
         for name in (
-            *("export/dataset", "export/filters", "importing", "maintenance", "mirror"),
-            *("recording", "report", "view"),
+            "export/dataset",
+            "export/filters",
+            "importing",
+            "maintenance",
+            "mirror",
+            "recording",
+            "report",
+            "view",
         )
     ),
 )

@@ -128,7 +128,9 @@ def test_sessions_become_records(tmp_path: Path, endpoint: FakeEndpoint) -> None
     assert done_records["one"]["messages"][-1]["content"] == said[-1]["content"]
     assert done_records["one"]["row"] == {"id": "one", "prompt": "First."}
     assert [done_records[name]["status"] for name in ("one", "one#2", by_key, "cut")] == [
-        *("completed", "completed", "completed"),
+        "completed",
+        "completed",
+        "completed",
         "cancelled",
     ]
     rows = lines(tmp_path / "trajectories/r.jsonl")
@@ -435,7 +437,8 @@ def test_a_session_continues_after_a_call_without_a_usable_reply(
         assert stop(world.process) == 0
     done_records = records(tmp_path)
     assert {name: record["status"] for name, record in done_records.items()} == {
-        **{"a": "completed", "other": "completed"},
+        "a": "completed",
+        "other": "completed",
     }
     assert "a: a call failed: malformed: " in (tmp_path / "trajectories/r/run.log").read_text()
 
@@ -454,7 +457,9 @@ def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
         world.talk("Go on.", at="/sessions/c")
         assert stop(world.process) == 1
     assert {name: one["status"] for name, one in records(tmp_path).items()} == {
-        **{"a": "completed", "b": "failed", "c": "completed"},
+        "a": "completed",
+        "b": "failed",
+        "c": "completed",
     }
 
 

@@ -97,10 +97,16 @@ def test_a_run_makes_one_record_and_one_training_row_per_prompt(
     assert_sums_agree(tmp_path)
     left = {path.name for path in records(tmp_path).parent.iterdir() if any_file(path)}
     assert left == {
-        *("run.json", "records.jsonl", "records.idx", "dataset.idx"),
-        *("failures.jsonl", "summary.json"),
+        "run.json",
+        "records.jsonl",
+        "records.idx",
+        "dataset.idx",
+        "failures.jsonl",
+        "summary.json",
         "statistics.json",
-        *("run.log", "lock", "exports"),
+        "run.log",
+        "lock",
+        "exports",
     }
 
 
@@ -649,10 +655,13 @@ def test_endings_are_sorted_into_their_files(tmp_path: Path) -> None:
         {"id": "good", "prompt": "x", "script": [{"content": "yes"}]},
         {"id": "endless", "prompt": "x", "script": [{"tool_calls": [ask]}] * 5},
         {"id": "cut", "prompt": "x", "script": [{"content": "y", "finish_reason": "length"}]},
-        {"id": "invented", "prompt": "x", "script": [
-            {"tool_calls": [{"name": "fly"}]}, {"content": "no"}]},
+        {
+            "id": "invented",
+            "prompt": "x",
+            "script": [{"tool_calls": [{"name": "fly"}]}, {"content": "no"}],
+        },
         {"id": "bad", "script": []},
-    )  # fmt: skip
+    )
     done = run(tmp_path, **{**RUN, "model": "scripted"}, max_turns=3)
     assert done.returncode == 0, done.stderr
     assert "p.jsonl:5: skipped: no `prompt` field" in done.stderr

@@ -168,10 +168,12 @@ def test_require_reasoning_is_a_filter_of_the_export(tmp_path: Path) -> None:
 def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
     """S5.16."""
     script = [
-        say('Thought: look\nAction: write_file\nAction Input: {"path": "a", "content": "A"}\n'
-            "Observation: invented"),
+        say(
+            'Thought: look\nAction: write_file\nAction Input: {"path": "a", "content": "A"}\n'
+            "Observation: invented"
+        ),
         say("Thought: done\nFinal Answer: wrote it"),
-    ]  # fmt: skip
+    ]
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     assert run(tmp_path, **SCRIPTED, text_protocol="react").returncode == 0
     (record,) = records(tmp_path).values()
@@ -180,7 +182,11 @@ def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
     assert "invented" not in json.dumps(record["messages"][2:])
     (row,) = exported(tmp_path)
     assert [turn["from"] for turn in row["conversations"]] == [
-        *("system", "human", "gpt", "tool", "gpt")
+        "system",
+        "human",
+        "gpt",
+        "tool",
+        "gpt",
     ]
     assert row["conversations"][-1]["value"] == "<think>\ndone\n</think>\nwrote it"
 
@@ -224,8 +230,12 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
     with FakeEndpoint(latency_s=0.02, answers=60, tool="helper", arguments=task) as endpoint:
         given = {
             **SCRIPTED,
-            **{"model": "openai:m", "base_url": endpoint.openai_url, "key_env": "none"},
-            **{"enabled_toolsets": "none", "batch_size": 5, "num_workers": 2},
+            "model": "openai:m",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "enabled_toolsets": "none",
+            "batch_size": 5,
+            "num_workers": 2,
             "subagents": json.dumps([HELPER]),
         }
         with started(tmp_path, **given) as process:
@@ -255,13 +265,16 @@ def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
             tmp_path / "p.jsonl",
             {"prompt": "x", "script": [calls(call("helper", task="t")), say("done")]},
         )
-        refused = run(tmp_path, **configured(tmp_path, subagents=[helper]), env={
-            "OPENAI_API_KEY": ""})  # fmt: skip
+        refused = run(
+            tmp_path, **configured(tmp_path, subagents=[helper]), env={"OPENAI_API_KEY": ""}
+        )
         assert refused.returncode == 2
         assert "OPENAI_API_KEY" in refused.stderr
         given = {
             **SCRIPTED,
-            **{"model": "m", "base_url": endpoint.openai_url, "key_env": "none"},
+            "model": "m",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
             "subagents": json.dumps([{**HELPER, "model": "scripted", "script": [say("hi")]}]),
         }
         assert run(tmp_path, **given).returncode == 0

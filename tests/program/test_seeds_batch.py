@@ -15,8 +15,15 @@ from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 HI = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
 CONTEXT_FILES = (
-    *("AGENTS.md", "CLAUDE.md", "SOUL.md", "MEMORY.md", "USER.md", ".cursorrules"),
-    *(".hermes/SOUL.md", ".hermes/memories/MEMORY.md", ".claude/CLAUDE.md"),
+    "AGENTS.md",
+    "CLAUDE.md",
+    "SOUL.md",
+    "MEMORY.md",
+    "USER.md",
+    ".cursorrules",
+    ".hermes/SOUL.md",
+    ".hermes/memories/MEMORY.md",
+    ".claude/CLAUDE.md",
 )
 
 
@@ -74,11 +81,23 @@ def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
     done = run(tmp_path, "--resume", "--reasoning_disabled", "--dry_run", **SCRIPTED, **accepted)
     assert done.returncode == 0, done.stderr
     output = run(tmp_path, "--help_all").stdout
-    assert not {*("--resume", *accepted)} & {*output.split()}
+    assert not {"--resume", *accepted} & {*output.split()}
     for name in (
-        *("dataset_file", "batch_size", "run_name", "num_workers", "model", "base_url"),
-        *("max_turns", "max_samples", "max_tokens", "ephemeral_system_prompt"),
-        *("prefill_messages", "reasoning_effort", "extra_body", "log_level", "key_env"),
+        "dataset_file",
+        "batch_size",
+        "run_name",
+        "num_workers",
+        "model",
+        "base_url",
+        "max_turns",
+        "max_samples",
+        "max_tokens",
+        "ephemeral_system_prompt",
+        "prefill_messages",
+        "reasoning_effort",
+        "extra_body",
+        "log_level",
+        "key_env",
     ):
         assert f"--{name} " in output, name
 

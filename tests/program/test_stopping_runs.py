@@ -64,9 +64,15 @@ def test_kills_change_no_sample(
     write_rows(tmp_path / "p.jsonl", *rows)
     with FakeEndpoint(turns=1, latency_s=0.02, answers=0) as endpoint:
         given = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 2, "batch_size": 6, "num_samples": SAMPLES},
-            **{"reward": "grade.py:grade", "enabled_toolsets": "none"},
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 2,
+            "batch_size": 6,
+            "num_samples": SAMPLES,
+            "reward": "grade.py:grade",
+            "enabled_toolsets": "none",
             **options,
         }
         models = [f"openai:{name}" for name in rule.models]
@@ -95,9 +101,16 @@ def test_a_model_whose_budget_is_used_up_begins_nothing(tmp_path: Path) -> None:
 
     with FakeEndpoint(turns=1, latency_s=0.02) as endpoint:
         given: dict[str, Any] = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 2, "batch_size": 2, "num_samples": SAMPLES},
-            **{"reward": "grade.py:grade", "enabled_toolsets": "none", "escalate_after": 2},
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 2,
+            "batch_size": 2,
+            "num_samples": SAMPLES,
+            "reward": "grade.py:grade",
+            "enabled_toolsets": "none",
+            "escalate_after": 2,
             "models": json.dumps(["openai:small", "openai:large"]),
             "prices": json.dumps({"small": PRICED, "large": PRICED}),
         }

@@ -144,9 +144,11 @@ def test_nothing_is_missing_of_a_simulated_user(tmp_path: Path) -> None:
     user = json.dumps({"system_prompt": "You are Ann.", "max_turns": 2})
     with FakeEndpoint(tokens="vllm", **{**PLAYS, "turns": 1}) as endpoint:
         done = run(
-            tmp_path, "--token_ids", simulated_user=user,
+            tmp_path,
+            "--token_ids",
+            simulated_user=user,
             **asking(endpoint, num_workers=1, model="m"),
-        )  # fmt: skip
+        )
     assert done.returncode == 0, done.stderr
     (record,) = records(tmp_path)
     inner = [turn for one in record["inner"] for turn in one["turns"]]

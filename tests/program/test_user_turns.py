@@ -44,9 +44,16 @@ def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls
 
 def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
     return {
-        **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "file"},
-        **{"num_workers": 2, "batch_size": 4, "heartbeat_timeout_s": 20, "grace_s": 20},
-        **{"model": "openai:m", "key_env": "none", "base_url": endpoint.openai_url},
+        "run_name": "r",
+        "dataset_file": "p.jsonl",
+        "enabled_toolsets": "file",
+        "num_workers": 2,
+        "batch_size": 4,
+        "heartbeat_timeout_s": 20,
+        "grace_s": 20,
+        "model": "openai:m",
+        "key_env": "none",
+        "base_url": endpoint.openai_url,
         **more,
     }
 
@@ -84,8 +91,12 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return 200, {
-            **{"id": f"user-{number}", "object": "chat.completion", "model": "u", "created": 1},
-            **{"choices": [choice], "usage": usage},
+            "id": f"user-{number}",
+            "object": "chat.completion",
+            "model": "u",
+            "created": 1,
+            "choices": [choice],
+            "usage": usage,
         }
 
     rows = [

@@ -60,7 +60,9 @@ AGENTS = {
     ),
     "codex": Agent(
         (
-            *("codex", "exec", "--skip-git-repo-check"),
+            "codex",
+            "exec",
+            "--skip-git-repo-check",
             "--dangerously-bypass-approvals-and-sandbox",
         ),
         ("resume", "--last", "-"),

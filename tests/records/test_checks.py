@@ -34,7 +34,12 @@ ROWS: list[dict[str, Any]] = [
     {"id": "plain"},
 ]
 CHECKS = {
-    **{"checked": 3, "scored": 0, "passed": 1, "failed": 2, "pass_rate": 33.33, "mean_reward": 0.5},
+    "checked": 3,
+    "scored": 0,
+    "passed": 1,
+    "failed": 2,
+    "pass_rate": 33.33,
+    "mean_reward": 0.5,
     "check_failed": 0,
 }
 FAILED = {"passed": None, "reward": None, "error": "it timed out"}
@@ -330,7 +335,9 @@ class TestTheReport:
                     "options": {"check_expected": True},
                     "row": {"prompt": "Go.", "expected": "7"},
                 },
-                *(False, 0.0, "not passed"),
+                False,
+                0.0,
+                "not passed",
             ),
         ],
     )
@@ -360,9 +367,13 @@ class TestACheckThatFailedItself:
 
     def test_is_no_training_data_where_passing_is_asked_for(self, tmp_path: Path) -> None:
         source = make_run(
-            tmp_path, judged(1.0, "A"), judged(0.0, "B"), self.failed("C"), self.failed("D"),
+            tmp_path,
+            judged(1.0, "A"),
+            judged(0.0, "B"),
+            self.failed("C"),
+            self.failed("D"),
             samples=4,
-        )  # fmt: skip
+        )
         required: Any = {"filters": {"require_passed": True}}
         assert [row["id"] for row in rows(source, "openai", **required)] == ["t0"]
         assert rejects(source, formats="openai", **required)["t0#s3"] == "check_failed"
@@ -374,9 +385,12 @@ class TestACheckThatFailedItself:
     def test_makes_no_pair_and_no_label(self, tmp_path: Path) -> None:
         score = {"source": "f", "version": "1", "error": None, "rewards": {"f": 0.0}}
         source = make_run(
-            tmp_path, judged(1.0, "A"), self.failed("B"), self.failed("C", scores=[score]),
+            tmp_path,
+            judged(1.0, "A"),
+            self.failed("B"),
+            self.failed("C", scores=[score]),
             samples=3,
-        )  # fmt: skip
+        )
         assert rows(source, "dpo") == []
         assert [row["label"] for row in rows(source, "kto")] == [True]
         assert rejects(source, formats="kto") == {"t0#s1": "check_failed", "t0#s2": "check_failed"}

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.cli.inspect_runs import label
+from batch_trajectories.cli.label import label
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.record_types import Record

@@ -45,7 +45,9 @@ def test_a_task_has_its_ending_amounts_and_judgement(tmp_path: Path) -> None:
     assert (first["cost_usd"], first["passed"], first["reward"]) == (1.0, True, 0.75)
     assert first["finished_at"] == datetime.fromtimestamp(2.5, UTC)
     assert (second["status"], second["error_class"], second["error"]) == (
-        *("failed", "ModelError", "gone"),
+        "failed",
+        "ModelError",
+        "gone",
     )
     assert (second["passed"], second["started_at"]) == (None, None)
 
@@ -66,8 +68,11 @@ def test_turns_have_the_texts_of_their_messages(tmp_path: Path) -> None:
 
 def test_calls_have_arguments_results_and_times(tmp_path: Path) -> None:
     record = record_of(
-        *(user(), assistant("", call('{"a": 1}', id="x"), call("{", id="y"))),
-        *(result("one", id="x"), result("no", id="y", is_error=True), assistant("Done.")),
+        user(),
+        assistant("", call('{"a": 1}', id="x"), call("{", id="y")),
+        result("one", id="x"),
+        result("no", id="y", is_error=True),
+        assistant("Done."),
     )
     times = {"started_at": 3, "duration_s": 0.5}
     record["tool_calls"] = [

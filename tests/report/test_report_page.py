@@ -245,13 +245,14 @@ def edited(report: Path, name: str, change: Callable[[Any], None]) -> Path:
 
 
 RESULTS = {
-    '{"exit_code": 12345678901234567890, "out": "one\\ntwo", "more": {"x": 1.0}}':
-        'exit_code12345678901234567890outone\ntwomore{\n  "x": 1.0\n}',
+    '{"exit_code": 12345678901234567890, "out": "one\\ntwo", "more": {"x": 1.0}}': (
+        'exit_code12345678901234567890outone\ntwomore{\n  "x": 1.0\n}'
+    ),
     '[1, {"a": null}]': '[\n  1,\n  {\n    "a": null\n  }\n]',
     "12345678901234567890": "12345678901234567890",
     "{not json}": "{not json}",
     "{}": "{}",
-}  # fmt: skip
+}
 
 
 def test_a_result_that_is_json_is_shown_by_name(context: BrowserContext, report: Path) -> None:

@@ -147,8 +147,11 @@ def test_containers_are_judged_as_they_were_left(tmp_path: Path, task_images: Im
     script = script_of("mkdir -p /opt; echo 1 > /opt/made", "rm pkg/__init__.py")
     (tmp_path / "script.yaml").write_text(json.dumps(script))
     given = {
-        **{**IN_IMAGES, "dataset_file": "tasks", "rows": "harbor"},
-        **{"images": task_images.directory, "script_file": "script.yaml"},
+        **IN_IMAGES,
+        "dataset_file": "tasks",
+        "rows": "harbor",
+        "images": task_images.directory,
+        "script_file": "script.yaml",
     }
     done = run(tmp_path, **given, keep_workspaces=10)
     assert done.returncode == 0, done.stderr
@@ -182,7 +185,9 @@ def test_conversations_of_agents_are_judged(tmp_path: Path) -> None:
 def plain_run(cwd: Path, **more: Any) -> None:
     rows = [
         {
-            **{"id": f"p{n}", "prompt": f"Work {n}", "check": "test -f made"},
+            "id": f"p{n}",
+            "prompt": f"Work {n}",
+            "check": "test -f made",
             "script": script_of("touch made" if n else f"head -c {3 << 20} /dev/zero > large"),
         }
         for n in range(3)

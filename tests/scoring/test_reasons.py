@@ -57,7 +57,8 @@ def asked(record: Record, rows: NewRows | None = None, **options: Any) -> Judgin
         ({"row": ROW, "diff": WHOLE}, "only_diff"),
         (
             {
-                **{"row": {"prompt": "p", "expected": "4"}, "status": "max_turns"},
+                "row": {"prompt": "p", "expected": "4"},
+                "status": "max_turns",
                 "options": {"check_expected": True},
             },
             "no_answer",

@@ -116,7 +116,12 @@ def test_rows_keep_their_bytes(cwd: Path, stored: Path, name: str) -> None:
         ("show", "finished", "answer"),
         ("export", "finished", "--format=openai,raw"),
         (
-            *("fork", "finished", "--run_name=branches", "--at_turn=1", "--n=2", "--not_passed"),
+            "fork",
+            "finished",
+            "--run_name=branches",
+            "--at_turn=1",
+            "--n=2",
+            "--not_passed",
             "--trust_run",
         ),
         ("merge", "finished", "--into=merged"),

@@ -96,9 +96,13 @@ def test_a_run_offers_and_records_what_was_drawn(tmp_path: Path, workers: int) -
     write_rows(tmp_path / "p.jsonl", *rows)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"file": 60, "python": 40, "terminal": 50}))
     done = run(
-        tmp_path, **SCRIPTED, num_workers=workers, distribution="mine.yaml",
-        disabled_toolsets="terminal", seed=5,
-    )  # fmt: skip
+        tmp_path,
+        **SCRIPTED,
+        num_workers=workers,
+        distribution="mine.yaml",
+        disabled_toolsets="terminal",
+        seed=5,
+    )
     assert done.returncode == 0, done.stderr
     for record in lines(tmp_path / "trajectories" / "r" / "records.jsonl"):
         drawn = draw_toolsets({"file": 60, "python": 40}, f"5/{record['id']}")

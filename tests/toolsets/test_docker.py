@@ -221,9 +221,11 @@ def test_each_row_runs_in_its_own_image(tmp_path: Path, engine: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(
-        tmp_path, **{**SCRIPTED, "enabled_toolsets": "terminal"},
-        sandbox="docker", docker_image="python:3.11",
-    )  # fmt: skip
+        tmp_path,
+        **{**SCRIPTED, "enabled_toolsets": "terminal"},
+        sandbox="docker",
+        docker_image="python:3.11",
+    )
     assert done.returncode == 0, done.stderr
     for record in lines(tmp_path / "trajectories" / "r" / "records.jsonl"):
         assert json.loads(record["messages"][2]["content"])["stdout"] == "hi\n"
@@ -257,9 +259,11 @@ def test_a_real_engine_runs_a_conversation(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     image = os.environ["DOCKER_TEST_IMAGE"]
     done = run(
-        tmp_path, **{**SCRIPTED, "enabled_toolsets": "terminal,python"},
-        sandbox="docker", docker_image=image,
-    )  # fmt: skip
+        tmp_path,
+        **{**SCRIPTED, "enabled_toolsets": "terminal,python"},
+        sandbox="docker",
+        docker_image=image,
+    )
     assert done.returncode == 0, done.stderr
     [record] = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
     first, second, third = (
@@ -273,6 +277,8 @@ def test_a_real_engine_runs_a_conversation(tmp_path: Path) -> None:
     assert third["value"] == "42"
     left = subprocess.run(
         ["docker", "ps", "-aq", "--filter", f"ancestor={image}"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert left.stdout == ""

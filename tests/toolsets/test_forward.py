@@ -91,8 +91,14 @@ def test_the_command_gets_its_input_files_and_variables_only(tmp_path: Path) -> 
         files={"/home/user/deep/er/file": "text\n"},
     )
     assert result.stdout.splitlines() == [
-        *("of the prompt", "text", "HOME=/home/user", "PATH=/usr/bin:/bin", "PWD=/workspace"),
-        *("/workspace", "deep", "more"),
+        "of the prompt",
+        "text",
+        "HOME=/home/user",
+        "PATH=/usr/bin:/bin",
+        "PWD=/workspace",
+        "/workspace",
+        "deep",
+        "more",
     ]
 
 

@@ -19,14 +19,28 @@ from toolsets.workspace.workspace import Workspace
 
 NUMBERS = {
     "x86_64": {
-        "io_uring_setup": 425, "io_uring_enter": 426, "add_key": 248, "request_key": 249,
-        "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "kexec_load": 246,
+        "io_uring_setup": 425,
+        "io_uring_enter": 426,
+        "add_key": 248,
+        "request_key": 249,
+        "keyctl": 250,
+        "bpf": 321,
+        "perf_event_open": 298,
+        "userfaultfd": 323,
+        "kexec_load": 246,
     },
     "aarch64": {
-        "io_uring_setup": 425, "io_uring_enter": 426, "add_key": 217, "request_key": 218,
-        "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "kexec_load": 104,
+        "io_uring_setup": 425,
+        "io_uring_enter": 426,
+        "add_key": 217,
+        "request_key": 218,
+        "keyctl": 219,
+        "bpf": 280,
+        "perf_event_open": 241,
+        "userfaultfd": 282,
+        "kexec_load": 104,
     },
-}  # fmt: skip
+}
 
 TRY = """
 import ctypes, errno, json, socket
@@ -78,7 +92,7 @@ ALLOWED, NO_SUCH, NO_FAMILY = 0x7FFF0000, 0x00050000 | 38, 0x00050000 | 97
         ("aarch64", 0xC00000B7, (425, 217, 219, 241, 280, 282, 294), (198, 199), (63, 40, 200)),
         ("aarch64", 0x40000028, (425, 309, 311, 364, 386, 388), (281, 288), (3, 282, 389)),
     ],
-)  # fmt: skip
+)
 def test_programs_of_all_architectures_are_judged_alike(
     machine: str,
     architecture: int,

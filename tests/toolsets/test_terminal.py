@@ -108,7 +108,11 @@ def small(kind: str, root: Path, **limits: Any) -> Task:
 def test_a_shell_keeps_directory_variables_functions_and_options(task: Task) -> None:
     task.out("mkdir d; cd d; X=1; export Y=2; f() { echo f$1; }; alias q='echo q'; set -o pipefail")
     assert task.out('basename "$PWD"; echo $X; sh -c "echo $Y"; f 3; q').split() == [
-        *("d", "1", "2", "f3", "q")
+        "d",
+        "1",
+        "2",
+        "f3",
+        "q",
     ]
     assert task.sh("false | true")["exit_code"] == 1
     assert task.out("echo $?") == "1\n"

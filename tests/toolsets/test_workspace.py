@@ -90,8 +90,14 @@ def test_real_path_beneath_a_directory_named_like_the_alias(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "path",
     [
-        *("..", "../outside/secret.txt", "a/../../outside/secret.txt", "/", "/etc/passwd"),
-        *("/workspace/../etc/passwd", "/workspacex/a", "/proc/self/root/etc/passwd"),
+        "..",
+        "../outside/secret.txt",
+        "a/../../outside/secret.txt",
+        "/",
+        "/etc/passwd",
+        "/workspace/../etc/passwd",
+        "/workspacex/a",
+        "/proc/self/root/etc/passwd",
     ],
 )
 def test_paths_that_lead_outside_are_refused(

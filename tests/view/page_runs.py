@@ -82,13 +82,18 @@ def make_rich(folder: Path) -> Path:
     """Two samples of each prompt, whose results are all that the page draws."""
     passing = {"passed": True, "reward": 1.0, "exit_code": 0, "stdout": "3 passed\n", "stderr": ""}
     failing = {
-        **{"passed": False, "reward": 0.0, "exit_code": 1},
-        **{"stdout": "FAILED test_primes.py::test_one\n", "stderr": "assert 9 == 10\n"},
+        "passed": False,
+        "reward": 0.0,
+        "exit_code": 1,
+        "stdout": "FAILED test_primes.py::test_one\n",
+        "stderr": "assert 9 == 10\n",
     }
     first = ("I look at the file.", shell("git diff"), DIFFERENCE)
     good = talk(
-        *(first, ("Now the cities.", shell("cat cities.csv"), TABLE)),
-        *(("And as JSON.", shell("cities --json"), RECORDS), ("The plan.", shell("plan"), TREE)),
+        first,
+        ("Now the cities.", shell("cat cities.csv"), TABLE),
+        ("And as JSON.", shell("cities --json"), RECORDS),
+        ("The plan.", shell("plan"), TREE),
         ("Run it.", shell("pytest -q"), '{"exit_code": 0, "stdout": "3 passed\\n", "stderr": ""}'),
         answer="There are 10 primes below 30.",
         check=passing,

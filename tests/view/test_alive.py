@@ -69,9 +69,15 @@ def test_a_run_is_watched_steered_and_read_to_its_end(tmp_path: Path) -> None:
     runs = tmp_path / "trajectories"
     with FakeEndpoint(turns=3, latency_s=0.0, answers=6, **WRITE_A_NOTE) as endpoint:
         given: dict[str, Any] = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 1, "batch_size": 4, "model": "openai:m"},
-            **{"enabled_toolsets": "file", "max_attempts": 2},
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 1,
+            "batch_size": 4,
+            "model": "openai:m",
+            "enabled_toolsets": "file",
+            "max_attempts": 2,
         }
         with started(tmp_path, **given) as process:
             wait_until(lambda: int(endpoint.journal()["requests"]) >= 10)

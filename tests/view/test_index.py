@@ -142,8 +142,13 @@ def test_later_scores_are_shown(copied: Path, looking: Viewer) -> None:
     assert rows_of(looking, passed="true")["matching"] == 0
     record = next(iter(stored_records(copied)))
     score = {
-        **{"source": "judge", "version": "1", "error": None, "rewards": {"reward": 1.0}},
-        **{"record": score_key(record), "id": record.id, "at": 1.0},
+        "source": "judge",
+        "version": "1",
+        "error": None,
+        "rewards": {"reward": 1.0},
+        "record": score_key(record),
+        "id": record.id,
+        "at": 1.0,
     }
     (copied / "scores.jsonl").write_bytes(with_checksum(orjson.dumps(score)))
     answer = rows_of(looking, reward_min=1)
@@ -212,7 +217,12 @@ def test_garbage_is_an_error_and_nothing_else(copied: Path, looking: Viewer) -> 
         (noise / name).write_bytes(b'{"health": 3, "checks": [], "total": null}\n')
     runs = {run["key"]: run for run in looking.get("/runs")["runs"]}
     assert {key for key, run in runs.items() if run["state"] == "unreadable"} == {
-        *("empty", "text", "list", "old", "pipe", "head")
+        "empty",
+        "text",
+        "list",
+        "old",
+        "pipe",
+        "head",
     }
     assert all(run["error"] for run in runs.values() if run["state"] == "unreadable")
     paths = ("", "/rows", "/charts", "/record?id=x", "/siblings?id=x", "/in_flight", "/labels")

@@ -298,8 +298,11 @@ def test_decisions_are_labels_and_can_be_undone(
         assert shown == ["ann: ✓ keep · no loss on 1 · “short, and right”"]
     told = [(line["who"], line.get("verdict", "-")) for line in lines(labels)]
     assert told == [
-        *(("ann", "keep"), ("ann", "-"), ("ann", "-")),
-        *(("bob", "reject"), ("bob", None)),
+        ("ann", "keep"),
+        ("ann", "-"),
+        ("ann", "-"),
+        ("bob", "reject"),
+        ("bob", None),
     ]
 
 
@@ -378,9 +381,14 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
     write_prompts(tmp_path / "p.jsonl", 6)
     with FakeEndpoint(turns=3, latency_s=0.0, answers=6) as endpoint:
         given: dict[str, Any] = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 1, "batch_size": 6, "model": "openai:m"},
-            **{"enabled_toolsets": "none"},
+            "dataset_file": "p.jsonl",
+            "run_name": "r",
+            "base_url": endpoint.openai_url,
+            "key_env": "none",
+            "num_workers": 1,
+            "batch_size": 6,
+            "model": "openai:m",
+            "enabled_toolsets": "none",
         }
         with started(tmp_path, **given) as process, served(tmp_path / "trajectories") as address:
             wait_until(lambda: int(endpoint.journal()["requests"]) >= 12)
@@ -412,17 +420,23 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
 
 
 PLACES = {
-    "runs": "#", "run": "#rich", "conversation": "#rich/t0", "hostile": "#hostile/t11",
+    "runs": "#",
+    "run": "#rich",
+    "conversation": "#rich/t0",
+    "hostile": "#hostile/t11",
     "comparison": "#=compare/rich/pairs",
-}  # fmt: skip
+}
 
 
 def settled(page: Page, name: str) -> None:
     """Wait until a place is drawn, and open what it can show."""
     waits = {
-        "runs": "#runs-rows a", "run": "#tiles dd", "conversation": "#siblings tr",
-        "hostile": "#reader article", "comparison": "#compare table",
-    }  # fmt: skip
+        "runs": "#runs-rows a",
+        "run": "#tiles dd",
+        "conversation": "#siblings tr",
+        "hostile": "#reader article",
+        "comparison": "#compare table",
+    }
     page.locator(waits[name]).first.wait_for()
     if name == "conversation":
         page.keyboard.press("s")

@@ -206,9 +206,17 @@ _FLAGS = (
 )
 _ETC = ("alternatives", "chromium", "chromium.d", "fonts", "ld.so.cache", "localtime", "opt")
 _UNSHARE = (
-    *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+    "--unshare-all",
+    "--unshare-user",
+    "--die-with-parent",
+    "--new-session",
     # Chromium's own sandbox does not work for root.
-    *("--uid", "1000", "--gid", "1000", "--hostname", "browser"),
+    "--uid",
+    "1000",
+    "--gid",
+    "1000",
+    "--hostname",
+    "browser",
 )
 
 

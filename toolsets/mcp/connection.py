@@ -295,7 +295,11 @@ class _Connection:
         parameters = StdioServerParameters(
             command=sys.executable,
             args=[
-                *("-I", "-S", str(launcher), str(os.getpid()), ",".join(environment)),
+                "-I",
+                "-S",
+                str(launcher),
+                str(os.getpid()),
+                ",".join(environment),
                 *map(self._put_in, self._server.argv),
             ],
             env=environment,

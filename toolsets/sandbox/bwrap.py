@@ -34,10 +34,17 @@ _ALLOW = (
     "kernel.apparmor_restrict_unprivileged_userns, or the container's seccomp profile)"
 )
 _UNSHARE = [
-    *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+    "--unshare-all",
+    "--unshare-user",
+    "--die-with-parent",
+    "--new-session",
     # Our server is process 1 itself: nothing in the sandbox can kill it or look into it, and the
     # bwrap outside waits for it, so that no process is left for others to collect.
-    *("--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
+    "--as-pid-1",
+    "--hostname",
+    "sandbox",
+    "--cap-drop",
+    "ALL",
 ]
 _USER = ["--uid", "1000", "--gid", "1000"]
 # Root of its own user namespace, or it could not mount /dev/pts; and what
@@ -206,9 +213,14 @@ def launch(
         *_UNSHARE,
         *(["--share-net"] if network else []),
         *system_options(),
-        *("--proc", "/proc", "--dev", "/dev"),
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
         *options,
-        *("--symlink", "../tmp", "/var/tmp"),
+        "--symlink",
+        "../tmp",
+        "/var/tmp",
         *python_options(),
     ]
     for name in [*_ETC, *(_ETC_NETWORK if network else [])]:

@@ -177,8 +177,18 @@ _CODECS_WITH_ZEROS = ("utf-16-le", "utf-16-be")
 _INVISIBLE = ("head", "noscript", "script", "style", "svg", "template")
 
 _MORE_BLOCKS = (
-    *("article", "aside", "br", "details", "figcaption", "figure", "footer", "header", "main"),
-    *("nav", "section", "summary"),
+    "article",
+    "aside",
+    "br",
+    "details",
+    "figcaption",
+    "figure",
+    "footer",
+    "header",
+    "main",
+    "nav",
+    "section",
+    "summary",
 )
 """Elements that end a line and are newer than lxml's list."""
 

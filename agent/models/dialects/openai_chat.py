@@ -501,8 +501,13 @@ _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
 
 _NOT_SENT = frozenset(
     {
-        *("annotations", "content_filter_results", "logprobs", "prompt_token_ids", "token_ids"),
-        *("tool_calls", "function_call"),
+        "annotations",
+        "content_filter_results",
+        "logprobs",
+        "prompt_token_ids",
+        "token_ids",
+        "tool_calls",
+        "function_call",
     }
 )
 """Fields of a message that describe it: they are kept, and no endpoint wants them back. Calls are

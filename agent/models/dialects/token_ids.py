@@ -29,8 +29,11 @@ from agent.models.providers import provider_at
 from batch_trajectories.basics import exact_json
 
 FIELDS = (
-    *("logprobs", "top_logprobs"),
-    *("return_token_ids", "return_meta_info", "return_prompt_token_ids"),
+    "logprobs",
+    "top_logprobs",
+    "return_token_ids",
+    "return_meta_info",
+    "return_prompt_token_ids",
 )
 """All fields of a request that ask for them."""
 

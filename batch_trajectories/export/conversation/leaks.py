@@ -36,8 +36,19 @@ _GIT = re.compile(
 )
 _OF_OBJECTS = frozenset(
     (
-        *("reflog", "fsck", "cat-file", "ls-remote", "rev-list", "cherry-pick", "bisect"),
-        *("verify-pack", "unpack-objects", "fast-export", "format-patch", "whatchanged", "archive"),
+        "reflog",
+        "fsck",
+        "cat-file",
+        "ls-remote",
+        "rev-list",
+        "cherry-pick",
+        "bisect",
+        "verify-pack",
+        "unpack-objects",
+        "fast-export",
+        "format-patch",
+        "whatchanged",
+        "archive",
     )
 )
 """Commands of git that are of use only with other commits."""

@@ -20,8 +20,14 @@ from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.records.record_types import Record, StoredMessage
 
 COUNTS = (
-    *("interrupted_calls", "workspace_lost", "rewritten_calls"),
-    *("view_compacted", "summaries", "cut_results", "cut_by_export", "trimmed_replies"),
+    "interrupted_calls",
+    "workspace_lost",
+    "rewritten_calls",
+    "view_compacted",
+    "summaries",
+    "cut_results",
+    "cut_by_export",
+    "trimmed_replies",
 )
 """Keys of counts of what the model saw differently from what the row shows."""
 

@@ -126,7 +126,7 @@ def _is_copy(path: str) -> bool:
 
 def _told(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
     """Compares the rest of the manifest: statistics, reasons, splits."""
-    apart = {*("tasks", *_SUMS), *("recipe", "versions", "rejects", "other_files", "formats")}
+    apart = {"tasks", *_SUMS, "recipe", "versions", "rejects", "other_files", "formats"}
     for key in sorted(({*manifest} | {*again}) - apart):
         if manifest.get(key) != again.get(key):
             yield f"{MANIFEST}: {key}: the records give other; export again"

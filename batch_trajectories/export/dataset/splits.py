@@ -24,8 +24,16 @@ RUN = "run"
 
 _ID = "id"
 _OF_RECORDS = (
-    *("model", "model_returned", "api", "status", "status_reason", "prompt_id", "sample"),
-    *("toolsets", "sandbox", "seed"),
+    "model",
+    "model_returned",
+    "api",
+    "status",
+    "status_reason",
+    "prompt_id",
+    "sample",
+    "toolsets",
+    "sandbox",
+    "seed",
 )
 """Metadata of rows that are fields of records."""
 

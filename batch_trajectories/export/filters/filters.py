@@ -121,19 +121,37 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 _COUNTED = (
-    *("min_reasoning", "hidden_reasoning"),
-    *("max_tool_errors", "max_tool_error_share", "invented_tools"),
-    *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
-    *("max_input_tokens", "max_output_tokens", "max_tokens"),
+    "min_reasoning",
+    "hidden_reasoning",
+    "max_tool_errors",
+    "max_tool_error_share",
+    "invented_tools",
+    "min_turns",
+    "max_turns",
+    "min_tool_calls",
+    "max_tool_calls",
+    "max_input_tokens",
+    "max_output_tokens",
+    "max_tokens",
 )
 """Filters that need counts of what the model did."""
 
 _OF_SEVERAL = frozenset(
     (
-        *("control_tokens", "exact_duplicates", "near_duplicates"),
-        *("evaluation_words", "evaluation_text", "evaluation_search"),
-        *("first_n", "best_n", "pass_rate", "max_per", "balance"),
-        *("min_length", "max_length", "tokenizer"),
+        "control_tokens",
+        "exact_duplicates",
+        "near_duplicates",
+        "evaluation_words",
+        "evaluation_text",
+        "evaluation_search",
+        "first_n",
+        "best_n",
+        "pass_rate",
+        "max_per",
+        "balance",
+        "min_length",
+        "max_length",
+        "tokenizer",
     )
 )
 """Filters that are applied elsewhere, and those that do nothing by themselves."""

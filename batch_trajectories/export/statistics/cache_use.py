@@ -92,9 +92,21 @@ class _Sums:
     """Sums over turns."""
 
     __slots__ = (
-        *("turns", "input", "read", "written", "repeated", "found", "later", "missed", "lost"),
-        *("lost_written", "causes", "examples", "input_by_turn", "read_by_turn"),
+        "causes",
+        "examples",
+        "found",
         "grown",
+        "input",
+        "input_by_turn",
+        "later",
+        "lost",
+        "lost_written",
+        "missed",
+        "read",
+        "read_by_turn",
+        "repeated",
+        "turns",
+        "written",
     )
 
     def __init__(self) -> None:
@@ -304,7 +316,9 @@ class CacheUse:
             unknown += missing
             endpoints.append(
                 {
-                    **{"endpoint": endpoint, "model": model, "unknown_turns": missing},
+                    "endpoint": endpoint,
+                    "model": model,
+                    "unknown_turns": missing,
                     **_shares(sums),
                     **_misses_of(sums, model, price_of),
                 }
@@ -317,7 +331,8 @@ class CacheUse:
                 {
                     "from": 1 if group < 1 else 2 ** (group - 1) + 1,
                     "to": None if group == _GROUPS_OF_TURNS - 1 else 2**group,
-                    **{"input_tokens": given, "cached_tokens": read},
+                    "input_tokens": given,
+                    "cached_tokens": read,
                     "share": _percent(read, given),
                 }
                 for group, (given, read) in enumerate(by_turn)
@@ -411,7 +426,9 @@ def _turns(group: Mapping[str, Any]) -> str:
 def _shares(sums: _Sums) -> dict[str, Any]:
     """`turns`, `input_tokens`, `cached_tokens`, `share`, and the same of what requests repeated."""
     return {
-        **{"turns": sums.turns, "input_tokens": sums.input, "cached_tokens": sums.read},
+        "turns": sums.turns,
+        "input_tokens": sums.input,
+        "cached_tokens": sums.read,
         "share": _percent(sums.read, sums.input),
         "repeated_tokens": sums.repeated,
         "repeated_share": _percent(sums.found, sums.repeated),

@@ -94,8 +94,11 @@ def lines_of(reasons: Mapping[str, int]) -> Iterator[str]:
 
 
 _TOKENS = (
-    *("input_tokens", "output_tokens", "reasoning_tokens"),
-    *("cache_read_tokens", "cache_write_tokens"),
+    "input_tokens",
+    "output_tokens",
+    "reasoning_tokens",
+    "cache_read_tokens",
+    "cache_write_tokens",
 )
 
 

@@ -39,7 +39,12 @@ _SHARES = (0.5, 0.9, 0.99)
 
 
 _AMOUNTS = [
-    *("turns", "tool_calls", "input_tokens", "output_tokens", "cached_percent", "cost_usd"),
+    "turns",
+    "tool_calls",
+    "input_tokens",
+    "output_tokens",
+    "cached_percent",
+    "cost_usd",
     "model_seconds",
 ]
 """Numbers of each record whose spread is shown."""
@@ -219,8 +224,10 @@ def statistics_of(
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
     figures = statistics.to_json(price_of)
     figures["cost_usd"] |= {
-        **{"spent_in_all": spent.usd, "spent_unknown": spent.unknown},
-        **{"judges": judges.usd, "judges_unknown": judges.unknown},
+        "spent_in_all": spent.usd,
+        "spent_unknown": spent.unknown,
+        "judges": judges.usd,
+        "judges_unknown": judges.unknown,
     }
     return figures
 

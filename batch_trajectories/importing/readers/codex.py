@@ -33,8 +33,21 @@ from batch_trajectories.importing.conversation import (
 _API = "openai_responses"
 _ITEM_FIELDS = frozenset(
     {
-        *("type", "id", "role", "content", "name", "arguments", "call_id", "output", "input"),
-        *("summary", "encrypted_content", "status", "action", "namespace", "phase"),
+        "type",
+        "id",
+        "role",
+        "content",
+        "name",
+        "arguments",
+        "call_id",
+        "output",
+        "input",
+        "summary",
+        "encrypted_content",
+        "status",
+        "action",
+        "namespace",
+        "phase",
     }
 )
 """Of items; others are Codex's own notes on them."""

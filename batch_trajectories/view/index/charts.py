@@ -17,15 +17,31 @@ _GROWS_ABOVE = 60
 """Values that are as far apart are shown in growing steps."""
 
 _SUMMED = (
-    *("turns", "calls", "failed_calls", "reasoned", "input_tokens", "cached_tokens"),
-    *("output_tokens", "cost_usd", "reward", "duration_s"),
+    "turns",
+    "calls",
+    "failed_calls",
+    "reasoned",
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cost_usd",
+    "reward",
+    "duration_s",
 )
 _KNOWN = ("input_tokens", "cached_tokens", "output_tokens", "cost_usd", "reward", "passed")
 _HISTOGRAMS = ("turns", "duration_s", "input_tokens", "output_tokens", "cost_usd", "reward")
 _NEEDED = (
     *_SUMMED,
-    *("passed", "status", "model", "finished_at", "tool_names", "tool_calls", "tool_failed"),
-    *("failure_kinds", "failure_calls", "flags"),
+    "passed",
+    "status",
+    "model",
+    "finished_at",
+    "tool_names",
+    "tool_calls",
+    "tool_failed",
+    "failure_kinds",
+    "failure_calls",
+    "flags",
 )
 
 

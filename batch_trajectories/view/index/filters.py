@@ -55,8 +55,18 @@ _COMPARE = {
 }
 _OTHER_OPS = ("has", "null", "notnull")
 KNOWN = (
-    *(*_CATEGORIES, "tool", "flag", "label", "passed", "reward_min", "reward_max"),
-    *("q", "text", "where", "ids", "undecided_by"),
+    *_CATEGORIES,
+    "tool",
+    "flag",
+    "label",
+    "passed",
+    "reward_min",
+    "reward_max",
+    "q",
+    "text",
+    "where",
+    "ids",
+    "undecided_by",
 )
 
 

@@ -169,8 +169,10 @@ def test_instructions_are_for_one_call() -> None:
     record = recording.trajectory.to_record()
     assert said(record) == [
         *common,
-        *(("user", "Encore?"), ("assistant", "Deux.")),
-        *(("user", "Sure?"), ("assistant", "Yes.")),
+        ("user", "Encore?"),
+        ("assistant", "Deux."),
+        ("user", "Sure?"),
+        ("assistant", "Yes."),
     ]
     shown = {message["content"] for change in record["rewritten"] for message in change["messages"]}
     assert {"You work.", "You answer in French."} <= shown
@@ -187,7 +189,8 @@ def test_two_calls_that_continue_one_response_are_branches() -> None:
     record = recording.trajectory.to_record()
     assert [one["name"] for one in record["threads"]] == ["main", "branch"]
     assert [part["messages"][-1]["content"] for part in (record, *record["inner"])] == [
-        *("I see a b.", "I see c.")
+        "I see a b.",
+        "I see c.",
     ]
 
 

@@ -273,7 +273,8 @@ def test_the_list_of_models_can_be_read_by_clients_of_each_api() -> None:
     reply = asyncio.run(names_only(["m", "other", "m"])("/v1/models", {}))
     said = orjson.loads(b"".join(reply.parts))
     assert [(model["id"], model["type"], model["object"]) for model in said["data"]] == [
-        *(("m", "model", "model"), ("other", "model", "model"))
+        ("m", "model", "model"),
+        ("other", "model", "model"),
     ]
     assert [model["name"] for model in said["models"]] == ["models/m", "models/other"]
     assert said["has_more"] is False

@@ -14,8 +14,10 @@ from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
 
 CHAT, RESPONSES, MESSAGES, GEMINI = (
-    *("openai_chat", "openai_responses"),
-    *("anthropic_messages", "gemini"),
+    "openai_chat",
+    "openai_responses",
+    "anthropic_messages",
+    "gemini",
 )
 JPEG = "https://example.com/a.jpg"
 

@@ -37,8 +37,10 @@ def test_a_conversation_of_several_calls_is_one_thread_with_the_replies_of_the_w
     record = recording.trajectory.to_record()
     assert roles(record) == ["system", "user", *["assistant", "tool"] * 2, "assistant"]
     assert [m.get("reasoning") for m in record["messages"] if m["role"] == "assistant"] == [
-        "Thought 0.", "Thought 1.", None,
-    ]  # fmt: skip
+        "Thought 0.",
+        "Thought 1.",
+        None,
+    ]
     assert [turn["turn"] for turn in record["turns"]] == [1, 2, 3]
     assert [(call["turn"], call["name"]) for call in record["tool_calls"]] == [
         (1, "bash"),
@@ -86,8 +88,11 @@ def test_calls_of_conversations_at_the_same_time_are_told_apart(api: str) -> Non
         assert shown == {"Agent 0.", "Agent 1.", "Agent 3."}
         for one in (record, *record["inner"]):
             assert roles(one) == [
-                "system", "user", *["assistant", "tool"] * (len(one["turns"]) - 1), "assistant",
-            ]  # fmt: skip
+                "system",
+                "user",
+                *["assistant", "tool"] * (len(one["turns"]) - 1),
+                "assistant",
+            ]
         assert {one["name"] for one in record["inner"]} == {"subagent"}
 
 
@@ -176,8 +181,10 @@ def test_history_that_an_agent_changes_keeps_the_replies_of_the_wire(api: str) -
     recording.relay(talk, Said("Done."))
     record = recording.trajectory.to_record()
     assert [m.get("reasoning") for m in record["messages"] if m["role"] == "assistant"] == [
-        "First.", "Second.", None,
-    ]  # fmt: skip
+        "First.",
+        "Second.",
+        None,
+    ]
     assert [turn["exchange"] for turn in record["turns"]] == [0, 1, 2]
     assert record["inner"] == []
     assert record["messages"][0]["content"] == "It is 10:02."

@@ -20,7 +20,10 @@ CALLS_PER_TOKEN = 100
 
 REPLIES: dict[str, dict[str, Any]] = {
     "openai_chat": {
-        **{"id": "c", "model": "m", "object": "chat.completion", "created": 1},
+        "id": "c",
+        "model": "m",
+        "object": "chat.completion",
+        "created": 1,
         "choices": [
             {
                 "index": 0,
@@ -31,18 +34,29 @@ REPLIES: dict[str, dict[str, Any]] = {
         "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
     },
     "openai_responses": {
-        **{"id": "r", "model": "m", "object": "response", "status": "completed", "created_at": 1},
+        "id": "r",
+        "model": "m",
+        "object": "response",
+        "status": "completed",
+        "created_at": 1,
         "output": [
             {
-                **{"type": "message", "id": "o", "role": "assistant", "status": "completed"},
+                "type": "message",
+                "id": "o",
+                "role": "assistant",
+                "status": "completed",
                 "content": [{"type": "output_text", "text": "Yes.", "annotations": []}],
             }
         ],
         "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2},
     },
     "anthropic_messages": {
-        **{"id": "msg", "type": "message", "model": "m", "role": "assistant"},
-        **{"stop_reason": "end_turn", "content": [{"type": "text", "text": "Yes."}]},
+        "id": "msg",
+        "type": "message",
+        "model": "m",
+        "role": "assistant",
+        "stop_reason": "end_turn",
+        "content": [{"type": "text", "text": "Yes."}],
         "usage": {"input_tokens": 1, "output_tokens": 1},
     },
 }

@@ -226,9 +226,12 @@ def test_extra_headers_and_parameters_go_through_the_client(
     monkeypatch.setenv("GATEWAY_KEY", "gateway-key-0123456789")
     with cloud(rotates=False) as (root, tokens):
         settings = settings_of(
-            "azure", root, headers={"x-team": "data"}, headers_env={"x-gate": "GATEWAY_KEY"},
+            "azure",
+            root,
+            headers={"x-team": "data"},
+            headers_env={"x-gate": "GATEWAY_KEY"},
             query={"trace": "on"},
-        )  # fmt: skip
+        )
         asyncio.run(ask(settings, 1))
         [seen] = tokens.seen
     assert (seen.headers["x-team"], seen.headers["x-gate"]) == ("data", "gateway-key-0123456789")
@@ -278,7 +281,7 @@ NAMED = [
         {"AWS_BEARER_TOKEN_BEDROCK": "k-1234567890"},
         ("anthropic_messages", "https://bedrock-mantle.us-east-1.api.aws/anthropic", "aws"),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -326,8 +329,12 @@ def service_account(path: Path, root: str) -> None:
         serialization.NoEncryption(),
     )
     account = {
-        **{"type": "service_account", "project_id": "p", "private_key_id": "k"},
-        **{"private_key": key.decode(), "client_email": "a@p", "token_uri": f"{root}/token"},
+        "type": "service_account",
+        "project_id": "p",
+        "private_key_id": "k",
+        "private_key": key.decode(),
+        "client_email": "a@p",
+        "token_uri": f"{root}/token",
     }
     path.write_text(json.dumps(account))
 
@@ -354,9 +361,11 @@ def test_a_named_client_signs_in_with_the_identity_of_the_machine(
     with cloud(rotates=client != "bedrock") as (root, tokens):
         service_account(tmp_path / "account.json", root)
         environment = {
-            **{"IDENTITY_ENDPOINT": f"{root}/identity", "IDENTITY_HEADER": "h"},
-            **{"AWS_ACCESS_KEY_ID": tokens.valid(), "AWS_SECRET_ACCESS_KEY": "s"},
-            **{"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json")},
+            "IDENTITY_ENDPOINT": f"{root}/identity",
+            "IDENTITY_HEADER": "h",
+            "AWS_ACCESS_KEY_ID": tokens.valid(),
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json"),
         }
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -105,56 +105,226 @@ def test_an_unknown_word_is_kept() -> None:
 REFUSALS: list[tuple[int, Any, str]] = [
     # The context is full.
     (400, {"message": "Input is too long for requested model."}, "context_exceeded"),
-    (400, nested("Your request exceeded model token limit: 8192 (requested: 9000)"), "context_exceeded"),
+    (
+        400,
+        nested("Your request exceeded model token limit: 8192 (requested: 9000)"),
+        "context_exceeded",
+    ),
     (400, nested("Prompt exceeds max length", code="1261"), "context_exceeded"),
-    (400, [nested("The input token count (9000) exceeds the maximum number of tokens allowed (8192).", code=400)], "context_exceeded"),
-    (400, {"code": "Client specified an invalid argument", "error": "This model's maximum prompt length is 8192 but the request contains 9000 tokens."}, "context_exceeded"),
-    (422, {"error": "Input validation error: `inputs` must have less than 4096 tokens. Given: 5000", "error_type": "validation"}, "context_exceeded"),
-    (400, {"object": "error", "message": "The input (9000 tokens) is longer than the model's context length (8192 tokens).", "code": 400}, "context_exceeded"),
+    (
+        400,
+        [
+            nested(
+                "The input token count (9000) exceeds the maximum number of tokens allowed (8192).",
+                code=400,
+            )
+        ],
+        "context_exceeded",
+    ),
+    (
+        400,
+        {
+            "code": "Client specified an invalid argument",
+            "error": "This model's maximum prompt length is 8192 but the request contains 9000 tokens.",
+        },
+        "context_exceeded",
+    ),
+    (
+        422,
+        {
+            "error": "Input validation error: `inputs` must have less than 4096 tokens. Given: 5000",
+            "error_type": "validation",
+        },
+        "context_exceeded",
+    ),
+    (
+        400,
+        {
+            "object": "error",
+            "message": "The input (9000 tokens) is longer than the model's context length (8192 tokens).",
+            "code": 400,
+        },
+        "context_exceeded",
+    ),
     (500, nested("context size has been exceeded"), "context_exceeded"),
-    (400, nested("trying to keep the first 9000 tokens when context the overflows"), "context_exceeded"),
+    (
+        400,
+        nested("trying to keep the first 9000 tokens when context the overflows"),
+        "context_exceeded",
+    ),
     (400, nested("x", type="exceed_context_size_error"), "context_exceeded"),
-    (413, nested("Request too large for model `m`: TPM: Limit 6000, Requested 7000", code="rate_limit_exceeded"), "context_exceeded"),
+    (
+        413,
+        nested(
+            "Request too large for model `m`: TPM: Limit 6000, Requested 7000",
+            code="rate_limit_exceeded",
+        ),
+        "context_exceeded",
+    ),
     (400, raw("This endpoint's maximum context length is 8192 tokens."), "context_exceeded"),
-    (400, nested("litellm.ContextWindowExceededError: x - {'error': {'code': 'context_length_exceeded'}}"), "context_exceeded"),
-    (400, nested("the number of input tokens 9000 cannot exceed the total tokens limit 8192"), "context_exceeded"),
+    (
+        400,
+        nested(
+            "litellm.ContextWindowExceededError: x - {'error': {'code': 'context_length_exceeded'}}"
+        ),
+        "context_exceeded",
+    ),
+    (
+        400,
+        nested("the number of input tokens 9000 cannot exceed the total tokens limit 8192"),
+        "context_exceeded",
+    ),
     (500, nested("Prompt length (9000) exceeds maximum input length (8192)"), "context_exceeded"),
-    (400, {"detail": "Input length 9000 exceeds maximum allowed token size 8192"}, "context_exceeded"),
-    (400, {"errors": [{"code": 5021, "message": "The estimated number of tokens (9000) exceeded this model context window limit (8000)."}], "success": False}, "context_exceeded"),
-    (400, nested("max_tokens must be at least 1, got -200.", type="BadRequestError"), "context_exceeded"),
+    (
+        400,
+        {"detail": "Input length 9000 exceeds maximum allowed token size 8192"},
+        "context_exceeded",
+    ),
+    (
+        400,
+        {
+            "errors": [
+                {
+                    "code": 5021,
+                    "message": "The estimated number of tokens (9000) exceeded this model context window limit (8000).",
+                }
+            ],
+            "success": False,
+        },
+        "context_exceeded",
+    ),
+    (
+        400,
+        nested("max_tokens must be at least 1, got -200.", type="BadRequestError"),
+        "context_exceeded",
+    ),
     # The account is empty.
     (429, nested("You have reached your monthly usage limit"), "no_credit"),
-    (429, nested("ExceededTokenBudget: Current spend: 12.5; Max Budget: 10.0", type="auth_error"), "no_credit"),
+    (
+        429,
+        nested("ExceededTokenBudget: Current spend: 12.5; Max Budget: 10.0", type="auth_error"),
+        "no_credit",
+    ),
     (403, nested("Your account has run out of funds"), "no_credit"),
-    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "You have reached your specified workspace API usage limits. You will regain access on 2027-01-01."}}, "no_credit"),
-    (429, nested("Insufficient balance or no resource package. Please recharge.", code="1113"), "no_credit"),
-    (429, nested("Your account org-1 is suspended due to insufficient balance", type="exceeded_current_quota_error"), "no_credit"),
-    (500, {"type": "error", "error": {"type": "api_error", "message": "insufficient balance (1008)"}}, "no_credit"),
-    (400, {"code": "Arrearage", "message": "Access denied, please make sure your account is in good standing."}, "no_credit"),
-    (400, nested("Budget has been exceeded! Current cost: 1.2, Max budget: 1.0", type="budget_exceeded", code="400"), "no_credit"),
+    (
+        400,
+        {
+            "type": "error",
+            "error": {
+                "type": "invalid_request_error",
+                "message": "You have reached your specified workspace API usage limits. You will regain access on 2027-01-01.",
+            },
+        },
+        "no_credit",
+    ),
+    (
+        429,
+        nested("Insufficient balance or no resource package. Please recharge.", code="1113"),
+        "no_credit",
+    ),
+    (
+        429,
+        nested(
+            "Your account org-1 is suspended due to insufficient balance",
+            type="exceeded_current_quota_error",
+        ),
+        "no_credit",
+    ),
+    (
+        500,
+        {"type": "error", "error": {"type": "api_error", "message": "insufficient balance (1008)"}},
+        "no_credit",
+    ),
+    (
+        400,
+        {
+            "code": "Arrearage",
+            "message": "Access denied, please make sure your account is in good standing.",
+        },
+        "no_credit",
+    ),
+    (
+        400,
+        nested(
+            "Budget has been exceeded! Current cost: 1.2, Max budget: 1.0",
+            type="budget_exceeded",
+            code="400",
+        ),
+        "no_credit",
+    ),
     (403, nested("Key limit exceeded (total limit)", code=403), "no_credit"),
     (403, {"code": 30001, "message": "Sorry, your account balance is insufficient"}, "no_credit"),
-    (429, {"code": "resource-exhausted", "error": "Your team has either used all available credits or reached its monthly spending limit."}, "no_credit"),
-    (412, nested("Account acme is suspended, possibly due to reaching the monthly spending limit"), "no_credit"),
+    (
+        429,
+        {
+            "code": "resource-exhausted",
+            "error": "Your team has either used all available credits or reached its monthly spending limit.",
+        },
+        "no_credit",
+    ),
+    (
+        412,
+        nested("Account acme is suspended, possibly due to reaching the monthly spending limit"),
+        "no_credit",
+    ),
     (400, raw("Insufficient credits"), "no_credit"),
     # A filter.
-    (400, nested("The response was filtered due to the prompt triggering the content management policy.", code="content_filter"), "filtered"),
-    (400, {"error": {"message": "x", "code": "400", "innererror": {"code": "ResponsibleAIPolicyViolation"}}}, "filtered"),
-    (400, nested("Input data may contain inappropriate content.", code="data_inspection_failed"), "filtered"),
-    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "Output blocked by content filtering policy"}}, "filtered"),
-    (403, nested("Your chosen model requires moderation and your input was flagged", code=403), "filtered"),
+    (
+        400,
+        nested(
+            "The response was filtered due to the prompt triggering the content management policy.",
+            code="content_filter",
+        ),
+        "filtered",
+    ),
+    (
+        400,
+        {
+            "error": {
+                "message": "x",
+                "code": "400",
+                "innererror": {"code": "ResponsibleAIPolicyViolation"},
+            }
+        },
+        "filtered",
+    ),
+    (
+        400,
+        nested("Input data may contain inappropriate content.", code="data_inspection_failed"),
+        "filtered",
+    ),
+    (
+        400,
+        {
+            "type": "error",
+            "error": {
+                "type": "invalid_request_error",
+                "message": "Output blocked by content filtering policy",
+            },
+        },
+        "filtered",
+    ),
+    (
+        403,
+        nested("Your chosen model requires moderation and your input was flagged", code=403),
+        "filtered",
+    ),
     (400, nested("Content Exists Risk", type="invalid_request_error"), "filtered"),
     (400, nested("x", code="1301"), "filtered"),
     (400, raw("Content violates usage guidelines."), "filtered"),
     (400, {"message": "The content of your request was blocked by guardrail"}, "filtered"),
     (403, nested("Your request was flagged by moderation"), "filtered"),
     # What only looks so.
-    (429, nested("You exceeded your current quota", code=429, status="RESOURCE_EXHAUSTED"), "rate_limited"),
+    (
+        429,
+        nested("You exceeded your current quota", code=429, status="RESOURCE_EXHAUSTED"),
+        "rate_limited",
+    ),
     (429, nested("Rate limit reached", code="rate_limit_exceeded"), "rate_limited"),
     (400, nested("'temperature' must be at most 2"), "bad_request"),
     (400, nested("x", code="base_resp:1008x"), "bad_request"),
     (404, nested("maximum context length"), "not_found"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("status", "body", "kind"), REFUSALS)

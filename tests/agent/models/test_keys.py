@@ -208,9 +208,16 @@ def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replie
 
     with listening(Answering) as root:
         given = {
-            **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
-            **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "MY_KEY"},
-            **{"num_workers": 1, "batch_size": 1, "max_in_flight": 1, "max_attempts": 1},
+            "run_name": "r",
+            "dataset_file": "p.jsonl",
+            "enabled_toolsets": "none",
+            "model": "openai:m",
+            "base_url": f"{root}/v1",
+            "key_env": "MY_KEY",
+            "num_workers": 1,
+            "batch_size": 1,
+            "max_in_flight": 1,
+            "max_attempts": 1,
         }
         flags = ["--stream_replies"] * stream_replies
         done = run(tmp_path, *flags, **given, env={"MY_KEY": KEY})

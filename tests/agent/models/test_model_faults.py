@@ -32,8 +32,12 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("http500", "http502", "http503", "http529"), "overloaded"),
     **dict.fromkeys(("http408", "http409"), "overloaded"),
     **dict.fromkeys(("http400", "http413", "http422"), "bad_request"),
-    **{"http401": "auth", "http402": "no_credit", "http403": "forbidden"},
-    **{"http404": "not_found", "context": "context_exceeded", "quota": "no_credit"},
+    "http401": "auth",
+    "http402": "no_credit",
+    "http403": "forbidden",
+    "http404": "not_found",
+    "context": "context_exceeded",
+    "quota": "no_credit",
     **dict.fromkeys(RETRY_AFTER, "rate_limited"),
     **dict.fromkeys(BROKEN, "malformed"),
     **dict.fromkeys(("hang", "silence", "stall", "drip"), "timeout"),
@@ -42,7 +46,10 @@ KINDS: dict[str, str] = {
 }
 """The kind of failure that a fault is, of all that are not replies."""
 WAITS = {
-    **{"http429": 0.05, "http429_1": 1.0, "http429_3600": 3600.0, "http429_ms": 0.05},
+    "http429": 0.05,
+    "http429_1": 1.0,
+    "http429_3600": 3600.0,
+    "http429_ms": 0.05,
     **dict.fromkeys(("http429_none", "http429_negative", "http429_nan", "http429_inf")),
 }
 """What a refusal asks for."""

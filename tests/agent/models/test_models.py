@@ -849,8 +849,10 @@ def test_the_url_of_a_known_provider_means_that_provider(
 @pytest.mark.parametrize(
     "url",
     [
-        *("https://openrouter.ai.example/api/v1", "https://notopenrouter.ai/v1"),
-        *("https://example.com/openrouter.ai", "http://127.0.0.1:8000/api.openai.com"),
+        "https://openrouter.ai.example/api/v1",
+        "https://notopenrouter.ai/v1",
+        "https://example.com/openrouter.ai",
+        "http://127.0.0.1:8000/api.openai.com",
     ],
 )
 def test_a_url_that_only_looks_like_a_known_provider_s_is_one_s_own(url: str) -> None:

@@ -127,8 +127,21 @@ WHOLE = {
     "gemini": GEMINI,
 }
 VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 1.5, 2**70, "", "odd"),
-    *([], [[]], [1], ["a"], [None], [{}], {}, {"a": [1]}),
+    None,
+    True,
+    -1,
+    1.5,
+    2**70,
+    "",
+    "odd",
+    [],
+    [[]],
+    [1],
+    ["a"],
+    [None],
+    [{}],
+    {},
+    {"a": [1]},
 )
 """One of each type, and those that hold others."""
 

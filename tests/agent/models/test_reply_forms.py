@@ -3,8 +3,6 @@
 A server sends the very bytes that a test says, to every dialect that has the form.
 """
 
-# ruff: noqa: E501 - an error of a server a line
-
 from __future__ import annotations
 
 import asyncio
@@ -140,15 +138,20 @@ def ask(api: str, play: Play, *, streamed: bool, **given: Any) -> tuple[Completi
 FORMS: dict[str, Callable[[str], list[Piece]]] = {
     "events": lambda api: [head(kind="text/event-stream"), sse(parts_of(api))],
     "events that end": lambda api: [
-        *(head(kind="text/event-stream"), sse(parts_of(api)), b"data: [DONE]\n\n"),
+        head(kind="text/event-stream"),
+        sse(parts_of(api)),
+        b"data: [DONE]\n\n",
     ],
     "events of another type": lambda api: [head(kind="text/plain"), sse(parts_of(api))],
     "events called JSON": lambda api: [head(), sse(parts_of(api))],
     "events with carriage returns": lambda api: [
-        *(head(kind="text/event-stream"), sse(parts_of(api), end=b"\r\n\r\n")),
+        head(kind="text/event-stream"),
+        sse(parts_of(api), end=b"\r\n\r\n"),
     ],
     "a mark, then events": lambda api: [
-        *(head(kind="text/event-stream"), MARK, sse(parts_of(api))),
+        head(kind="text/event-stream"),
+        MARK,
+        sse(parts_of(api)),
     ],
     "JSON": lambda api: [head(), dumped(whole_of(api))],
     "indented JSON": lambda api: [head(), json.dumps(whole_of(api), indent=2).encode() + b"\n"],
@@ -156,10 +159,14 @@ FORMS: dict[str, Callable[[str], list[Piece]]] = {
     "JSON called events": lambda api: [head(kind="text/event-stream"), dumped(whole_of(api))],
     "JSON called text": lambda api: [head(kind="text/plain"), b"\n\n", dumped(whole_of(api))],
     "JSON, then an end": lambda api: [
-        *(head(kind="text/event-stream"), dumped(whole_of(api)), b"\ndata: [DONE]\n\n"),
+        head(kind="text/event-stream"),
+        dumped(whole_of(api)),
+        b"\ndata: [DONE]\n\n",
     ],
     "an event that is all": lambda api: [
-        *(head(kind="text/event-stream"), sse([whole_of(api)]), b"data: [DONE]\n\n"),
+        head(kind="text/event-stream"),
+        sse([whole_of(api)]),
+        b"data: [DONE]\n\n",
     ],
     "a part a line": lambda api: [
         head(kind="application/x-ndjson"),
@@ -251,10 +258,32 @@ def test_long_lines_in_the_head_of_a_reply_are_read(api: str, streamed: bool) ->
 
 
 REFUSALS = [
-    {"message": {"detail": [{"type": "extra_forbidden", "loc": ["body", "stream_options", "include_usage"], "msg": "Extra inputs are not permitted"}]}, "type": "invalid_request_error"},
-    {"error": {"message": "Unrecognized request argument supplied: stream_options", "type": "invalid_request_error"}},
-    {"error": {"message": "Unsupported parameter: 'stream_options'", "param": "stream_options", "code": "unsupported_parameter"}},
-]  # fmt: skip
+    {
+        "message": {
+            "detail": [
+                {
+                    "type": "extra_forbidden",
+                    "loc": ["body", "stream_options", "include_usage"],
+                    "msg": "Extra inputs are not permitted",
+                }
+            ]
+        },
+        "type": "invalid_request_error",
+    },
+    {
+        "error": {
+            "message": "Unrecognized request argument supplied: stream_options",
+            "type": "invalid_request_error",
+        }
+    },
+    {
+        "error": {
+            "message": "Unsupported parameter: 'stream_options'",
+            "param": "stream_options",
+            "code": "unsupported_parameter",
+        }
+    },
+]
 
 
 @pytest.mark.parametrize("error", REFUSALS)

@@ -54,23 +54,38 @@ def text_part(text: str, **more: Any) -> JSON:
 
 def says(*parts: JSON, n: Any = 1, **more: Any) -> JSON:
     return {
-        **{"id": f"msg_{n}", "type": "message", "status": "completed"},
-        **{"content": list(parts), "role": "assistant", **more},
+        "id": f"msg_{n}",
+        "type": "message",
+        "status": "completed",
+        "content": list(parts),
+        "role": "assistant",
+        **more,
     }
 
 
 def calls(id: Any, arguments: Any = "{}", **more: Any) -> JSON:
     return {
-        **{"id": f"fc_{id}", "type": "function_call", "status": "completed"},
-        **{"arguments": arguments, "call_id": id, "name": "list_files", **more},
+        "id": f"fc_{id}",
+        "type": "function_call",
+        "status": "completed",
+        "arguments": arguments,
+        "call_id": id,
+        "name": "list_files",
+        **more,
     }
 
 
 def body(*output: Any, status: Any = "completed", **more: Any) -> JSON:
     """A reply as it comes in one piece."""
     return {
-        **{"id": "resp_1", "object": "response", "status": status, "error": None},
-        **{"incomplete_details": None, "model": "m-2026", "output": list(output), **more},
+        "id": "resp_1",
+        "object": "response",
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": "m-2026",
+        "output": list(output),
+        **more,
     }
 
 
@@ -272,11 +287,16 @@ def test_a_conversation_is_read_with_text_reasoning_and_calls() -> None:
         whole, _ = asyncio.run(converse(endpoint.url))
     said = [completion.message for completion in whole]
     assert [message["content"] for message in said] == [
-        *("", "Looking \U0001f600 on.", ""),
+        "",
+        "Looking \U0001f600 on.",
+        "",
         "All of it.\n\nBye.",
     ]
     assert [message["reasoning"] for message in said] == [
-        *("**Look** first.\n\nThen see.", "raw thought", "Nearly.", "Done."),
+        "**Look** first.\n\nThen see.",
+        "raw thought",
+        "Nearly.",
+        "Done.",
     ]
     arguments = [[call["function"]["arguments"] for call in m.get("tool_calls", ())] for m in said]
     assert arguments == [['{"path": "."}', "{"], ["{}", '{ "path":"b"}'], ["{}"] * 2, []]
@@ -451,9 +471,12 @@ def test_a_thought_that_no_endpoint_finds_does_not_go_back(lost: JSON) -> None:
     later = read(thought(5), calls("5")).message
     results = [{"type": "function_call_output", "call_id": id, "output": "y"} for id in "01"]
     assert sent(reply, *answers, later) == [
-        *(thought(0), calls("0")),
+        thought(0),
+        calls("0"),
         *({key: item[key] for key in item if key != "id"} for item in (spoken, called)),
-        *(*results, thought(5), calls("5")),
+        *results,
+        thought(5),
+        calls("5"),
     ]
     kept = read(lost, calls("1")).message
     stored = replace(SETTINGS, extra_body={"store": True})
@@ -569,7 +592,13 @@ def test_a_refusal_after_some_text_is_a_refusal() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        *(b"", b"null", b"[]", b"<html>", b'{"status": "comp', b"\xff\xfe", b"{}"),
+        b"",
+        b"null",
+        b"[]",
+        b"<html>",
+        b'{"status": "comp',
+        b"\xff\xfe",
+        b"{}",
         *(body(status=status) for status in (None, "queued", "in_progress", "cancelled", "new", 1)),
         *(body(**cut(reason)) for reason in (None, "steered", "max_messages", "new", ["x"])),
         body(status="incomplete"),

@@ -259,15 +259,28 @@ OF_A_MODEL_OR_FEATURE = {
 
 OF_THE_REQUEST = {
     "bad_request": {
-        *((400, f"compaction_{what}") for what in (
-            "block_ambiguous", "block_misplaced", "content_mismatch", "incomplete_turn",
-            "nothing_to_summarize", "signature_invalid", "too_many_tool_references",
-            "tool_changes_mismatch",
-        )),
-        *((400, f"thread_{what}") for what in (
-            "already_continued", "continue_in_flight", "fingerprint_mismatch",
-            "unsupported_request",
-        )),
+        *(
+            (400, f"compaction_{what}")
+            for what in (
+                "block_ambiguous",
+                "block_misplaced",
+                "content_mismatch",
+                "incomplete_turn",
+                "nothing_to_summarize",
+                "signature_invalid",
+                "too_many_tool_references",
+                "tool_changes_mismatch",
+            )
+        ),
+        *(
+            (400, f"thread_{what}")
+            for what in (
+                "already_continued",
+                "continue_in_flight",
+                "fingerprint_mismatch",
+                "unsupported_request",
+            )
+        ),
         *((400, f"request_body_encoding_{what}") for what in ("invalid", "unsupported")),
         (400, "available_tools_limit_exceeded"),
         (400, "file_not_downloadable"),
@@ -282,61 +295,114 @@ OF_THE_REQUEST = {
         (413, "request_body_too_large_after_decoding"),
     },
     "not_found": {(404, "file_expired"), (404, "thread_not_found")},
-}  # fmt: skip
+}
 
 OF_OTHER_ENDPOINTS = {
     "bad_request": {
-        *((400, code) for code in (
-            "already_member", "approval_required", "bundle_attachment_not_supported",
-            "bundle_on_call", "cannot_invite_emails_with_unverified_domains",
-            "cannot_remove_last_member", "cannot_sign_out_primary_owner", "cannot_sign_out_self",
-            "cmek_feature_unsupported", "cmek_not_approved", "email_domain_not_allowed",
-            "environment_archived", "external_key_in_workspace_policy", "external_key_not_found",
-            "external_key_provider_mismatch", "external_key_validation_failed",
-            "external_key_validation_timed_out", "external_storage_in_use",
-            "external_storage_in_workspace_policy", "external_storage_not_available",
-            "gcp_project_not_verified", "grant_required", "human_review_not_available",
-            "human_review_on_with_external_storage", "invalid_config_type_change",
-            "invalid_storage_arn", "invite_already_exists", "key_profile_mismatch",
-            "org_api_key_limit_exceeded", "org_member_limit_exceeded", "organization_not_eligible",
-            "provider_not_allowed", "rbac_group_grants_owner_access",
-            "rbac_group_order_limit_exceeded", "rbac_group_owner_access_unconfirmed",
-            "region_not_supported", "scan_failed", "settings_document_limit_exceeded",
-            "settings_history_limit_exceeded", "slack_channel_set_up_settings_refused",
-            "storage_attach_limit_reached", "storage_not_approved", "storage_not_attachable",
-            "storage_profile_mismatch", "storage_profile_still_required",
-            "storage_verification_failed", "transcripts_storage_required", "unsupported_region",
-            "workspace_api_key_limit_exceeded", "workspace_member_limit_exceeded",
-        )),
+        *(
+            (400, code)
+            for code in (
+                "already_member",
+                "approval_required",
+                "bundle_attachment_not_supported",
+                "bundle_on_call",
+                "cannot_invite_emails_with_unverified_domains",
+                "cannot_remove_last_member",
+                "cannot_sign_out_primary_owner",
+                "cannot_sign_out_self",
+                "cmek_feature_unsupported",
+                "cmek_not_approved",
+                "email_domain_not_allowed",
+                "environment_archived",
+                "external_key_in_workspace_policy",
+                "external_key_not_found",
+                "external_key_provider_mismatch",
+                "external_key_validation_failed",
+                "external_key_validation_timed_out",
+                "external_storage_in_use",
+                "external_storage_in_workspace_policy",
+                "external_storage_not_available",
+                "gcp_project_not_verified",
+                "grant_required",
+                "human_review_not_available",
+                "human_review_on_with_external_storage",
+                "invalid_config_type_change",
+                "invalid_storage_arn",
+                "invite_already_exists",
+                "key_profile_mismatch",
+                "org_api_key_limit_exceeded",
+                "org_member_limit_exceeded",
+                "organization_not_eligible",
+                "provider_not_allowed",
+                "rbac_group_grants_owner_access",
+                "rbac_group_order_limit_exceeded",
+                "rbac_group_owner_access_unconfirmed",
+                "region_not_supported",
+                "scan_failed",
+                "settings_document_limit_exceeded",
+                "settings_history_limit_exceeded",
+                "slack_channel_set_up_settings_refused",
+                "storage_attach_limit_reached",
+                "storage_not_approved",
+                "storage_not_attachable",
+                "storage_profile_mismatch",
+                "storage_profile_still_required",
+                "storage_verification_failed",
+                "transcripts_storage_required",
+                "unsupported_region",
+                "workspace_api_key_limit_exceeded",
+                "workspace_member_limit_exceeded",
+            )
+        ),
         (412, "heartbeat_precondition_failed"),
     },
     "forbidden": {
-        *((403, code) for code in (
-            "cannot_sign_out_managed_member", "cannot_sign_out_membership_admin",
-            "cannot_sign_out_owner", "cannot_sign_out_privileged_member",
-            "claude_tag_writes_not_enabled", "compliance_configuration_restricted",
-            "environment_create_disabled", "environment_update_disabled",
-            "spend_limits_admin_api_writes_not_enabled",
-        )),
+        *(
+            (403, code)
+            for code in (
+                "cannot_sign_out_managed_member",
+                "cannot_sign_out_membership_admin",
+                "cannot_sign_out_owner",
+                "cannot_sign_out_privileged_member",
+                "claude_tag_writes_not_enabled",
+                "compliance_configuration_restricted",
+                "environment_create_disabled",
+                "environment_update_disabled",
+                "spend_limits_admin_api_writes_not_enabled",
+            )
+        ),
     },
     "not_found": {
-        *((404, code) for code in (
-            "environment_not_found", "rbac_group_managed_settings_not_found",
-            "rbac_group_not_found", "rbac_role_not_found",
-            "slack_channel_set_up_environment_not_found",
-        )),
+        *(
+            (404, code)
+            for code in (
+                "environment_not_found",
+                "rbac_group_managed_settings_not_found",
+                "rbac_group_not_found",
+                "rbac_role_not_found",
+                "slack_channel_set_up_environment_not_found",
+            )
+        ),
     },
     "overloaded": {
-        *((409, code) for code in (
-            "gcp_project_controlled_by_another_organization", "plugin_name_taken",
-            "skill_name_taken", "slack_channel_set_up_settings_conflict",
-            "storage_already_registered", "storage_attached_during_archive",
-            "storage_changed_concurrently", "storage_in_use", "workspace_changed_concurrently",
-        )),
+        *(
+            (409, code)
+            for code in (
+                "gcp_project_controlled_by_another_organization",
+                "plugin_name_taken",
+                "skill_name_taken",
+                "slack_channel_set_up_settings_conflict",
+                "storage_already_registered",
+                "storage_attached_during_archive",
+                "storage_changed_concurrently",
+                "storage_in_use",
+                "workspace_changed_concurrently",
+            )
+        ),
         (503, "change_outcome_unknown"),
         (503, "workspace_created_incomplete"),
     },
-}  # fmt: skip
+}
 """Codes that no call of ours meets: they are those of their status."""
 
 TABLES: tuple[dict[str, set[tuple[int, str]]], ...] = (
@@ -394,7 +460,7 @@ def test_a_code_that_stops_a_run_does_so_inside_a_stream_too(code: str) -> None:
         ({"object": "error", "message": "context length is 5", "code": 400}, "context_exceeded"),
         ({"detail": "no"}, "bad_request"),
     ],
-)  # fmt: skip
+)
 def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> None:
     assert refusal_of(400, {}, json.dumps(error).encode()).kind == kind
 
@@ -404,7 +470,9 @@ def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> N
     [
         (429, "enforced_spend_limit_reached", "rate_limit_error", "a limit on its spending"),
         pytest.param(
-            *(400, "organization_on_hold", "invalid_request_error"),
+            400,
+            "organization_on_hold",
+            "invalid_request_error",
             "takes no calls from this account",
             marks=pytest.mark.slow,
         ),
@@ -416,7 +484,10 @@ def test_an_account_that_is_stopped_stops_the_run(
     """Exit 4 although calls were answered before; nothing fails, and the same command continues."""
     write_prompts(tmp_path / "p.jsonl", 12)
     reply = {
-        **{"id": "msg", "model": "m", "role": "assistant", "stop_reason": "end_turn"},
+        "id": "msg",
+        "model": "m",
+        "role": "assistant",
+        "stop_reason": "end_turn",
         "content": [{"type": "text", "text": "Yes."}],
         "usage": {"input_tokens": 1, "output_tokens": 1},
     }
@@ -431,9 +502,14 @@ def test_an_account_that_is_stopped_stops_the_run(
 
     with answering(answer) as (root, _):
         given: dict[str, Any] = {
-            **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
-            **{"model": "anthropic:m", "base_url": root, "key_env": "none"},
-            **{"num_workers": 1, "batch_size": 2},
+            "run_name": "r",
+            "dataset_file": "p.jsonl",
+            "enabled_toolsets": "none",
+            "model": "anthropic:m",
+            "base_url": root,
+            "key_env": "none",
+            "num_workers": 1,
+            "batch_size": 2,
         }
         stopped = run(tmp_path, **given)
         assert stopped.returncode == 4, stopped.stderr

@@ -203,8 +203,10 @@ def test_the_cost_is_the_sum_of_four_kinds_of_tokens() -> None:
     """S3.17: each at a price of its own, and none counted twice."""
     settings = resolve("anthropic:claude-sonnet-4-20250514")
     kinds = (
-        *("input_tokens", "output_tokens"),
-        *("cache_read_input_tokens", "cache_creation_input_tokens"),
+        "input_tokens",
+        "output_tokens",
+        "cache_read_input_tokens",
+        "cache_creation_input_tokens",
     )
     each = [price(used(**{kind: 1000}), settings) for kind in kinds]
     parts = [cost for cost in each if cost]

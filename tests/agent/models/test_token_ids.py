@@ -89,9 +89,13 @@ def test_nothing_is_asked_for_without_the_option() -> None:
 
 def test_fields_of_the_user_win() -> None:
     settings = ModelSettings(
-        "m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True,
+        "m",
+        "openai_chat",
+        "http://127.0.0.1:1/v1",
+        None,
+        token_ids=True,
         extra_body={"top_logprobs": 5},
-    )  # fmt: skip
+    )
     assert openai_chat.request_body(settings, ASKED)["top_logprobs"] == 5
 
 
@@ -313,8 +317,11 @@ def test_a_prompt_is_stored_as_what_it_adds() -> None:
         (3, 2, 5, [9, 4], [6], [-2.0]),
     ]
     assert [missing_in(turn) for turn in turns] == [
-        "", "prompt token ids, token ids, logprobs", "logprobs", "",
-    ]  # fmt: skip
+        "",
+        "prompt token ids, token ids, logprobs",
+        "logprobs",
+        "",
+    ]
 
 
 def test_any_turns_are_read_back() -> None:

@@ -194,16 +194,22 @@ def test_a_plain_reply_has_nothing_more() -> None:
     [
         ([{"a": "x"}, {"a": "y"}, {"a": None}, {"a": ""}], {"a": "y"}),
         ([{"a": {"b": 1}}, {"a": {"c": {"d": 2}}}], {"a": {"b": 1, "c": {"d": 2}}}),
-        ([{"token_ids": [5]}, {"token_ids": [5]}, {"token_ids": [5, 6]}],
-         {"token_ids": [5, 5, 5, 6]}),
+        (
+            [{"token_ids": [5]}, {"token_ids": [5]}, {"token_ids": [5, 6]}],
+            {"token_ids": [5, 5, 5, 6]},
+        ),
         ([{"seen": [1]}, {"seen": [1]}, {"seen": [1, 2]}, {"seen": [3]}], {"seen": [1, 2, 3]}),
-        ([{"logprobs": {"tokens": ["a"]}}, {"logprobs": {"tokens": ["a"]}}],
-         {"logprobs": {"tokens": ["a", "a"]}}),
-        ([{"audio": {"id": "1", "data": "QU"}}, {"audio": {"id": "1", "data": "JD"}}],
-         {"audio": {"id": "1", "data": "QUJD"}}),
+        (
+            [{"logprobs": {"tokens": ["a"]}}, {"logprobs": {"tokens": ["a"]}}],
+            {"logprobs": {"tokens": ["a", "a"]}},
+        ),
+        (
+            [{"audio": {"id": "1", "data": "QU"}}, {"audio": {"id": "1", "data": "JD"}}],
+            {"audio": {"id": "1", "data": "QUJD"}},
+        ),
         ([{"a": [1]}, {"a": {"b": 1}}, {"a": 0}], {"a": 0}),
     ],
-)  # fmt: skip
+)
 def test_parts_are_merged_by_one_rule(parts: list[JSON], merged: JSON) -> None:
     collected: JSON = {}
     for one in parts:

@@ -425,9 +425,18 @@ NUMBER = st.one_of(st.none(), st.integers(-2, 5), st.integers(0, MOST_TOKENS * 2
 PLACE = st.dictionaries(
     st.sampled_from(
         [
-            *("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"),
-            *("total_tokens", "cached_tokens", "cache_write_tokens", "reasoning_tokens"),
-            *("cache_creation_input_tokens", "cache_read_input_tokens", "cost", "iterations"),
+            "prompt_tokens",
+            "completion_tokens",
+            "input_tokens",
+            "output_tokens",
+            "total_tokens",
+            "cached_tokens",
+            "cache_write_tokens",
+            "reasoning_tokens",
+            "cache_creation_input_tokens",
+            "cache_read_input_tokens",
+            "cost",
+            "iterations",
             "ephemeral_1h_input_tokens",
         ]
     ),
@@ -439,8 +448,12 @@ USAGE = st.builds(
     st.dictionaries(
         st.sampled_from(
             [
-                *("prompt_tokens_details", "output_tokens_details", "cache_creation"),
-                *("cost_details", "completion_tokens_details", "iterations"),
+                "prompt_tokens_details",
+                "output_tokens_details",
+                "cache_creation",
+                "cost_details",
+                "completion_tokens_details",
+                "iterations",
             ]
         ),
         st.one_of(PLACE, st.lists(PLACE, max_size=2), NUMBER),

@@ -301,11 +301,22 @@ class DockerSandbox(ServedSandbox):
         options += ["--name", name_around(self._workspace.root)]
         options += [*self._common_options(self._limits.network), "--cap-drop", "ALL"]
         options += [
-            *("--user", f"{os.getuid()}:{os.getgid()}"),
-            *("--tmpfs", f"/tmp:rw,exec,size={self._limits.tmp_mb}m"),
-            *("--volume", f"{self._workspace.root}:{HOME}", "--workdir", HOME),
-            *("--env", f"HOME={HOME}", "--env", "LANG=C.UTF-8", "--env", "MPLBACKEND=Agg"),
-            *("--entrypoint", ""),
+            "--user",
+            f"{os.getuid()}:{os.getgid()}",
+            "--tmpfs",
+            f"/tmp:rw,exec,size={self._limits.tmp_mb}m",
+            "--volume",
+            f"{self._workspace.root}:{HOME}",
+            "--workdir",
+            HOME,
+            "--env",
+            f"HOME={HOME}",
+            "--env",
+            "LANG=C.UTF-8",
+            "--env",
+            "MPLBACKEND=Agg",
+            "--entrypoint",
+            "",
         ]
         if self._extras is not None and (own := self._extras.home) is not None:
             options += ["--tmpfs", f"{own}:rw,exec,mode=1777,size={self._limits.tmp_mb}m"]
@@ -318,9 +329,14 @@ class DockerSandbox(ServedSandbox):
         return [
             *(() if runtime is None else ("--runtime", runtime)),
             *(() if cpus is None else ("--cpus", f"{cpus:g}")),
-            *("--network", "bridge" if network else "none"),
-            *("--security-opt", "no-new-privileges"),
-            *("--memory", f"{limits.memory_mb}m", "--pids-limit", str(limits.processes)),
+            "--network",
+            "bridge" if network else "none",
+            "--security-opt",
+            "no-new-privileges",
+            "--memory",
+            f"{limits.memory_mb}m",
+            "--pids-limit",
+            str(limits.processes),
             *self._mounts(),
         ]
 
@@ -461,8 +477,19 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         labels = {RUN_LABEL: self._run, f"{RUN_LABEL}.options": digest}
         named = [item for pair in labels.items() for item in ("--label", "=".join(pair))]
         create = (
-            *("create", "--interactive", "--pull", "never", "--name", self._container),
-            *(*_ENDS_AT_ONCE, *named, *options, "--entrypoint", argv[0], image, *argv[1:]),
+            "create",
+            "--interactive",
+            "--pull",
+            "never",
+            "--name",
+            self._container,
+            *_ENDS_AT_ONCE,
+            *named,
+            *options,
+            "--entrypoint",
+            argv[0],
+            image,
+            *argv[1:],
         )
         done = ask_engine(self._engine, create)
         if done.returncode != 0 and any(said in done.stderr for said in _IN_USE):

@@ -1,4 +1,4 @@
-"""The options of `export` for datasets, and what they do."""
+"""The command `export`, and its options for datasets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from batch_trajectories.cli.command_line import LocalPath, PlacePath
 
 if TYPE_CHECKING:
     from batch_trajectories.export.dataset.runs import Source
+import sys
+
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.cli.shared import (
+    complete_runs,
+    output_dir_option,
+    show_run,
+)
 
 _OPTIONS = (
     ("format", "NAME,...", "Formats of rows: `export --help` and docs/export.md list them."),
@@ -382,3 +390,33 @@ def _push(directory: Path, repo: str, manifest: Mapping[str, Any], *, for_real: 
     from batch_trajectories.export.dataset.directory import plan_upload, upload
 
     show(upload(directory, repo, manifest) if for_real else plan_upload(directory, repo, manifest))
+
+
+@click.command(cls=ExportCommand)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
+@output_dir_option
+@dataset_options
+def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
+    """Write the training files of RUN again from its records.
+
+    With any option for datasets, build a dataset instead, also of several RUNs; see docs/export.md.
+    """
+    from batch_trajectories.api.start import write_results
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.engine.narrowing import refuse_narrowing
+    from batch_trajectories.export.dataset.runs import Source
+
+    with errors_as_exit_codes():
+        opened = [open_run(run, output_dir) for run in runs]
+        for stored in opened:
+            refuse_narrowing(stored.path, stored.scan, stored.config, stored.identity, accepted=())
+        if len(runs) > 1 or any(value not in (None, False) for value in flags.values()):
+            sources = [
+                Source(one.path, one.scan, one.config.num_samples, one.config) for one in opened
+            ]
+            sys.exit(make_dataset(sources, flags=flags))
+        path, scan, config = opened[0].path, opened[0].scan, opened[0].config
+        totals = write_results(path, scan, config)
+    if totals.pending:
+        say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")
+    show_run(path, totals)

@@ -1,0 +1,44 @@
+"""The command `view`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command()
+@click.argument("places", nargs=-1, metavar="[PLACE]...")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="[default: a free one]")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option(
+    "--password_env",
+    metavar="NAME",
+    help="Environment variable with a password, which any other HOST needs.",
+)
+@click.option("--who", metavar="NAME", help="The reviewer.  [default: your user name]")
+def view(
+    places: tuple[str, ...], port: int, host: str, password_env: str | None, who: str | None
+) -> None:
+    """Serve a page with all runs of PLACEs, alive, to look at, label and steer them.
+
+    A PLACE is a directory of runs (default: trajectories), a run, or the URL of a mirrored run.
+    """
+    from batch_trajectories.engine.control import user_name
+    from batch_trajectories.view.serving import password_of, serve
+
+    ended = "view has ended; the runs are as they were"
+    with errors_as_exit_codes(on_interrupt=ended):
+        password = password_of(host, password_env)
+        serve(
+            list(places) or ["trajectories"],
+            host=host,
+            port=port,
+            password=password,
+            who=who or user_name(),
+        )
