@@ -33,7 +33,7 @@ from agent.models.model import Model, StreamHandler, guarded
 from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.events import Clock, continued_event, result_event
-from agent.state.trajectory import Journal, Trajectory
+from agent.state.trajectory import LIMITS_OF_A_TASK, Journal, Trajectory
 from batch_trajectories.basics.option_names import FIXED
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
@@ -227,7 +227,7 @@ class ConversationRunner:
         end = await inner.run_inner()
         if end.status == "completed":
             return None
-        if end.status in ("budget", "time_limit"):
+        if end.status in LIMITS_OF_A_TASK:
             return end
         if end.status == "context_exceeded":
             return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
@@ -284,7 +284,7 @@ class ConversationRunner:
                 self.journal(event)
                 self.trajectory.apply(event)
                 return None
-            if end.status in ("budget", "time_limit"):
+            if end.status in LIMITS_OF_A_TASK:
                 return end
         return Finish("errors", f"the preparation ended as {end.describe()}")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.pointing import Replies, check_pointed, pointed_at
-from agent.loop.rules import Finish, unknown_use
+from agent.loop.rules import Finish, end_by_repeats, unknown_use
 from agent.messages.message import (
     UNREADABLE,
     AgentRestartedEvent,
@@ -187,7 +187,7 @@ def stalled(messages: Sequence[Message], limit: int, volatile: Volatile) -> Fini
         tally.count_turn(calls, [found[call["id"]] for call in calls])
     if tally.streak < limit:
         return None
-    return Finish("repeat", f"the same call gave the same result {tally.streak} times in a row")
+    return end_by_repeats(tally)
 
 
 log = logging.getLogger(__name__)

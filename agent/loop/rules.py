@@ -23,6 +23,7 @@ from agent.messages.message import (
     split_inline_reasoning,
 )
 from agent.options import AgentOptions
+from agent.state.tally import Tally
 from agent.state.trajectory import CONTINUE_CUT, Status, Trajectory
 from batch_trajectories.basics.option_names import FIXED
 from toolsets.tool import ASKS
@@ -246,12 +247,15 @@ def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
     return ResumeTool(waiting.call, waiting.result, reply, is_for_tool)
 
 
+def end_by_repeats(tally: Tally) -> Finish:
+    """The ending of a conversation whose calls and results repeat; see `repeat_limit`."""
+    return Finish("repeat", f"the same call gave the same result {tally.streak} times in a row")
+
+
 def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
     limit = options.repeat_limit
     if limit and t.tally.streak >= limit:
-        return Finish(
-            "repeat", f"the same call gave the same result {t.tally.streak} times in a row"
-        )
+        return end_by_repeats(t.tally)
     if end := _too_many_errors(t, options):
         return end
     if options.plan and (note := _plan_note(t)):

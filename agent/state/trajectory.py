@@ -58,6 +58,9 @@ Status = Literal[
 ]
 """How a conversation ended; only `completed` means that the model gave its final answer."""
 
+LIMITS_OF_A_TASK: frozenset[Status] = frozenset({"budget", "time_limit"})
+"""Endings by a limit that inner conversations share: an inner one that ends so ends the outer."""
+
 
 class Trajectory:
     """A growing conversation: `messages` as sent and received, and the cost of each turn.

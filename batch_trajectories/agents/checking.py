@@ -29,6 +29,7 @@ from batch_trajectories.agents.check_endpoint import AnsweredCall, CheckEndpoint
 from batch_trajectories.api.stored_run import open_run
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
+from batch_trajectories.records.names import EXPORTS, LOG_FILE
 
 # Where two requests of one agent differ, and how its file says that it does not matter.
 
@@ -302,7 +303,7 @@ class _Trial:
         """Keep what is known of an agent that did not end; names the file."""
         ran = {} if record is None else record["agent"]
         said = "".join(f"[{name}]\n{ran[name]}\n" for name in ("stdout", "stderr") if ran.get(name))
-        path = self._directory / "trajectories" / _RUN / "run.log"
+        path = self._directory / "trajectories" / _RUN / LOG_FILE
         log = path.read_text(errors="replace") if path.exists() else "it has not begun\n"
         with tempfile.NamedTemporaryFile(
             "w", prefix="agent-check-", suffix=".log", delete=False
@@ -386,6 +387,6 @@ class _Trial:
         if training_file.exists() and training_file.read_text().strip():
             yield Finding("ok", "its row is training data")
         elif record["status"] == "completed":
-            rejects = self._directory / "trajectories" / _RUN / "exports" / "rejects.jsonl"
+            rejects = self._directory / "trajectories" / _RUN / EXPORTS / "rejects.jsonl"
             reason = rejects.read_text() if rejects.exists() else "unknown reason"
             yield Finding("problem", f"its row is rejected: {clip(reason, max_chars=_SHOWN_CHARS)}")

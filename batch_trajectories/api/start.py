@@ -33,6 +33,7 @@ from batch_trajectories.records.files import (
     replace_json,
     training_file_of,
 )
+from batch_trajectories.records.names import INFLIGHT, RUN_FILE, STATISTICS_FILE, SUMMARY_FILE
 
 # Write the training files, statistics and summary of a run.
 
@@ -54,11 +55,11 @@ def write_results(
     style = style_of_run(config.to_json())
     export_run(path, scan, num_samples=config.num_samples, style=style, config=config)
     totals = compute_totals(path, scan, config)
-    statistics = orjson.loads((path / "statistics.json").read_bytes())
+    statistics = orjson.loads((path / STATISTICS_FILE).read_bytes())
     if config.token_ids:
         none = {"turns_with": 0, "turns_without": totals.turns}
         totals.token_ids = statistics.get("token_ids", none)
-    summary = path / "summary.json"
+    summary = path / SUMMARY_FILE
     if last_start is None:
         # A missing or damaged summary has none.
         with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
@@ -190,9 +191,9 @@ def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = Tr
 def _continues_others_calls(config: RunConfig) -> bool:
     """Whether calls may run again, unsandboxed, of a run that this user did not start here."""
     path = config.run_dir
-    if config.sandbox != "local" or not (path / "run.json").exists():
+    if config.sandbox != "local" or not (path / RUN_FILE).exists():
         return False
-    has_calls = any(file.stat().st_size for file in listed(path / "inflight"))
+    has_calls = any(file.stat().st_size for file in listed(path / INFLIGHT))
     return has_calls and not was_started_here(path)
 
 

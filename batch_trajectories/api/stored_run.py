@@ -33,6 +33,7 @@ from batch_trajectories.records.failures import stored_failures
 from batch_trajectories.records.files import StorageError, refuse_strange_files
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.journal import Inflight
+from batch_trajectories.records.names import INFLIGHT
 from batch_trajectories.records.reader import open_index, read_id, read_record, stored_records
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord, load_index, refuse_lost_records
@@ -263,7 +264,7 @@ class StoredRun:
         those), `idle_s` (seconds since the last event, None if unknown).
         """
         settled = load_index(self.path).keys()
-        return conversations_in_flight(self.path / "inflight", settled=settled, now=time.time())
+        return conversations_in_flight(self.path / INFLIGHT, settled=settled, now=time.time())
 
     def totals(self) -> RunTotals:
         """Totals of tasks (done, failed, discarded, pending), turns, tokens and cost."""

@@ -47,6 +47,7 @@ from batch_trajectories.records.files import (
     sync_directory,
     with_checksum,
 )
+from batch_trajectories.records.names import BATCHES, BATCHES_FILE, QUARANTINE
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ class BatchLog:
     """Reads and writes the files of batches. Not thread-safe. Methods raise `StorageError`."""
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
-        self._path = run_dir / "batches.jsonl"
-        self._directory = run_dir / "batches"
+        self._path = run_dir / BATCHES_FILE
+        self._directory = run_dir / BATCHES
         repair_tail(self._path, quarantine)
         self._file: AppendFile | None = None
 
@@ -276,7 +277,7 @@ def set_aside_damaged_steps(run_dir: Path) -> list[str]:
     Call it before the file is read. Raises `StorageError`.
     """
     return keep_readable(
-        run_dir / "batches.jsonl", run_dir / "quarantine", lambda text: read_line(text) is not None
+        run_dir / BATCHES_FILE, run_dir / QUARANTINE, lambda text: read_line(text) is not None
     )
 
 
@@ -313,7 +314,7 @@ def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
     The workers that requested these calls are gone and cannot return them.
     """
     with closing(BatchLog(run_dir, quarantine)) as batch_log:
-        unsent = [job for job in jobs_in(run_dir / "batches.jsonl") if job.state == "gathered"]
+        unsent = [job for job in jobs_in(run_dir / BATCHES_FILE) if job.state == "gathered"]
         for job in unsent:
             batch_log.note(job, "void")
     return [Cost(*reserve) for job in unsent for reserve in job.reserves]
@@ -331,7 +332,7 @@ def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, l
     there is none before its job is collected. Call `free_unsent` first.
     """
     reserves: dict[bytes, dict[str, list[Any]]] = {}
-    for job in jobs_in(run_dir / "batches.jsonl"):
+    for job in jobs_in(run_dir / BATCHES_FILE):
         if job.state in ("sending", "created"):
             for id, reserve in zip(job.ids, job.reserves, strict=False):
                 if (task := task_of(id)) not in settled:
@@ -420,7 +421,7 @@ def compute_batch_totals(run_dir: Path) -> BatchTotals | None:
     collected: dict[str, dict[str, Any]] = {}
     live = 0
     is_empty = True
-    for line in read_lines(run_dir / "batches.jsonl"):
+    for line in read_lines(run_dir / BATCHES_FILE):
         is_empty = False
         match line.get("kind"):
             case "gathered":

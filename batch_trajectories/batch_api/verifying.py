@@ -24,6 +24,7 @@ from batch_trajectories.batch_api.batch_log import (
 )
 from batch_trajectories.engine.messages import task_of
 from batch_trajectories.records.files import listed
+from batch_trajectories.records.names import BATCHES, BATCHES_FILE
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.records import lines_from
 
@@ -45,7 +46,7 @@ def check_batches(
 
     `settled` are the tasks that need no more work, `ended` those that never will.
     """
-    steps = path / "batches.jsonl"
+    steps = path / BATCHES_FILE
     jobs: dict[str, BatchJob] = {}
     last: dict[str, int] = {}
     needed: set[str] = set()
@@ -70,7 +71,7 @@ def check_batches(
             )
             yield Problem("contradiction", steps, last[job.name], message)
         if job.state == "collected" and job.name in needed:
-            results = path / "batches" / f"{job.name}.results"
+            results = path / BATCHES / f"{job.name}.results"
             files.add(results)
             try:
                 index_of(results, job)
@@ -80,7 +81,7 @@ def check_batches(
                     "again for free"
                 )
                 yield Problem("derived", results, None, message)
-    for file in listed(path / "batches"):
+    for file in listed(path / BATCHES):
         if file not in files:
             message = "left over from a batch; the next start removes it"
             yield Problem("leftover", file, None, message)
@@ -102,14 +103,14 @@ def repair_batches(
     for file in leftovers:
         file.unlink(missing_ok=True)
     with closing(BatchLog(path, quarantine)) as batch_log:
-        for job in jobs_in(path / "batches.jsonl"):
+        for job in jobs_in(path / BATCHES_FILE):
             if is_abandoned(job, ended):
                 batch_log.note(job, "failed", why="no conversation needs its results any more")
 
 
 def open_calls(run_dir: Path, settled: Container[bytes]) -> int:
     """How many calls in batches, with or without results, are still needed; writes nothing."""
-    jobs = jobs_in(run_dir / "batches.jsonl")
+    jobs = jobs_in(run_dir / BATCHES_FILE)
     open_jobs = (job for job in jobs if job.state in ("sending", "created", "collected"))
     return sum(task_of(id) not in settled for job in open_jobs for id in job.ids)
 

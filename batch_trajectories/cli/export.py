@@ -13,6 +13,7 @@ from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import join_commas, plural
 from batch_trajectories.basics.validation import UrlPath
 from batch_trajectories.cli.command_line import LocalPath, PlacePath
+from batch_trajectories.records.names import EXPORTS
 
 if TYPE_CHECKING:
     from batch_trajectories.export.dataset.runs import Source
@@ -223,7 +224,7 @@ def _one(sources: Sequence[Source], output: Path | None) -> tuple[Source, Path]:
         )
     if others and not output:
         raise ConfigError("a dataset of several RUNs is in none of them: add --output PLACE")
-    where = output if output else first.run_dir / "exports" / "dataset"
+    where = output if output else first.run_dir / EXPORTS / "dataset"
     return replace(first, others=tuple(others)), where
 
 

@@ -13,6 +13,7 @@ import click
 from batch_trajectories.basics.console import show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE, STATISTICS_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.api.start import LiveView, RunEnd
@@ -166,8 +167,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
     from batch_trajectories.export.training_files import style_of_run
     from batch_trajectories.records.files import has_batches
 
-    manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
-    statistics = orjson.loads((path / "statistics.json").read_bytes())
+    manifest = orjson.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())
+    statistics = orjson.loads((path / STATISTICS_FILE).read_bytes())
     lines = [as_table(totals)]
     if failed := statistics.get("failed_scores"):
         lines.append(

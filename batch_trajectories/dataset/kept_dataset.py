@@ -43,6 +43,7 @@ from batch_trajectories.records.files import (
     sync_directory,
     temporary_for,
 )
+from batch_trajectories.records.names import RUN_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.dataset.file_rows import Row
@@ -392,7 +393,7 @@ def _key_of_first_start(
     """
     if any(run_dir.glob(f"dataset-{key}*.json")):
         return key
-    run = _read(run_dir / "run.json") or {}
+    run = _read(run_dir / RUN_FILE) or {}
     kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
     for path in sorted(run_dir.glob("dataset-*.json")):
         earlier = _read(path) or {}

@@ -7,7 +7,8 @@ import binascii
 from pathlib import PurePosixPath
 from typing import Any
 
-_HOME = "/workspace"
+from toolsets.workspace.workspace import HOME
+
 _FORMS = ("base64", "text")
 _ROOT = PurePosixPath(".")
 
@@ -71,9 +72,9 @@ def _in_workspace(raw: Any) -> PurePosixPath | None:
         return None
     path = PurePosixPath(raw)
     if path.is_absolute():
-        if not path.is_relative_to(_HOME):
+        if not path.is_relative_to(HOME):
             return None
-        path = path.relative_to(_HOME)
+        path = path.relative_to(HOME)
     return None if ".." in path.parts else path
 
 

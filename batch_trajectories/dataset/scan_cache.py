@@ -28,8 +28,6 @@ from batch_trajectories.dataset.scan import Scan, ScanOptions, scan
 from batch_trajectories.records.files import replace_file
 from batch_trajectories.records.tasks import BadRow
 
-NAME = "dataset.idx"
-
 _FORMAT = 6
 """Raise it when rows are read or identified in another way, or the layout of the file changes."""
 

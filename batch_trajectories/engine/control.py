@@ -25,8 +25,8 @@ from typing import Any
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.engine.run_dir import holder_of
 from batch_trajectories.records.files import append_line, read_json
+from batch_trajectories.records.names import CONTROL_FILE
 
-NAME = "control.jsonl"
 _PATIENCE_S = 15.0
 _LOOK_EVERY_S = 0.1
 
@@ -47,7 +47,7 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
     if holder is None:
         raise RunDirError(f"{run_dir}: no process works on this run, so there is nothing to steer")
     line = {"at": time.time(), "who": user_name(), "to": process_of(holder), "do": do, **values}
-    end = append_line(run_dir / NAME, line)
+    end = append_line(run_dir / CONTROL_FILE, line)
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         works = holder_of(run_dir) is not None  # asked first: what it wrote last is read below

@@ -16,8 +16,9 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, tasks
-from batch_trajectories.dataset.scan_cache import NAME, cached_keys
+from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.records.index import Ending, Index
+from batch_trajectories.records.names import DATASET_INDEX
 from batch_trajectories.records.reader import open_index, read_id
 from batch_trajectories.records.records import UnreadableRecord
 
@@ -33,7 +34,7 @@ def refuse_narrowing(
     `before` is its run.json; `accepted` are the names of accepted reasons. Tasks that were no part
     of the run at its last start either do not count, nor do rows that were edited: they run again.
     """
-    last = cached_keys(path / NAME)
+    last = cached_keys(path / DATASET_INDEX)
     why = _narrowing_option(before["config"], config)
     if last == scan.keys or (why or "dataset_file") in accepted:
         return

@@ -28,13 +28,14 @@ from batch_trajectories.config.sandboxes import problem_of_sandbox, warning_of_s
 from batch_trajectories.config.toolsets import catalog_of, with_listed_servers
 from batch_trajectories.dataset.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.dataset.scan import Scan
-from batch_trajectories.dataset.scan_cache import NAME, cached_scan
+from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
 from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.run_dir import check_training_file, look_at_place
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
+from batch_trajectories.records.names import DATASET_INDEX
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -133,7 +134,7 @@ def make_plan(
         say(reader.describe_sound(sound))
     try:
         scan = cached_scan(
-            config.run_dir / NAME,
+            config.run_dir / DATASET_INDEX,
             dataset.path,
             max_samples=config.max_samples,
             rules=rules,

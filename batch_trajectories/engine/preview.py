@@ -17,10 +17,11 @@ from batch_trajectories.config.models import setup_of_task
 from batch_trajectories.config.sandboxes import image_sandboxes
 from batch_trajectories.dataset.row import unused_turns
 from batch_trajectories.dataset.scan import tasks
-from batch_trajectories.dataset.scan_cache import NAME, cached_keys
+from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.engine.plan import Plan
 from batch_trajectories.engine.run_dir import check_reopening, refuse_held
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
+from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE, WORKSPACES
 from batch_trajectories.records.records import load_index
 from batch_trajectories.records.tasks import Task
 from toolsets.context import ToolContext
@@ -37,7 +38,7 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
     """
     path = plan.config.run_dir
     lines = []
-    if (path / "run.json").exists() and fresh:
+    if (path / RUN_FILE).exists() and fresh:
         lines.append(f"on disk    --fresh moves {path} aside; all tasks run again")
     elif check_reopening(plan.config, plan.scan, accept_changes):
         refuse_held(path)
@@ -80,7 +81,7 @@ def _new_tasks(plan: Plan) -> int:
     """Number of tasks without a record that the last start did not have; 0 if unknown."""
     if plan.config.until_passed is not None:
         return 0  # most samples are no tasks yet
-    if (before := cached_keys(plan.config.run_dir / NAME)) is None:
+    if (before := cached_keys(plan.config.run_dir / DATASET_INDEX)) is None:
         return 0
     known = {before[start : start + 16] for start in range(0, len(before), 16)}
     rows, _ = load_index(plan.config.run_dir).match(plan.scan.keys)
@@ -126,7 +127,7 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     setup = setup_of_task(plan.setups, config, task)
     pool = ModelPool(key_of=lambda settings: "", on_retry=lambda settings, message: None)
     # Nothing is done in it, so it is never made.
-    context = ToolContext(Workspace(config.run_dir / "workspaces" / task.key.hex()))
+    context = ToolContext(Workspace(config.run_dir / WORKSPACES / task.key.hex()))
     home = Home(setup, context, pool, config.tool_timeout_s)
     conversation = ConversationRunner(
         trajectory=row.trajectory([]),

@@ -54,7 +54,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import replaced_images
 from batch_trajectories.dataset.kept_dataset import remove_other_kept, source_of_kept, take_kept
 from batch_trajectories.dataset.scan import Scan
-from batch_trajectories.dataset.scan_cache import NAME, save_scan
+from batch_trajectories.dataset.scan_cache import save_scan
 from batch_trajectories.engine.narrowing import NARROWING, refuse_narrowing
 from batch_trajectories.engine.origin import MAC, is_own, mac_of
 from batch_trajectories.records.files import (
@@ -68,6 +68,16 @@ from batch_trajectories.records.files import (
     replace_file,
     storage_error,
     training_file_of,
+)
+from batch_trajectories.records.names import (
+    DATASET_INDEX,
+    EXPORTS,
+    INFLIGHT,
+    LOCK_FILE,
+    QUARANTINE,
+    RECORDS_FILE,
+    RUN_FILE,
+    WORKSPACES,
 )
 from batch_trajectories.records.records import refuse_lost_records
 from batch_trajectories.records.tasks import SCHEMA_VERSION
@@ -86,14 +96,14 @@ def holder_of(path: Path) -> dict[str, Any] | None:
     fail at that moment.
     """
     try:
-        lock = (path / "lock").stat()
+        lock = (path / LOCK_FILE).stat()
         locks = Path("/proc/locks").read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return None
     name = f" {os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino} "
     if not any("FLOCK" in line and name in line for line in locks):
         return None
-    fd = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return _holder(fd)
     finally:
@@ -119,7 +129,7 @@ def locked(path: Path) -> Iterator[None]:
 def lock(path: Path) -> int:
     """Take the lock of a run and return its descriptor. Raises `RunLocked`."""
     while True:
-        fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        fd = open_own(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
             if _is_locked_by(fd, path):
                 return fd
@@ -135,7 +145,7 @@ def _is_locked_by(fd: int, path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _is_locked(path, _holder(fd)) from None
-    if not is_same_file(fd, path / "lock"):
+    if not is_same_file(fd, path / LOCK_FILE):
         return False
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     os.ftruncate(fd, 0)
@@ -207,7 +217,7 @@ def look_at_place(config: RunConfig, *, fresh: bool) -> None:
 
 def stale_files_of(path: Path) -> list[Path]:
     """Temporary files that a crash has left in a run directory or beside it."""
-    inside = (path, path / "exports", path / "inflight", path / "quarantine")
+    inside = (path, path / EXPORTS, path / INFLIGHT, path / QUARANTINE)
     temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
     stale = [file for file in temporary if not file.is_dir()]
     beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+(-\d+)?\.tmp")
@@ -279,17 +289,17 @@ class RunDir:
     @property
     def inflight(self) -> Path:
         """Turn journals."""
-        return self.path / "inflight"
+        return self.path / INFLIGHT
 
     @property
     def workspaces(self) -> Path:
         """One directory per unfinished conversation that has touched files."""
-        return self.path / "workspaces"
+        return self.path / WORKSPACES
 
     @property
     def quarantine(self) -> Path:
         """Unreadable data that was set aside."""
-        return self.path / "quarantine"
+        return self.path / QUARANTINE
 
     def check_is_there(self) -> None:
         """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
@@ -299,7 +309,7 @@ class RunDir:
         """
         if self.mirror is not None and isinstance(self.mirror.problem, RunLocked):
             raise self.mirror.problem
-        if not is_same_file(self.lock_fd, self.path / "lock"):
+        if not is_same_file(self.lock_fd, self.path / LOCK_FILE):
             raise EnvironmentStop(
                 f"{self.path}: the run directory has vanished: it was moved or removed during the "
                 "run. Finished work is in it. If it was moved, put it back (remove any new one in "
@@ -373,7 +383,7 @@ def open_run_dir(
             refuse_lost_records(path)
         lock_fd = lock(path)
         # What this start has written itself is no earlier run.
-        own = {"lock", scan.path.name, scan.path.with_suffix(".json").name}
+        own = {LOCK_FILE, scan.path.name, scan.path.with_suffix(".json").name}
         if fresh and any(entry.name not in own for entry in path.iterdir()):
             # Locked while it moves, so no other process can start working in it.
             aside = move_aside(path)
@@ -387,18 +397,18 @@ def open_run_dir(
 
             mirror = Mirror(config.mirror, path)
             mirror.take(fresh=fresh)
-        for name in ("inflight", "workspaces", "exports"):
+        for name in (INFLIGHT, WORKSPACES, EXPORTS):
             make_directory(path / name)
         for file in stale_files_of(path):
             file.unlink()
         before, run = _identity(config, scan, accept_changes)
         run["api"] = api
         write_run_json(path, run)
-        save_scan(path / NAME, scan)
+        save_scan(path / DATASET_INDEX, scan)
         remove_other_kept(path, scan.path)
         if mirror is not None:
             mirror.start(scan.path, requests_per_s=config.num_workers)
-        for directory in (path / "inflight", path / "workspaces"):
+        for directory in (path / INFLIGHT, path / WORKSPACES):
             opened[directory] = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except BaseException as error:
         with ExitStack() as stack:
@@ -423,7 +433,7 @@ def open_run_dir(
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
     """Raise what `open_run_dir` would raise for an existing run; return whether there is one."""
-    if not (config.run_dir / "run.json").exists():
+    if not (config.run_dir / RUN_FILE).exists():
         return False
     refuse_strange_files(config.run_dir)
     refuse_lost_records(config.run_dir)
@@ -439,7 +449,7 @@ def _identity(
     Raises `ConfigError` if this start may not continue the run.
     """
     path = config.run_dir
-    before = read_run_json(path) if (path / "run.json").exists() else None
+    before = read_run_json(path) if (path / RUN_FILE).exists() else None
     run = _run_json(path, config, scan, before, accept_changes)
     if before is not None:
         refuse_narrowing(path, scan, config, before, accept_changes)
@@ -456,7 +466,7 @@ def write_run_json(path: Path, run: dict[str, Any], *, is_own: bool = True) -> N
     if mac is not None:
         run[MAC] = mac
     content = {**run, _CHECKSUM: _checksum_of(run)}
-    replace_file(path / "run.json", exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+    replace_file(path / RUN_FILE, exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _checksum_of(run: dict[str, Any]) -> str:
@@ -467,7 +477,7 @@ def _checksum_of(run: dict[str, Any]) -> str:
 def read_run_json(path: Path) -> dict[str, Any]:
     """Read run.json. Raises `RunDirError` if `path` is not a run directory."""
     try:
-        run = exact_json.loads((path / "run.json").read_bytes())
+        run = exact_json.loads((path / RUN_FILE).read_bytes())
     except FileNotFoundError:
         raise RunDirError(f"{path}: no run here (it has no run.json)") from None
     except NotADirectoryError:
@@ -498,7 +508,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
 def was_started_here(path: Path) -> bool:
     """Whether this user has started the run in `path`; see `origin`. Raises `RunDirError`."""
     try:
-        run = exact_json.loads((path / "run.json").read_bytes())
+        run = exact_json.loads((path / RUN_FILE).read_bytes())
         run.pop(_CHECKSUM, None)
         mac = run.pop(MAC, None)
     except (OSError, orjson.JSONDecodeError, AttributeError) as error:
@@ -509,7 +519,7 @@ def was_started_here(path: Path) -> bool:
 def directory_of(run: Path | str, output_dir: Path) -> Path:
     """The directory of a run, given by it or by a name in `output_dir`; it may not be there."""
     path, named = Path(run), output_dir / run
-    is_path = (path / "run.json").exists() or (path.exists() and not named.exists())
+    is_path = (path / RUN_FILE).exists() or (path.exists() and not named.exists())
     return path if is_path else named
 
 
@@ -597,10 +607,10 @@ def dataset_of(scan: Scan) -> dict[str, Any]:
 
 def _holds_work(path: Path) -> bool:
     """Whether the run has records or journals, which must not be mixed with another config's."""
-    records = path / "records.jsonl"
+    records = path / RECORDS_FILE
     if records.exists() and records.stat().st_size:
         return True
-    return any(segment.stat().st_size for segment in listed(path / "inflight"))
+    return any(segment.stat().st_size for segment in listed(path / INFLIGHT))
 
 
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:

@@ -37,6 +37,7 @@ from batch_trajectories.records.journal import (
     damaged_replies,
     read_journaled_replies,
 )
+from batch_trajectories.records.names import INFLIGHT, QUARANTINE, SCORES_FILE, VERDICTS_FILE
 from batch_trajectories.records.records import lines_from, load_index
 from batch_trajectories.records.scores import with_later_checks
 
@@ -63,7 +64,7 @@ def owed(run_dir: Path, scan: Scan, config: RunConfig | None, without: Iterable[
     numbers = array("I", without)
     samples = None
     if config is not None and config.until_passed is not None:
-        begun = read_journaled_replies(run_dir / "inflight").tasks
+        begun = read_journaled_replies(run_dir / INFLIGHT).tasks
         index = load_index(run_dir)
         rows, _ = index.match(scan.keys)
         samples = needed_samples(run_dir, config, scan, index, rows, begun=begun)
@@ -203,7 +204,7 @@ def compute_totals(
     `index` holds the records that count, if the caller has it.
     """
     # Before the records: a conversation that ends meanwhile is then in one of the two.
-    journaled = read_journaled_replies(run_dir / "inflight")
+    journaled = read_journaled_replies(run_dir / INFLIGHT)
     index = with_later_checks(run_dir, load_index(run_dir) if index is None else index)
     spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
     judges = spent_by_judges(run_dir)
@@ -395,7 +396,7 @@ _JUDGE_COST = re.compile(rb'"cost_usd":(null|[0-9.eE+-]+),"at":')
 """The cost of a judge's reply, in a line of one of its files; failed calls and functions have none.
 It is read without parsing, so that damaged lines count, too."""
 
-_JUDGE_FILES = ("scores.jsonl", "verdicts.jsonl")
+_JUDGE_FILES = (SCORES_FILE, VERDICTS_FILE)
 _JUDGE_FILE = re.compile(r"(scores|verdicts)\.jsonl\..*")
 
 _RECORD = re.compile(r"records\.jsonl\.line\d+(\.\d+)?")
@@ -418,7 +419,7 @@ def spent_by(run_dir: Path, max_attempts: int) -> Spent:
     a reply are unknown.
     """
     # In this order: a conversation that ends meanwhile is then in one of the two.
-    journaled = read_journaled_replies(run_dir / "inflight")
+    journaled = read_journaled_replies(run_dir / INFLIGHT)
     index = load_index(run_dir)
     return sum_up_spending(run_dir, index, journaled, Settled(index, max_attempts))
 
@@ -432,7 +433,7 @@ def sum_up_spending(
     """
     usd, unknown = index.costs()
     unended = (replies.costs for key, replies in journaled.tasks.items() if key not in settled)
-    set_aside = _costs_set_aside(run_dir / "quarantine", journaled.damaged)
+    set_aside = _costs_set_aside(run_dir / QUARANTINE, journaled.damaged)
     for cost in chain(chain.from_iterable(unended), set_aside):
         usd += cost or 0.0
         unknown += cost is None
@@ -446,7 +447,7 @@ def spent_by_judges(run_dir: Path) -> Spent:
     """
     set_aside = {
         file.read_bytes()
-        for file in listed(run_dir / "quarantine")
+        for file in listed(run_dir / QUARANTINE)
         if _JUDGE_FILE.fullmatch(file.name)
     }
     lines = chain.from_iterable(lines_from(run_dir / name, 0) for name in _JUDGE_FILES)

@@ -33,7 +33,6 @@ from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLo
 from batch_trajectories.basics.validation import is_url
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.records.files import (
-    SHARED_NOTE,
     DamagedLine,
     make_directory,
     read_json,
@@ -43,6 +42,7 @@ from batch_trajectories.records.files import (
     with_checksum,
 )
 from batch_trajectories.records.journal import boot_id
+from batch_trajectories.records.names import LOCK_FILE, SHARED_NOTE
 
 # The ledger of runs that share limits, in a directory or a bucket.
 #
@@ -471,4 +471,4 @@ def _as_text(limit: Cost) -> str:
 
 def _disk_of(run_dir: Path) -> list[Any]:
     """Tells this directory from copies of it, and since a loss of power."""
-    return [boot_id(), *(path.stat().st_ino for path in (run_dir, run_dir / "lock"))]
+    return [boot_id(), *(path.stat().st_ino for path in (run_dir, run_dir / LOCK_FILE))]

@@ -22,6 +22,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, sample_of, tasks
 from batch_trajectories.records.failures import is_settled
 from batch_trajectories.records.index import Index
+from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.records import lines_from
 from batch_trajectories.records.scores import with_later_checks
 from batch_trajectories.records.tasks import Task
@@ -179,7 +180,7 @@ class ModelBudgets:
 
 def _paid_in(run_dir: Path) -> Iterator[_Paid]:
     decode = msgspec.json.Decoder(_Paid).decode
-    return (decode(line) for _, line in lines_from(run_dir / "records.jsonl", 0))
+    return (decode(line) for _, line in lines_from(run_dir / RECORDS_FILE, 0))
 
 
 # Opens samples of prompts while a run works, as far as they are needed.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.records.names import RECORDS_FILE, RECORDS_INDEX
 from batch_trajectories.records.reader import few_of, open_records, read_record
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord, load_index
@@ -61,8 +62,8 @@ class RecordOrder:
                 yield RecordReader(self, records, scores)
         except UnreadableRecord:
             # If the records are gone, the index is the only trace of them.
-            if (self._run_dir / "records.jsonl").exists():
-                (self._run_dir / "records.idx").unlink(missing_ok=True)
+            if (self._run_dir / RECORDS_FILE).exists():
+                (self._run_dir / RECORDS_INDEX).unlink(missing_ok=True)
             raise
 
     @property

@@ -49,10 +49,17 @@ from batch_trajectories.records.files import (
     temporary_for,
     training_file_of,
 )
+from batch_trajectories.records.names import (
+    EXPORTS,
+    MANIFEST_FILE,
+    RECORDS_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    STATISTICS_FILE,
+)
 from batch_trajectories.records.reader import ENOUGH_BYTES
 from batch_trajectories.records.record_types import Record, StoredError
 from batch_trajectories.records.scores import CHECK, Scores
-from batch_trajectories.records.scores import NAME as SCORES
 
 _PLAIN = Style()
 _BLOCK = 1 << 20
@@ -215,7 +222,7 @@ def export_run(
     Tasks without a record are in no file; the manifest counts them as failed (an attempt failed
     and the next start tries again) or as pending.
     """
-    exports = run_dir / "exports"
+    exports = run_dir / EXPORTS
     paths: dict[Place, Path] = {
         "training": training_file_of(run_dir),
         "partial": exports / "partial.jsonl",
@@ -271,8 +278,8 @@ def export_run(
         "gone": order.gone,
         "files": files,
     }
-    replace_json(exports / "manifest.json", manifest)
-    replace_json(run_dir / "statistics.json", whole.statistics.to_json())
+    replace_json(exports / MANIFEST_FILE, manifest)
+    replace_json(run_dir / STATISTICS_FILE, whole.statistics.to_json())
 
 
 def left_out(run_dir: Path) -> frozenset[str] | None:
@@ -281,13 +288,13 @@ def left_out(run_dir: Path) -> frozenset[str] | None:
     None if the files may differ from what the records and options would give now: something was
     written after the manifest, there are records of rows that are gone, or later scores.
     """
-    manifest, rejects = (run_dir / "exports" / name for name in ("manifest.json", "rejects.jsonl"))
+    manifest, rejects = (run_dir / EXPORTS / name for name in (MANIFEST_FILE, "rejects.jsonl"))
     try:
         written = manifest.stat().st_mtime_ns
-        sources = (run_dir / "records.jsonl", run_dir / "run.json", rejects)
+        sources = (run_dir / RECORDS_FILE, run_dir / RUN_FILE, rejects)
         if max(source.stat().st_mtime_ns for source in sources) >= written:
             return None
-        if (run_dir / SCORES).exists() or orjson.loads(manifest.read_bytes())["gone"]:
+        if (run_dir / SCORES_FILE).exists() or orjson.loads(manifest.read_bytes())["gone"]:
             return None
         rows = map(orjson.loads, rejects.read_bytes().splitlines())
         return frozenset(row["id"] for row in rows if row["status"] == "completed")

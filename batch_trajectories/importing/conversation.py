@@ -16,9 +16,6 @@ from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
 from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
 
-SUBAGENT = "subagent"
-BEFORE_COMPACTION = "before compaction"
-
 
 class Unreadable(ValueError):
     """What is wrong with a conversation; begins with the field, if one is wrong."""

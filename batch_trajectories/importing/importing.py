@@ -43,6 +43,7 @@ from batch_trajectories.records.files import (
     repair_tail,
     replace_file,
 )
+from batch_trajectories.records.names import RUN_FILE
 from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import Task
 
@@ -134,7 +135,7 @@ def import_conversations(
 
 def _refuse_other_runs(run_dir: Path) -> None:
     """Raise `ConfigError` for a run whose conversations were not imported."""
-    if (run_dir / "run.json").exists() and read_run_json(run_dir)["config"].get("model") != MODEL:
+    if (run_dir / RUN_FILE).exists() and read_run_json(run_dir)["config"].get("model") != MODEL:
         raise ConfigError(
             f"{run_dir}: this run has conversations of its own; import into another --run_name, "
             "and `export` both together"

@@ -40,7 +40,6 @@ from batch_trajectories.engine.run_dir import (
 )
 from batch_trajectories.records.failures import read_failure
 from batch_trajectories.records.files import (
-    KEPT_WORKSPACES,
     AppendFile,
     link,
     listed,
@@ -51,10 +50,19 @@ from batch_trajectories.records.files import (
     training_file_of,
 )
 from batch_trajectories.records.journal import read_journaled_replies
+from batch_trajectories.records.names import (
+    FAILURES_FILE,
+    INFLIGHT,
+    KEPT_WORKSPACES,
+    QUARANTINE,
+    RECORDS_FILE,
+    RECORDS_INDEX,
+    SCORES_FILE,
+    WORKSPACES,
+)
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import RecordFile, lines_from, load_index, parse_record
 from batch_trajectories.records.scores import LABELS
-from batch_trajectories.records.scores import NAME as SCORES
 from batch_trajectories.records.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -226,20 +234,20 @@ def _put_in_place(beside: Path, into: Path) -> bool:
 def _make(
     making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
 ) -> tuple[dict[Path, int], int]:
-    for directory in (making, making / "inflight", making / "workspaces"):
+    for directory in (making, making / INFLIGHT, making / WORKSPACES):
         directory.mkdir(mode=0o700)
     dataset = dataset_of(scan)
     if dataset["source"] is not None:
         link_kept(scan.path, making)
         dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
-    records = RecordFile(making, making / "quarantine")
-    failures = AppendFile(making / "failures.jsonl")
+    records = RecordFile(making, making / QUARANTINE)
+    failures = AppendFile(making / FAILURES_FILE)
     taken, equal = _copy(runs, records)
     for path, _ in runs:
-        for _, line in lines_from(path / "failures.jsonl", 0):
+        for _, line in lines_from(path / FAILURES_FILE, 0):
             if read_failure(line) is not None:
                 failures.append(line)
-    for name in (SCORES, LABELS):
+    for name in (SCORES_FILE, LABELS):
         if not any((path / name).exists() for path, _ in runs):
             continue
         given = AppendFile(making / name)
@@ -272,7 +280,7 @@ def _make(
 
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     settled = load_index(path)
-    unfinished = read_journaled_replies(path / "inflight", settled=settled).tasks.values()
+    unfinished = read_journaled_replies(path / INFLIGHT, settled=settled).tasks.values()
     calls = open_calls(path, settled)
     if drop or not (unfinished or calls):
         return
@@ -317,7 +325,7 @@ def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The records of a run that count, in file order, with their task keys."""
     counting = ((entry.offset, key) for key, entry in load_index(path).counting())
     upcoming, key = next(counting, _NONE)
-    for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
+    for number, (offset, line) in enumerate(lines_from(path / RECORDS_FILE, 0), start=1):
         record = parse_record(line)
         if record is None:
             raise RunDirError(
@@ -327,5 +335,5 @@ def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
             yield key, record
             upcoming, key = next(counting, _NONE)
     if key:
-        index = path / "records.idx"
+        index = path / RECORDS_INDEX
         raise RunDirError(f"{index}: does not match records.jsonl; run `verify --repair` first")

@@ -19,7 +19,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import remove_leftover_containers
 from batch_trajectories.dataset.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.dataset.scan import Scan, scan, tasks
-from batch_trajectories.dataset.scan_cache import NAME, last_scan
+from batch_trajectories.dataset.scan_cache import last_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.narrowing import refuse_narrowing
 from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of
@@ -27,14 +27,27 @@ from batch_trajectories.engine.run_totals import needed_samples
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.records.files import (
-    MIRRORED_DATASET,
-    alone_on,
-    is_whole,
-    keep_readable,
-    refuse_links,
-)
+from batch_trajectories.records.files import alone_on, is_whole, keep_readable, refuse_links
 from batch_trajectories.records.journal import Inflight, read_journaled_replies
+from batch_trajectories.records.names import (
+    BATCHES,
+    CONTROL_FILE,
+    DATASET_INDEX,
+    EXPORTS,
+    INFLIGHT,
+    LABELS_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    MIRRORED_DATASET,
+    QUARANTINE,
+    RECORDS_FILE,
+    RECORDS_INDEX,
+    SCORES_FILE,
+    STATISTICS_FILE,
+    SUMMARY_FILE,
+    VERDICTS_FILE,
+    WORKSPACES,
+)
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.records import RecordFile, UnreadableRecord, load_index, take_out
 from toolsets.workspace.removal import remove_tree
@@ -42,7 +55,7 @@ from toolsets.workspace.removal import remove_tree
 MakeExports = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and summary of the run in a directory."""
 
-_NOT_COPIED = ("exports", "records.idx", "summary.json", "statistics.json", "lock", "run.log")
+_NOT_COPIED = (EXPORTS, RECORDS_INDEX, SUMMARY_FILE, STATISTICS_FILE, LOCK_FILE, LOG_FILE)
 """Derived files, and files that are not part of the data."""
 
 
@@ -132,7 +145,7 @@ def check(
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     arguments = _scan_arguments(path, identity, config)
-    return last_scan(path / NAME, dataset=identity["dataset"], **arguments)
+    return last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
@@ -231,34 +244,34 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     several records of a task the one that counts stays, and the others are set aside. `export` and
     the next start rebuild derived files.
     """
-    quarantine = path / "quarantine"
+    quarantine = path / QUARANTINE
     for file in stale_files_of(path):
         file.unlink()
     # Without an index every record is read, and unreadable ones are set aside.
-    (path / "records.idx").unlink(missing_ok=True)
+    (path / RECORDS_INDEX).unlink(missing_ok=True)
     if report.duplicates:
-        take_out(path / "records.jsonl", report.duplicates, quarantine)
+        take_out(path / RECORDS_FILE, report.duplicates, quarantine)
     records = RecordFile(path, quarantine)
     records.close()
     settled = Settled(records.take_found(), config.max_attempts)
-    (path / NAME).unlink(missing_ok=True)
+    (path / DATASET_INDEX).unlink(missing_ok=True)
     set_aside_damaged(path)
-    for name in ("scores.jsonl", "verdicts.jsonl"):
+    for name in (SCORES_FILE, VERDICTS_FILE):
         keep_readable(path / name, quarantine, is_whole)
-    for file in filter(Path.exists, (path / "labels.jsonl", path / "control.jsonl")):
+    for file in filter(Path.exists, (path / LABELS_FILE, path / CONTROL_FILE)):
         with alone_on(file):
             keep_readable(file, quarantine, is_whole)
-    if (path / "inflight").is_dir():
-        Inflight(path / "inflight").read(settled=settled)
+    if (path / INFLIGHT).is_dir():
+        Inflight(path / INFLIGHT).read(settled=settled)
     leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]
     repair_batches(
         path,
         quarantine,
-        leftovers=[file for file in leftovers if file.parent == path / "batches"],
+        leftovers=[file for file in leftovers if file.parent == path / BATCHES],
         ended=Settled(load_index(path), NO_LIMIT),
     )
     for file in leftovers:
-        if file.parent == path / "workspaces":
+        if file.parent == path / WORKSPACES:
             remove_tree(file)
     remove_leftover_containers(config)
 
@@ -273,7 +286,7 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         if ending is None
         or (ending.status == "failed" and not is_settled(entries.entry(row), config.max_attempts))
     ]
-    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks
+    unfinished = read_journaled_replies(path / INFLIGHT, settled=entries).tasks
     samples = needed_samples(path, config, scan, entries, rows, begun=unfinished)
     if samples is not None:
         remaining = [number for number in remaining if samples.must_run(number)]

@@ -25,7 +25,7 @@ from batch_trajectories.batch_api.verifying import check_batches
 from batch_trajectories.config.fingerprint import digest_of
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
-from batch_trajectories.dataset.scan_cache import NAME, load_scan
+from batch_trajectories.dataset.scan_cache import load_scan
 from batch_trajectories.engine.run_dir import stale_files_of
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
@@ -47,6 +47,23 @@ from batch_trajectories.records.index import (
     is_index,
 )
 from batch_trajectories.records.journal import key_and_order, segments
+from batch_trajectories.records.names import (
+    BATCHES_FILE,
+    BUDGET_FILE,
+    CONTROL_FILE,
+    DATASET_INDEX,
+    FAILURES_FILE,
+    INFLIGHT,
+    JUDGE_BUDGET_FILE,
+    LABELS_FILE,
+    RECORDS_FILE,
+    RECORDS_INDEX,
+    RUN_FILE,
+    SCORES_FILE,
+    SUMMARY_FILE,
+    VERDICTS_FILE,
+    WORKSPACES,
+)
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.record_types import Record, decode_record
 from batch_trajectories.records.records import id_in, lines_from, watched_lines
@@ -100,13 +117,13 @@ def verify(
     report.problems += _check_journals(path, settled)
     report.problems += _check_leftovers(path, settled)
     report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_LIMIT))
-    steps = path / "batches.jsonl"
+    steps = path / BATCHES_FILE
     report.problems += _check_tail(steps, sum(1 for _ in lines_from(steps, 0)))
     if isinstance(scan, str) or totals is None:
         message = f"its tasks are unknown, so summary and exports cannot be checked: {scan}"
-        report.problems.append(Problem("contradiction", path / "run.json", None, message))
+        report.problems.append(Problem("contradiction", path / RUN_FILE, None, message))
         return report
-    report.problems += _check_cached_scan(path / NAME, scan)
+    report.problems += _check_cached_scan(path / DATASET_INDEX, scan)
     report.may_owe = bool(totals.pending or totals.to_retry)
     report.problems += _check_summary(path, totals)
     report.problems += check_exports(path, totals, made)
@@ -116,7 +133,7 @@ def verify(
 def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
     if identity["digest"] != digest_of(identity["meaning"]):
         message = "`digest` does not match `meaning`: one of the two was edited"
-        yield Problem("contradiction", path / "run.json", None, message)
+        yield Problem("contradiction", path / RUN_FILE, None, message)
 
 
 def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> tuple[Index, T]:
@@ -124,9 +141,9 @@ def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> t
 
     Adds problems of records to `report`.
     """
-    records = path / "records.jsonl"
+    records = path / RECORDS_FILE
     try:
-        rows = (path / "records.idx").read_bytes()
+        rows = (path / RECORDS_INDEX).read_bytes()
     except FileNotFoundError:
         rows = b""
     if _are_rows_to(rows, records):
@@ -195,8 +212,8 @@ def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object])
 
 def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
     """The same as `_check_records` where something is wrong."""
-    records = path / "records.jsonl"
-    index = _Index(path / "records.idx", stored)
+    records = path / RECORDS_FILE
+    index = _Index(path / RECORDS_INDEX, stored)
     maker = RowMaker()
     rows = bytearray(MARK)
     lines = array("I", [0])
@@ -344,19 +361,19 @@ class _Index:
 def _check_logs(path: Path) -> Iterator[Problem]:
     """Check the JSONL files that are not checked elsewhere."""
     for name, is_readable, message in (
-        ("failures.jsonl", is_failure, "not a failure; it does not count as an attempt"),
-        ("budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
-        ("judge_budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
-        ("scores.jsonl", is_whole, "not a score; `score` can give it again"),
-        ("labels.jsonl", is_whole, "not a label; its reviewer can give it again"),
-        ("control.jsonl", is_whole, "not a request; it is not read"),
-        ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
+        (FAILURES_FILE, is_failure, "not a failure; it does not count as an attempt"),
+        (BUDGET_FILE, is_budget_line, "not a line of the budget log; it does not count"),
+        (JUDGE_BUDGET_FILE, is_budget_line, "not a line of the budget log; it does not count"),
+        (SCORES_FILE, is_whole, "not a score; `score` can give it again"),
+        (LABELS_FILE, is_whole, "not a label; its reviewer can give it again"),
+        (CONTROL_FILE, is_whole, "not a request; it is not read"),
+        (VERDICTS_FILE, is_whole, "not a verdict; its question is asked again"),
     ):
         yield from _check_lines(path / name, is_readable, message)
 
 
 def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
-    for segment in sorted(segments(path / "inflight")):
+    for segment in sorted(segments(path / INFLIGHT)):
         number = 0
         open_tasks = set()
         for number, (_, line) in enumerate(lines_from(segment, 0), start=1):
@@ -376,7 +393,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     for file in stale_files_of(path):
         message = "an incomplete file, left by a crash; the next start removes it"
         yield Problem("leftover", file, None, message)
-    workspaces = path / "workspaces"
+    workspaces = path / WORKSPACES
     for workspace in listed(workspaces):
         try:
             key = bytes.fromhex(workspace.name.partition(".")[0])  # also what is beside one
@@ -394,7 +411,7 @@ def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
 
 
 def _check_summary(path: Path, totals: RunTotals) -> Iterator[Problem]:
-    summary = path / "summary.json"
+    summary = path / SUMMARY_FILE
     try:
         content = orjson.loads(summary.read_bytes())
         wrong = [

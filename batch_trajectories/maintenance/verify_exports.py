@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch_trajectories.engine.run_totals import RunTotals
+from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 from batch_trajectories.records.problem import Problem
 
 
@@ -31,7 +32,7 @@ def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[
     `made` is a run directory with exports that were just made from the same records, to compare
     each file with; None skips the comparison of contents.
     """
-    manifest_path = path / "exports" / "manifest.json"
+    manifest_path = path / EXPORTS / MANIFEST_FILE
     try:
         manifest = orjson.loads(manifest_path.read_bytes())
         files = {
@@ -49,7 +50,7 @@ def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[
     for file, entry in files.items():
         yield from _check_file(file, entry, contents=made is not None)
     if made is not None:
-        made_files = orjson.loads((made / "exports" / "manifest.json").read_bytes())["files"]
+        made_files = orjson.loads((made / EXPORTS / MANIFEST_FILE).read_bytes())["files"]
         places = {entry["holds"]: _place(made, entry["path"]) for entry in made_files}
         for file, entry in files.items():
             if entry.holds in places:

@@ -22,14 +22,9 @@ from batch_trajectories.mirror.tail import (
     name_of,
     unpack_part,
 )
-from batch_trajectories.records.files import (
-    MIRROR_NOTE,
-    listed,
-    make_directory,
-    open_own,
-    replace_file,
-)
+from batch_trajectories.records.files import listed, make_directory, open_own, replace_file
 from batch_trajectories.records.journal import read_note
+from batch_trajectories.records.names import INFLIGHT, MIRROR_NOTE, RUN_FILE
 
 
 class Copy:
@@ -119,7 +114,7 @@ def bring(mirror: str, run_dir: Path) -> None:
     So that a start finds its dataset and config as the first start left them. The start that
     follows takes the lease.
     """
-    if (run_dir / "run.json").exists():
+    if (run_dir / RUN_FILE).exists():
         return
     copy = Copy(run_dir, Bucket(url_of_run(mirror, run_dir.name)))
     make_directory(run_dir, is_inside=False, parents=True)
@@ -141,7 +136,7 @@ def copy_of(url: str) -> Path:
     with _alone(path):
         copy = Copy(path, bucket)
         patiently(copy.catch_up)
-    if not listed(path / "inflight") and not (path / "run.json").exists():
+    if not listed(path / INFLIGHT) and not (path / RUN_FILE).exists():
         raise RunDirError(f"{url}: no run here; give the URL of --mirror, '/' and the run's name")
     return path
 

@@ -36,8 +36,15 @@ from batch_trajectories.mirror.tail import (
     pack_part,
     unpack_part,
 )
-from batch_trajectories.records.files import MIRROR_NOTE, MIRRORED_DATASET, listed, make_directory
+from batch_trajectories.records.files import listed, make_directory
 from batch_trajectories.records.journal import boot_id, read_note
+from batch_trajectories.records.names import (
+    LOCK_FILE,
+    MIRROR_NOTE,
+    MIRRORED_DATASET,
+    QUARANTINE,
+    RUN_FILE,
+)
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +163,7 @@ class Mirror:
         mirrored: nothing says which of the two is newer.
         """
         unsent = Tail(self._run_dir, dict(self._copy.extents), {}).unsent(1)
-        if not (self._run_dir / "run.json").exists() or not (unsent.pieces or unsent.gone):
+        if not (self._run_dir / RUN_FILE).exists() or not (unsent.pieces or unsent.gone):
             return False
         if not self._has_note:
             raise RunDirError(
@@ -164,7 +171,7 @@ class Mirror:
                 "another; use another --run_name or --mirror, or move this directory away"
             )
         name = f"{time.strftime('before-mirror-%Y%m%d-%H%M%S')}-{self._token[:6]}"
-        aside = self._run_dir / "quarantine" / name
+        aside = self._run_dir / QUARANTINE / name
         make_directory(aside.parent)
         make_directory(aside)
         for path in listed(self._run_dir):
@@ -360,4 +367,4 @@ def _named(holder: Mapping[str, Any]) -> str:
 
 def _place_of(run_dir: Path) -> list[int]:
     """Tells a directory from copies of it."""
-    return [path.stat().st_ino for path in (run_dir, run_dir / "lock")]
+    return [path.stat().st_ino for path in (run_dir, run_dir / LOCK_FILE)]

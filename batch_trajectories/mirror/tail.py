@@ -19,12 +19,14 @@ from zlib import crc32
 import orjson
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.records.files import (
+from batch_trajectories.records.files import DamagedLine, listed, read_object, with_checksum
+from batch_trajectories.records.names import (
+    BATCHES,
+    INFLIGHT,
+    KEPT_WORKSPACES,
+    LOCK_FILE,
     MIRROR_NOTE,
-    DamagedLine,
-    listed,
-    read_object,
-    with_checksum,
+    QUARANTINE,
 )
 
 # What a part of a mirror holds: a line of JSON, then the bytes of its pieces.
@@ -41,7 +43,7 @@ FORMAT = 1
 
 DIRECTORY = "parts"
 
-DIRECTORIES = ("inflight", "batches", "kept_workspaces", "quarantine")
+DIRECTORIES = (INFLIGHT, BATCHES, KEPT_WORKSPACES, QUARANTINE)
 """The directories of a run that are mirrored, the journals first."""
 
 _NAME = re.compile(rf"(?:(?:{'|'.join(DIRECTORIES)})/)?\w[\w.-]*")
@@ -127,7 +129,7 @@ def unpack_part(content: bytes, where: str) -> LogPart:
 
 def is_name(name: str) -> bool:
     """Whether a file of a run with this name can be in a mirror."""
-    return _NAME.fullmatch(name) is not None and name not in ("lock", MIRROR_NOTE)
+    return _NAME.fullmatch(name) is not None and name not in (LOCK_FILE, MIRROR_NOTE)
 
 
 def extents_after(extents: dict[str, Extent], part: LogPart, where: str) -> dict[str, Extent]:

@@ -38,6 +38,7 @@ from batch_trajectories.config.sandboxes import problem_of_sandbox, remove_lefto
 from batch_trajectories.engine.messages import WorkerSetup, pack
 from batch_trajectories.engine.worker.worker import run_worker
 from batch_trajectories.records.files import listed
+from batch_trajectories.records.names import LOCK_FILE, WORKSPACES
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -100,7 +101,7 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
         config = setup.config.model_copy(update={"output_dir": scratch})
         place = _name_of(scratch)
         setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
-        workspaces = setup.run_dir / "workspaces"
+        workspaces = setup.run_dir / WORKSPACES
         workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_sandbox(setup)
         if run_worker(connection, setup):
@@ -130,7 +131,7 @@ def _check_sandbox(setup: WorkerSetup) -> None:
 
 def _check_shares(run_dir: Path, lock: bytes) -> None:
     try:
-        content = (run_dir / "lock").read_bytes()
+        content = (run_dir / LOCK_FILE).read_bytes()
     except OSError:
         content = b""
     if content != lock:

@@ -35,6 +35,7 @@ from batch_trajectories.engine.run_dir import RunDir, read_run_json
 from batch_trajectories.ray_cluster.actor import RayWorkerActor, code_digest, listen, welcome
 from batch_trajectories.ray_cluster.worker_handle import RayWorker, Run
 from batch_trajectories.records.files import open_own
+from batch_trajectories.records.names import LOCK_FILE, LOG_FILE
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +87,9 @@ class RayExecutor:
             inflight=run_dir.inflight,
             is_remote=is_remote,
             token=_token(run_dir.path),
-            lock=(run_dir.path / "lock").read_bytes(),
+            lock=(run_dir.path / LOCK_FILE).read_bytes(),
             environment=environment,
-            log_fd=open_own(run_dir.path / "run.log", os.O_WRONLY | os.O_APPEND),
+            log_fd=open_own(run_dir.path / LOG_FILE, os.O_WRONLY | os.O_APPEND),
         )
         self._workers: dict[int, RayWorker] = {}
         self._closing = threading.Event()

@@ -33,6 +33,7 @@ from batch_trajectories.recording.upstream import Models, Upstream
 from batch_trajectories.records.failures import FailureFile, Settled
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Inflight, JournalWriter, next_worker_number
+from batch_trajectories.records.names import LOG_FILE
 from batch_trajectories.records.records import RecordFile
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def run_recording(
 ) -> tuple[Outcome, Scan]:
     """Record until a signal ends it or it cannot continue; return the sessions as a dataset."""
     with settings_restored():
-        log_to(run_dir.path / "run.log", config.log_level)
+        log_to(run_dir.path / LOG_FILE, config.log_level)
         log.info("start of a recording; config digest %s", run_dir.digest)
         hide_environment()
         allow_many_files()

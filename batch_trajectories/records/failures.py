@@ -26,6 +26,7 @@ from batch_trajectories.records.files import (
     with_checksum,
 )
 from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.names import FAILURES_FILE
 from batch_trajectories.records.tasks import BadRow, task_key
 
 _REASONS = 20
@@ -45,7 +46,7 @@ class FailureFile:
     """The failures of one run: counts by task, and the open file."""
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
-        path = run_dir / "failures.jsonl"
+        path = run_dir / FAILURES_FILE
         repair_tail(path, quarantine)
         self.attempts: Counter[bytes] = Counter()
         """Failed attempts by task key."""
@@ -182,7 +183,7 @@ def stored_failures(run_dir: Path) -> Iterator[dict[str, Any]]:
     Skips unreadable lines: failures only explain.
     """
     try:
-        file = (run_dir / "failures.jsonl").open("rb")
+        file = (run_dir / FAILURES_FILE).open("rb")
     except FileNotFoundError:
         return
     with file:

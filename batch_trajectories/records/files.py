@@ -28,6 +28,34 @@ from batch_trajectories.basics.errors import (
     RunLocked,
     help_for_write,
 )
+from batch_trajectories.records.names import (
+    BATCHES,
+    BATCHES_FILE,
+    BUDGET_FILE,
+    CHECKS,
+    CONTROL_FILE,
+    DATASET_INDEX,
+    EXPORTS,
+    FAILURES_FILE,
+    INFLIGHT,
+    JUDGE_BUDGET_FILE,
+    KEPT_WORKSPACES,
+    LABELS_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    MANIFEST_FILE,
+    MIRROR_NOTE,
+    QUARANTINE,
+    RECORDS_FILE,
+    RECORDS_INDEX,
+    RUN_FILE,
+    SCORES_FILE,
+    SHARED_NOTE,
+    STATISTICS_FILE,
+    SUMMARY_FILE,
+    VERDICTS_FILE,
+    WORKSPACES,
+)
 
 # JSON lines with a checksum as their last member, to detect damage.
 #
@@ -115,50 +143,42 @@ def _end_of(line: bytes) -> int:
 _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
-    "run.json",
-    "records.jsonl",
-    "records.idx",
-    "dataset.idx",
-    "failures.jsonl",
-    "batches.jsonl",
-    "run.log",
-    "lock",
-    "summary.json",
-    "statistics.json",
-    "verdicts.jsonl",
-    "budget.jsonl",
-    "scores.jsonl",
-    "judge_budget.jsonl",
-    "labels.jsonl",
-    "control.jsonl",
-    "exports/manifest.json",
-    "mirror.json",
-    "shared.json",
+    RUN_FILE,
+    RECORDS_FILE,
+    RECORDS_INDEX,
+    DATASET_INDEX,
+    FAILURES_FILE,
+    BATCHES_FILE,
+    LOG_FILE,
+    LOCK_FILE,
+    SUMMARY_FILE,
+    STATISTICS_FILE,
+    VERDICTS_FILE,
+    BUDGET_FILE,
+    SCORES_FILE,
+    JUDGE_BUDGET_FILE,
+    LABELS_FILE,
+    CONTROL_FILE,
+    f"{EXPORTS}/{MANIFEST_FILE}",
+    MIRROR_NOTE,
+    SHARED_NOTE,
 )
 
-MIRROR_NOTE = "mirror.json"
-"""How much of a run its mirror has, and which journals came from there."""
-SHARED_NOTE = "shared.json"
-"""The id of a run among those that share limits."""
-MIRRORED_DATASET = "dataset.jsonl"
-"""In a mirror: the user's own JSONL file, which is not in the run directory."""
-
-_OF_WORKERS = ("inflight", "workspaces")
-KEPT_WORKSPACES = "kept_workspaces"
+_OF_WORKERS = (INFLIGHT, WORKSPACES)
 _DIRECTORIES = (
     *_OF_WORKERS,
-    "batches",
-    "exports",
-    "exports/dataset",
-    "quarantine",
+    BATCHES,
+    EXPORTS,
+    f"{EXPORTS}/dataset",
+    QUARANTINE,
     KEPT_WORKSPACES,
-    "checks",
+    CHECKS,
 )
 
 
 def has_batches(run_dir: Path) -> bool:
     """Whether a start of this run has used the Batch API; see `runs.batch_api.batch_log`."""
-    return (run_dir / "batches.jsonl").exists()
+    return (run_dir / BATCHES_FILE).exists()
 
 
 class StorageError(EnvironmentStop):
@@ -473,7 +493,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
     Raises `OSError`, `StorageError`, and `RunDirError` for a symbolic link.
     """
     with alone_on(path):
-        repair_tail(path, path.parent / "quarantine")
+        repair_tail(path, path.parent / QUARANTINE)
         file = AppendFile(path)
         try:
             if not file.size:

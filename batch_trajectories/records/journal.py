@@ -31,7 +31,6 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.records.files import (
-    MIRROR_NOTE,
     AppendFile,
     DamagedLine,
     StorageError,
@@ -41,6 +40,7 @@ from batch_trajectories.records.files import (
     storage_error,
     with_checksum,
 )
+from batch_trajectories.records.names import MIRROR_NOTE, QUARANTINE
 from batch_trajectories.records.tasks import task_key
 
 # Write the turn journal: events are on disk before they are used.
@@ -319,7 +319,7 @@ class Inflight:
         """Segments that were written since the machine was started; see `JournalWriter`."""
         self._with_damage = {name.partition(":")[0] for name in damaged if name[-1].isdigit()}
         """Names of segments that lost a complete line."""
-        self._quarantine = inflight.parent / "quarantine"
+        self._quarantine = inflight.parent / QUARANTINE
         self.damaged: list[str] = []
         """Unreadable lines that were found, as `worker-0-0.jsonl:7`."""
         self.paid_usd = 0.0

@@ -13,6 +13,7 @@ import orjson
 from batch_trajectories.basics.console import watched
 from batch_trajectories.records.files import DamagedLine, refuse_strange_files
 from batch_trajectories.records.index import Index
+from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record, decode_record
 from batch_trajectories.records.records import AFTER_ID, HEAD, load_index, unreadable_record
 from batch_trajectories.records.scores import Scores, with_later_checks
@@ -37,7 +38,7 @@ T = TypeVar("T")
 @contextmanager
 def open_records(run_dir: Path) -> Iterator[BinaryIO]:
     """Open records.jsonl; an empty file if it does not exist yet."""
-    path = run_dir / "records.jsonl"
+    path = run_dir / RECORDS_FILE
     with (path if path.exists() else Path(os.devnull)).open("rb") as records:
         yield records
 

@@ -37,6 +37,7 @@ from batch_trajectories.records.index import (
     mark_for,
     valid_rows,
 )
+from batch_trajectories.records.names import RECORDS_FILE, RECORDS_INDEX
 from batch_trajectories.records.record_types import Record, decode_record
 
 _READ_AHEAD = 1 << 20
@@ -57,7 +58,7 @@ class RecordFile:
 
     def __init__(self, run_dir: Path, quarantine: Path) -> None:
         """Open both files, after repairing damage by a crash. Raises `StorageError`."""
-        records, index = run_dir / "records.jsonl", run_dir / "records.idx"
+        records, index = run_dir / RECORDS_FILE, run_dir / RECORDS_INDEX
         repair_tail(records, quarantine)
         self.unreadable = _bring_index_up_to_date(records, index, quarantine)
         """Lines that were set aside, as `records.jsonl:7`."""
@@ -196,7 +197,7 @@ def refuse_lost_records(run_dir: Path) -> None:
 
     The run would do, and pay for, all work again, and an export would empty the training file.
     """
-    records, index = run_dir / "records.jsonl", run_dir / "records.idx"
+    records, index = run_dir / RECORDS_FILE, run_dir / RECORDS_INDEX
     # In this order: a run in progress writes the record first, then its row.
     if _size(index) > ROW_BYTES and _size(records) == 0:
         raise RunDirError(
@@ -212,8 +213,8 @@ def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     Reads records that the index does not cover from records.jsonl. Raises `UnreadableRecord`
     for damaged ones; if `lenient`, skips them.
     """
-    records = run_dir / "records.jsonl"
-    rows, covered = _read_rows(run_dir / "records.idx", records)
+    records = run_dir / RECORDS_FILE
+    rows, covered = _read_rows(run_dir / RECORDS_INDEX, records)
     behind = bytearray()
     maker = RowMaker(rows)
     for offset, line in watched_lines(records, covered):

@@ -36,11 +36,11 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.records.checks import CHECK_FAILED, judgement_of
 from batch_trajectories.records.files import append_line, read_object
 from batch_trajectories.records.index import ROW_BYTES, Index, RowMaker
+from batch_trajectories.records.names import LABELS_FILE, RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import CheckResult, Label, Record, Score
 from batch_trajectories.records.records import lines_from
 
-NAME = "scores.jsonl"
-LABELS = "labels.jsonl"
+LABELS = LABELS_FILE
 
 CHECK = "check"
 """The source of the verdicts that the command `check` gives."""
@@ -70,7 +70,7 @@ class Scores:
 
         Raises `RunDirError`.
         """
-        self._path = run_dir / NAME
+        self._path = run_dir / SCORES_FILE
         self._by_source: dict[str, dict[bytes, int]] = {}
         for offset, line in read_scores(self._path):
             if only not in (None, line["source"]):
@@ -148,7 +148,7 @@ def of_record(record: Record, result: CheckResult) -> dict[str, Any]:
 def with_later_checks(run_dir: Path, index: Index) -> Index:
     """The index with the last result of `check` for each record that has one."""
     found = {}
-    for _, line in lines_from(run_dir / NAME, 0):
+    for _, line in lines_from(run_dir / SCORES_FILE, 0):
         if _MARK in line:
             try:
                 given = read_object(line)
@@ -164,7 +164,7 @@ def _judged(
     rows, added = bytearray(index.rows), bytearray()
     maker = RowMaker(index.rows)
     numbers, _ = index.match(b"".join(found))
-    with (run_dir / "records.jsonl").open("rb") as records:
+    with (run_dir / RECORDS_FILE).open("rb") as records:
         for (finished_at, judged), number in zip(found.values(), numbers, strict=True):
             if not number:
                 continue

@@ -23,6 +23,7 @@ from batch_trajectories.export.statistics.cache_use import CacheUse
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS
 from batch_trajectories.records.failures import failures_by_class
 from batch_trajectories.records.files import read_json
+from batch_trajectories.records.names import SUMMARY_FILE
 from batch_trajectories.report.facts import seconds_at_work
 from batch_trajectories.report.formatting import count, moment, one_line, plain, seconds
 
@@ -243,7 +244,7 @@ def _run(path: Path) -> dict[str, Any]:
     except RunDirError:
         return {"name": path.name, "state": "unreadable", **unknown}
     holder = holder_of(path)
-    stored = read_json(path / "summary.json") if holder is None else state_of(path, holder)
+    stored = read_json(path / SUMMARY_FILE) if holder is None else state_of(path, holder)
     stored = stored or {}
     run = {"name": path.name, "state": "not running" if holder is None else "running"}
     counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "pending")}

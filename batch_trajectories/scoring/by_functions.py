@@ -11,6 +11,7 @@ from agent.session import run_here
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.engine.worker.reward_functions import RewardFunctions, check_functions
 from batch_trajectories.export.statistics.counts import Reasons
+from batch_trajectories.records.names import WORKSPACES
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.records.tasks import task_key
@@ -80,4 +81,4 @@ def _workspace(run_dir: Path, record: Record) -> Path | None:
     """
     if record.diff is not None:
         return None
-    return run_dir / "workspaces" / task_key(record.id, record.input_digest).hex()
+    return run_dir / WORKSPACES / task_key(record.id, record.input_digest).hex()

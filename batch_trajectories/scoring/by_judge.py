@@ -38,6 +38,7 @@ from batch_trajectories.export.conversation.texts import user_texts
 from batch_trajectories.export.statistics.counts import Reasons
 from batch_trajectories.records.checks import EXPECTED, expected_column, parse_rewards
 from batch_trajectories.records.files import read_object
+from batch_trajectories.records.names import JUDGE_BUDGET_FILE, QUARANTINE, VERDICTS_FILE
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import lines_from
 from batch_trajectories.records.scores import score_key
@@ -344,7 +345,7 @@ def _paid(completion: Completion) -> dict[str, Any]:
     }
 
 
-_VERDICTS = "verdicts.jsonl"
+_VERDICTS = VERDICTS_FILE
 
 
 def read_verdicts(run_dir: Path) -> dict[str, str]:
@@ -368,7 +369,7 @@ def read_verdicts(run_dir: Path) -> dict[str, str]:
     return replies
 
 
-_BUDGET_LOG = "judge_budget.jsonl"
+_BUDGET_LOG = JUDGE_BUDGET_FILE
 
 
 class OutOfBudget(RunError):
@@ -388,7 +389,7 @@ class JudgeBudget:
 
     def __init__(self, run_dir: Path, budget_usd: float, *, known_usd: float) -> None:
         """`known_usd` is the cost of the replies on disk."""
-        self._log = BudgetLog(run_dir, run_dir / "quarantine", name=_BUDGET_LOG)
+        self._log = BudgetLog(run_dir, run_dir / QUARANTINE, name=_BUDGET_LOG)
         self._budget_usd = budget_usd
         self._left_usd = budget_usd - max(known_usd, self._log.balance.usd)
         self._in_flight = 0

@@ -37,6 +37,7 @@ from batch_trajectories.engine.supervisor.run import run_batch
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.files import make_directory, open_temporary, temporary_for
 from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.names import CHECKS, EXPORTS, MANIFEST_FILE
 from batch_trajectories.records.reader import open_index, read_record
 from batch_trajectories.records.record_types import CheckResult, Record, decode_record
 from batch_trajectories.records.scores import CHECK, Scores, of_record, score_key
@@ -165,7 +166,7 @@ def _place_of(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
     for name in ("num_workers", "batch_size", "concurrency", "log_level", "grace_s"):
         del options[name]
     content = exact_json.dumps([options, has_new_rows], option=orjson.OPT_SORT_KEYS)
-    return run_dir / "checks" / blake2b(content, digest_size=6).hexdigest()
+    return run_dir / CHECKS / blake2b(content, digest_size=6).hexdigest()
 
 
 def _new_rows(config: RunConfig) -> NewRows:
@@ -265,7 +266,7 @@ def _line_of(
 
 def _write_results(stored: StoredRun) -> str | None:
     """Write training file and summary with the verdicts; why not, if that is not possible."""
-    manifest = stored.path / "exports" / "manifest.json"
+    manifest = stored.path / EXPORTS / MANIFEST_FILE
     try:
         before = orjson.loads(manifest.read_bytes())["gone"]
         dataset = stored.scan

@@ -16,7 +16,8 @@ from agent.loop.rules import Finish
 from batch_trajectories.audit.solving import NotApplied, apply_patch
 from batch_trajectories.engine.worker.task_runner import TaskRunner, Work
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed
-from batch_trajectories.records.files import KEPT_WORKSPACES, storage_error
+from batch_trajectories.records.files import storage_error
+from batch_trajectories.records.names import KEPT_WORKSPACES
 from batch_trajectories.records.reader import open_records, read_record
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord

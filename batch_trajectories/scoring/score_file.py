@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import AppendFile, alone_in, repair_tail, with_checksum
+from batch_trajectories.records.names import QUARANTINE, SCORES_FILE
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.record_types import Record
-from batch_trajectories.records.scores import NAME, read_scores, score_key
+from batch_trajectories.records.scores import read_scores, score_key
 
 Wanted = Callable[[Record], bool]
 """Whether a record is to be scored."""
@@ -32,7 +33,7 @@ class ScoreFile:
     def __init__(self, run_dir: Path, wanted: Wanted | None) -> None:
         self.run_dir = run_dir
         self._wanted = wanted
-        self._path = run_dir / NAME
+        self._path = run_dir / SCORES_FILE
         self._file: AppendFile | None = None
 
     def done(self, source: str, version: str) -> set[str]:
@@ -103,9 +104,9 @@ def open_scores(run_dir: Path, wanted: Wanted | None = None) -> Iterator[ScoreFi
 
     Raises `RunLocked` while another process scores.
     """
-    refusal = f"{run_dir / NAME}: another `score` works on it; wait until it has ended"
+    refusal = f"{run_dir / SCORES_FILE}: another `score` works on it; wait until it has ended"
     with alone_in(run_dir, refusal):
-        repair_tail(run_dir / NAME, run_dir / "quarantine")
+        repair_tail(run_dir / SCORES_FILE, run_dir / QUARANTINE)
         file = ScoreFile(run_dir, wanted)
         try:
             yield file

@@ -24,9 +24,9 @@ from batch_trajectories.export.segments import View, parts_of
 from batch_trajectories.export.training_files import style_of_run
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Inflight, segments
+from batch_trajectories.records.names import INFLIGHT, SCORES_FILE
 from batch_trajectories.records.reader import open_records, read_record
 from batch_trajectories.records.record_types import Record, StoredMessage
-from batch_trajectories.records.scores import NAME as SCORES
 from batch_trajectories.records.scores import Labels, score_key, with_scores_at
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
 from batch_trajectories.view.index.filters import in_keys
@@ -60,7 +60,7 @@ def read_found(run: RunPlace, table: Table, found: RowPlace, labels: Labels | No
     )
     with open_records(run.path) as records:
         record = read_record(records, offset, length, key)
-    record = with_scores_at(run.path / SCORES, record, places)
+    record = with_scores_at(run.path / SCORES_FILE, record, places)
     if labels is None:
         return record
     return msgspec.structs.replace(record, labels=labels.of(score_key(record)))
@@ -170,7 +170,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _read(run: RunPlace, table: Table) -> tuple[Inflight, list[bytes]]:
     """The journals, and their tasks without a record, as far as the table knows."""
-    journals = Inflight(run.path / "inflight", read_only=True)
+    journals = Inflight(run.path / INFLIGHT, read_only=True)
     journals.read(settled=frozenset())
     tasks_there = journals.tasks()
     if not tasks_there:
@@ -189,7 +189,7 @@ def in_flight(run: RunPlace, table: Table) -> list[dict[str, Any]]:
 def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:
     """Changes when a journal does."""
     found = []
-    for segment in segments(run_dir / "inflight"):
+    for segment in segments(run_dir / INFLIGHT):
         try:
             found.append((segment.name, segment.stat().st_size))
         except FileNotFoundError:  # its last task has a record now

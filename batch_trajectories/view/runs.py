@@ -15,6 +15,7 @@ from batch_trajectories.basics.validation import is_url
 from batch_trajectories.engine.run_dir import holder_of, read_run_json, runs_in
 from batch_trajectories.engine.supervisor.progress import describe, state_of
 from batch_trajectories.records.files import read_json, refuse_strange_files
+from batch_trajectories.records.names import RECORDS_FILE, RECORDS_INDEX, RUN_FILE, SUMMARY_FILE
 from batch_trajectories.records.records import load_index
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.parts import known_cache_of
@@ -89,7 +90,7 @@ class Places:
                 yield RunPlace(_key(path.name, number), path, place, place, problem)
                 continue
             directory = Path(place)
-            if (directory / "run.json").exists():
+            if (directory / RUN_FILE).exists():
                 name = directory.resolve().name
                 yield RunPlace(_key(name, number), directory, place)
                 continue
@@ -209,8 +210,8 @@ def _of_process(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_end(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """What the last end of the run wrote; of one that was killed, what its index says."""
-    summary = read_json(path / "summary.json")
-    if summary is None or _is_older(path / "summary.json", path / "records.jsonl"):
+    summary = read_json(path / SUMMARY_FILE)
+    if summary is None or _is_older(path / SUMMARY_FILE, path / RECORDS_FILE):
         return _of_index(path, identity)
     checks = summary.get("checks") or {}
     rate = checks.get("pass_rate")
@@ -234,7 +235,7 @@ def _is_older(one: Path, other: Path) -> bool:
 def _of_index(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Counts of the records of a small run; of a large one it would take seconds."""
     try:
-        if (path / "records.idx").stat().st_size > _LARGE_INDEX:
+        if (path / RECORDS_INDEX).stat().st_size > _LARGE_INDEX:
             return {}
         index = load_index(path, lenient=True)
     except (OSError, RunError):

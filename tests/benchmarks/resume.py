@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.dataset.scan import tasks
-from batch_trajectories.dataset.scan_cache import NAME, save_scan
+from batch_trajectories.dataset.scan_cache import save_scan
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.records.files import read_object
+from batch_trajectories.records.names import DATASET_INDEX
 from batch_trajectories.records.records import RecordFile
 from tests.fakes.fake_endpoint import FakeEndpoint
 
@@ -41,7 +42,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
     for name in ("records.jsonl", "records.idx"):
         (run_dir / name).unlink()
     found = StoredRun(run_dir).scan
-    save_scan(run_dir / NAME, found)
+    save_scan(run_dir / DATASET_INDEX, found)
     file = RecordFile(run_dir, run_dir / "quarantine")
     for number, task in enumerate(tasks(found)):
         if number == records:
@@ -148,7 +149,7 @@ def main() -> None:
         cache = {name: (run_dir / name).stat().st_size for name in ("records.jsonl", "records.idx")}
         size_mb = cache["records.jsonl"] / 2**20
         print(f"{options.records:,} records, {size_mb:,.0f} MB", flush=True)
-        for missing in (None, NAME, "records.idx"):
+        for missing in (None, DATASET_INDEX, "records.idx"):
             if missing is not None:
                 (run_dir / missing).unlink()
             load = os.getloadavg()[0]

@@ -15,7 +15,7 @@ from batch_trajectories.engine import shared_limits as module
 from batch_trajectories.engine.messages import unpack
 from batch_trajectories.engine.shared_limits import Ledger, Member, SharedLimits
 from batch_trajectories.engine.supervisor.limits import RunLimits
-from batch_trajectories.records.files import SHARED_NOTE
+from batch_trajectories.records.names import SHARED_NOTE
 from tests.engine.test_limiter import FakeWorker
 from tests.helpers.running import wait_until
 

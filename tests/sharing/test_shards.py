@@ -17,7 +17,8 @@ import pytest
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.engine.shared_limits import Ledger
 from batch_trajectories.engine.supervisor.budget import BudgetLog
-from batch_trajectories.records.files import SHARED_NOTE, read_json
+from batch_trajectories.records.files import read_json
+from batch_trajectories.records.names import SHARED_NOTE
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.test_process import asking
 from tests.helpers.running import (

@@ -20,10 +20,9 @@ from toolsets.context import ToolContext
 from toolsets.mcp.connection import Link, StartError
 from toolsets.mcp.mcp_settings import ListedTool, McpError, McpServer
 from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
+from toolsets.workspace.workspace import HOME
 
 _STARTS_AT_A_TIME = 4
-_HOME = "/workspace"
-"""Replaces the temporary workspace in the texts of a server that lists its tools."""
 
 
 async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer | McpError]:
@@ -136,8 +135,8 @@ async def _list(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpS
 
 
 def _without_path(tool: ListedTool, directory: str) -> ListedTool:
-    schema = json.dumps(tool.input_schema).replace(directory, _HOME)
-    description = tool.description.replace(directory, _HOME)
+    schema = json.dumps(tool.input_schema).replace(directory, HOME)
+    description = tool.description.replace(directory, HOME)
     return replace(tool, description=description, input_schema=json.loads(schema))
 
 

@@ -25,8 +25,7 @@ from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.inside.system_calls import filter_program
 from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
-
-HOME = "/workspace"
+from toolsets.workspace.workspace import HOME
 
 _INSTALL = "install bubblewrap (on Debian and Ubuntu: apt-get install bubblewrap)"
 _ALLOW = (

@@ -32,15 +32,16 @@ from toolsets.sandbox.base import (
     SandboxError,
     SandboxSettings,
 )
-from toolsets.sandbox.bwrap import FORK_SERVER, HOME, BwrapSandbox, launch
+from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
 from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
+from toolsets.workspace.packing import OPAQUE
 from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import TEMPORARY, Workspace
+from toolsets.workspace.workspace import HOME, TEMPORARY, Workspace
 
 Layering = Literal["overlay", "copy"]
 
@@ -307,7 +308,7 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
                 return
             # Beneath a directory that was made anew there is nothing of the image.
             with suppress(OSError):
-                add(b"opaque" + os.getxattr(fd, "user.overlay.opaque"))
+                add(b"opaque" + os.getxattr(fd, OPAQUE))
         for root, directories, names, at in os.fwalk(".", dir_fd=fd):
             directories[:] = sorted(name for name in directories if name != ".git")
             for name in (*directories, *sorted(names)):

@@ -18,11 +18,11 @@ from typing import BinaryIO, NamedTuple
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.image_files import FileSource, FileState
 from toolsets.sandbox.inside.file_requests import checksum, exact_text, mark_of_file
+from toolsets.workspace.packing import OPAQUE
 
 _MAX_COMPARED = 20_000
 _MAX_DEPTH = 255
 """As `inside.file_requests` has it."""
-_OPAQUE = "user.overlay.opaque"
 _GIT = ".git"
 
 
@@ -167,7 +167,7 @@ def _found(directories: Sequence[str], name: str) -> _Found | None:
         first = first or FileState("dir", 0, "")
         merged.append(path)
         with suppress(OSError):
-            opaque = os.getxattr(path, _OPAQUE, follow_symlinks=False)
+            opaque = os.getxattr(path, OPAQUE, follow_symlinks=False)
             if opaque != b"y":
                 raise NotComparable(f"{name!r} is marked as {opaque!r}")
             break

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from toolsets.workspace.workspace import TEMPORARY
 
-_OPAQUE = "user.overlay.opaque"
-_IN_HEADER = f"SCHILY.xattr.{_OPAQUE}"
+OPAQUE = "user.overlay.opaque"
+"""The attribute of a directory of an overlay that hides the one below it."""
+_IN_HEADER = f"SCHILY.xattr.{OPAQUE}"
 """How tar writes an attribute of a file."""
 
 
@@ -99,7 +100,7 @@ def unpack(store: Path, name: str, root: Path) -> None:
                 continue
             tar.extract(entry, base, set_attrs=False)
             if (mark := entry.pax_headers.get(_IN_HEADER)) is not None:
-                os.setxattr(path, _OPAQUE, mark.encode())
+                os.setxattr(path, OPAQUE, mark.encode())
             if not entry.issym():
                 modes.append((path, entry.mode))
     for path, mode in reversed(modes):  # a directory may be read-only: its files come first
@@ -117,7 +118,7 @@ def _entry_of(path: Path, name: str, status: os.stat_result) -> tarfile.TarInfo 
     if stat.S_ISDIR(status.st_mode):
         entry.type = tarfile.DIRTYPE
         with contextlib.suppress(OSError):  # most have none, and not all file systems have any
-            entry.pax_headers = {_IN_HEADER: os.getxattr(path, _OPAQUE).decode()}
+            entry.pax_headers = {_IN_HEADER: os.getxattr(path, OPAQUE).decode()}
     elif stat.S_ISLNK(status.st_mode):
         entry.type, entry.linkname = tarfile.SYMTYPE, str(path.readlink())
     elif stat.S_ISREG(status.st_mode):

@@ -55,6 +55,10 @@ class FileEntry:
     size_bytes: int
 
 
+HOME = "/workspace"
+"""The path of a workspace in sandboxes, where an image says no other."""
+
+
 class Workspace:
     """File access confined to `root`, which is created when first needed.
 
@@ -65,7 +69,7 @@ class Workspace:
     start_dir = "."
     """The working directory of new shells and interpreters, relative to the root."""
 
-    def __init__(self, root: Path, aliases: tuple[str, ...] = ("/workspace",)) -> None:
+    def __init__(self, root: Path, aliases: tuple[str, ...] = (HOME,)) -> None:
         self.root = root.absolute()
         self.aliases = aliases
         self._closed = False

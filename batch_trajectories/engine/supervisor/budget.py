@@ -27,6 +27,7 @@ from batch_trajectories.records.files import (
 )
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.journal import Inflight, is_event, segments
+from batch_trajectories.records.names import BUDGET_FILE, FAILURES_FILE, INFLIGHT, QUARANTINE
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.shared_limits import SharedLimits
@@ -233,7 +234,7 @@ class BudgetLog:
     worker that was killed returned nothing.
     """
 
-    def __init__(self, run_dir: Path, quarantine: Path, *, name: str = "budget.jsonl") -> None:
+    def __init__(self, run_dir: Path, quarantine: Path, *, name: str = BUDGET_FILE) -> None:
         path = run_dir / name
         repair_tail(path, quarantine)
         self.balance = Cost()
@@ -334,9 +335,9 @@ def set_aside_damaged(run_dir: Path) -> list[str]:
 
     Call it before these files are read. Raises `StorageError`.
     """
-    quarantine = run_dir / "quarantine"
-    names = keep_readable(run_dir / "failures.jsonl", quarantine, is_failure)
-    names += keep_readable(run_dir / "budget.jsonl", quarantine, is_budget_line)
-    for segment in sorted(segments(run_dir / "inflight")):
+    quarantine = run_dir / QUARANTINE
+    names = keep_readable(run_dir / FAILURES_FILE, quarantine, is_failure)
+    names += keep_readable(run_dir / BUDGET_FILE, quarantine, is_budget_line)
+    for segment in sorted(segments(run_dir / INFLIGHT)):
         names += keep_readable(segment, quarantine, is_event)
     return names

@@ -32,7 +32,6 @@ from batch_trajectories.config.models import budget_of, limits_of, uses_key_comm
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import remove_leftover_containers
 from batch_trajectories.dataset.scan import Scan, tasks
-from batch_trajectories.dataset.scan_cache import NAME
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import open_executor
 from batch_trajectories.engine.features import find_feature
@@ -54,6 +53,7 @@ from batch_trajectories.engine.supervisor.worker_pool import CallCollector, Star
 from batch_trajectories.records.failures import FailureFile, Settled, is_settled
 from batch_trajectories.records.files import has_batches, listed
 from batch_trajectories.records.journal import Inflight, segments
+from batch_trajectories.records.names import DATASET_INDEX, LOG_FILE
 from batch_trajectories.records.records import RecordFile, load_index
 from batch_trajectories.records.tasks import Task
 from toolsets.workspace.removal import remove_tree
@@ -120,7 +120,7 @@ def _run_batch(
     only: Collection[bytes] | None,
     tell: Callable[[str], object] | None,
 ) -> Outcome:
-    log_to(run_dir.path / "run.log", plan.config.log_level)
+    log_to(run_dir.path / LOG_FILE, plan.config.log_level)
     log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
     for name, server in (plan.config.mcp or {}).items():
         for tool in server.listed or ():
@@ -130,7 +130,7 @@ def _run_batch(
     try:
         outcome = _work(plan, run_dir, only, tell)
     except DatasetChanged:
-        (run_dir.path / NAME).unlink(missing_ok=True)
+        (run_dir.path / DATASET_INDEX).unlink(missing_ok=True)
         raise
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     log.info("calls: %s", outcome.limits)
@@ -240,7 +240,7 @@ def _work(
                 stopped_by = supervisor.run()
         if supervisor.is_dataset_changed:
             # Or the cached scan is wrong; in both cases the next start scans again.
-            (run_dir.path / NAME).unlink(missing_ok=True)
+            (run_dir.path / DATASET_INDEX).unlink(missing_ok=True)
         _remove_what_is_settled(run_dir, config.max_attempts)
         remove_leftover_containers(config)
     return Outcome(

@@ -10,12 +10,13 @@ from typing import Any
 
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.engine.control import NAME, process_of
+from batch_trajectories.engine.control import process_of
 from batch_trajectories.engine.messages import pack
 from batch_trajectories.engine.supervisor.budget import RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.worker_pool import Start, WorkerPool
 from batch_trajectories.records.files import DamagedLine, read_json, read_object
+from batch_trajectories.records.names import CONTROL_FILE, LOCK_FILE
 from batch_trajectories.records.records import lines_from
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class Steering:
     def __init__(
         self, start: Start, pool: WorkerPool, limits: RunLimits, budget: RunBudget
     ) -> None:
-        self._path = start.run_dir.path / NAME
-        self._me = process_of(read_json(start.run_dir.path / "lock") or {})
+        self._path = start.run_dir.path / CONTROL_FILE
+        self._me = process_of(read_json(start.run_dir.path / LOCK_FILE) or {})
         self._start, self._pool, self._limits, self._budget = start, pool, limits, budget
         self._read = 0
         self._answers: dict[str, dict[str, Any]] = {}

@@ -32,6 +32,7 @@ from batch_trajectories.records.failures import WORKER_DIED, Failure
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.index import outcome_in
 from batch_trajectories.records.journal import next_worker_number
+from batch_trajectories.records.names import CONTROL_FILE, LOG_FILE
 from batch_trajectories.records.tasks import Task
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class Supervisor:
     def _steer(self) -> None:
         """Carry out what people ask of the run."""
         if self._steering is None:
-            if not (self._start.run_dir.path / "control.jsonl").exists():
+            if not (self._start.run_dir.path / CONTROL_FILE).exists():
                 return
             from batch_trajectories.engine.supervisor.steering import Steering  # few are steered
 
@@ -307,7 +308,7 @@ class Supervisor:
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
-                log_file = self._start.run_dir.path / "run.log"
+                log_file = self._start.run_dir.path / LOG_FILE
                 raise EnvironmentStop(f"workers die before they are ready{why}; see {log_file}")
         if worker.held:
             self._progress.say(

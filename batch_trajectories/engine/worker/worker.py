@@ -44,6 +44,7 @@ from batch_trajectories.engine.worker.task_runner import TaskRunner
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Journal, JournalWriter
+from batch_trajectories.records.names import INFLIGHT, LOG_FILE
 from batch_trajectories.records.tasks import Task
 from toolsets.sandbox.factory import FORK_SERVERS, sandbox_kind
 
@@ -81,7 +82,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
     collect_garbage_rarely()
     try:
         if not setup.is_remote:
-            log_to(setup.run_dir / "run.log", setup.config.log_level)
+            log_to(setup.run_dir / LOG_FILE, setup.config.log_level)
         use_pidfd_watcher()
         if setup.provenance.sandbox is not None:
             sandbox_kind(setup.provenance.sandbox).prepare()
@@ -234,7 +235,7 @@ class Worker:
             open_sent: Callable[..., SentJournal] = find_feature("ray_journal")
             return open_sent(self._outbox.put, place=self._setup.place)
         return JournalWriter(
-            self._setup.run_dir / "inflight",
+            self._setup.run_dir / INFLIGHT,
             self._setup.number,
             on_storage_error=lambda error: self.halt(str(error)),
         )

@@ -30,7 +30,8 @@ from batch_trajectories.engine.worker.workspace_setup import (
     set_up_workspace,
     setting_up,
 )
-from batch_trajectories.records.files import KEPT_WORKSPACES, storage_error
+from batch_trajectories.records.files import storage_error
+from batch_trajectories.records.names import KEPT_WORKSPACES, WORKSPACES
 from toolsets.builtin.terminal import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox
@@ -89,7 +90,7 @@ class Workspaces:
 
         Where the workspace is inside an image, `prepare` adds files and sandbox.
         """
-        workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
+        workspace = Workspace(self._setup.run_dir / WORKSPACES / key.hex())
         return ToolContext(
             workspace,
             self._sandbox_for(workspace, row) if self._images is None else None,
@@ -506,7 +507,7 @@ class RunImages:
         # One of the conversations that wait for an image occupies a thread, not each.
         async with self._waiting[spec.reference]:
             if spec.reference not in self._brought:
-                root = self._setup.run_dir / "workspaces" / TEMPORARY
+                root = self._setup.run_dir / WORKSPACES / TEMPORARY
                 await asyncio.to_thread(self.sandbox_in_thread, root, limits, spec)
                 self._brought.add(spec.reference)
 

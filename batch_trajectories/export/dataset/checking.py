@@ -12,14 +12,10 @@ from pydantic import ValidationError
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.validation import mistakes_in
-from batch_trajectories.export.dataset.directory import (
-    MANIFEST,
-    derive,
-    listed_files,
-    read_manifest,
-)
+from batch_trajectories.export.dataset.directory import derive, listed_files, read_manifest
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.records.names import MANIFEST_FILE
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 
@@ -40,7 +36,7 @@ def findings(source: Source, directory: Path) -> Iterator[str]:
         yield from _file(directory, path, file)
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in files and name != MANIFEST:
+        if path.is_file() and name not in files and name != MANIFEST_FILE:
             yield f"{name}: not in the manifest; remove it, or loaders may read it"
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
@@ -129,11 +125,12 @@ def _told(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str
     apart = {"tasks", *_SUMS, "recipe", "versions", "rejects", "other_files", "formats"}
     for key in sorted(({*manifest} | {*again}) - apart):
         if manifest.get(key) != again.get(key):
-            yield f"{MANIFEST}: {key}: the records give other; export again"
+            yield f"{MANIFEST_FILE}: {key}: the records give other; export again"
     for ours, theirs in zip(manifest["formats"], again["formats"], strict=False):
         for key in sorted(({*ours} | {*theirs}) - {"files"}):
             if ours.get(key) != theirs.get(key):
-                yield f"{MANIFEST}: {ours['format']}: {key}: the records give other; export again"
+                where = f"{MANIFEST_FILE}: {ours['format']}: {key}"
+                yield f"{where}: the records give other; export again"
         splits = {file["path"]: file["split"] for file in theirs["files"]}
         for file in ours["files"]:
             if file.get("split") != splits.get(file["path"], file.get("split")):

@@ -48,8 +48,7 @@ from batch_trajectories.records.files import (
     replace_file,
     replace_json,
 )
-
-MANIFEST = "manifest.json"
+from batch_trajectories.records.names import MANIFEST_FILE
 
 _NAMED = 5
 """How many removed files a message names."""
@@ -179,23 +178,23 @@ def derive(source: Source, recipe: Recipe, parity: Sequence[Any] | None = None) 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a dataset. Raises `ConfigError` without a valid one."""
     try:
-        manifest = orjson.loads((directory / MANIFEST).read_bytes())
+        manifest = orjson.loads((directory / MANIFEST_FILE).read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ConfigError(
-            f"{directory / MANIFEST}: cannot read it: {error}; export the dataset first"
+            f"{directory / MANIFEST_FILE}: cannot read it: {error}; export the dataset first"
         ) from error
     if not isinstance(manifest, dict) or manifest.get("kind") != "dataset":
-        raise ConfigError(f"{directory / MANIFEST}: not the manifest of a dataset")
+        raise ConfigError(f"{directory / MANIFEST_FILE}: not the manifest of a dataset")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(
-            f"{directory / MANIFEST}: of another version of this program; export again"
+            f"{directory / MANIFEST_FILE}: of another version of this program; export again"
         )
     try:
         (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
     except ValidationError as error:
         raise ConfigError(
-            f"{directory / MANIFEST}: {mistakes_in(error)[0].describe()}; it was changed since it "
-            "was written. Put it back, or remove the directory and export again"
+            f"{directory / MANIFEST_FILE}: {mistakes_in(error)[0].describe()}; it was changed "
+            "since it was written. Put it back, or remove the directory and export again"
         ) from error
     return manifest
 
@@ -252,7 +251,7 @@ def _written(path: str, content: bytes) -> Written:
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    replace_json(directory / MANIFEST, manifest)
+    replace_json(directory / MANIFEST_FILE, manifest)
 
 
 def _indented(value: Any) -> bytes:
@@ -261,7 +260,7 @@ def _indented(value: Any) -> bytes:
 
 def _old_paths(directory: Path) -> set[str]:
     """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
-    if not (directory / MANIFEST).exists():
+    if not (directory / MANIFEST_FILE).exists():
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
             raise ConfigError(f"{directory}: holds files but no dataset; name another --output")
         return set()
@@ -271,7 +270,8 @@ def _old_paths(directory: Path) -> set[str]:
     real = {path: Path(os.path.realpath(root / path)) for path in paths}
     if out := [path for path in paths if not real[path].is_relative_to(root)]:
         raise ConfigError(
-            f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
+            f"{directory / MANIFEST_FILE}: lists {out[0]!r}, which is outside; name another "
+            "--output"
         )
     return paths
 
@@ -337,7 +337,7 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
 
 def _paths(manifest: Mapping[str, Any]) -> list[str]:
     listed = [file["path"] for file in listed_files(manifest)]
-    return [path for path in sorted([*listed, MANIFEST]) if path not in _STAYS]
+    return [path for path in sorted([*listed, MANIFEST_FILE]) if path not in _STAYS]
 
 
 # A dataset at a URL: made in a temporary directory, then sent whole, its manifest last.
@@ -359,13 +359,13 @@ def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
             return
         old = _paths_at(bucket)
         yield directory
-        if (directory / MANIFEST).exists():  # else there was nothing to export
+        if (directory / MANIFEST_FILE).exists():  # else there was nothing to export
             _send(bucket, directory, old)
 
 
 def _paths_at(bucket: Bucket) -> set[str]:
     """The files of the dataset at a URL. Raises `ConfigError` if something else is there."""
-    content = bucket.read(MANIFEST)
+    content = bucket.read(MANIFEST_FILE)
     if content is None:
         if there := bucket.files():
             raise ConfigError(
@@ -373,7 +373,7 @@ def _paths_at(bucket: Bucket) -> set[str]:
             )
         return set()
     with TemporaryDirectory(prefix="batch-trajectories-") as directory:
-        Path(directory, MANIFEST).write_bytes(content)
+        Path(directory, MANIFEST_FILE).write_bytes(content)
         return paths_in(read_manifest(Path(directory)))
 
 
@@ -382,10 +382,10 @@ def _send(bucket: Bucket, directory: Path, old: set[str]) -> None:
     gone = old - paths
     total = sum((directory / path).stat().st_size for path in paths)
     with LongWork(f"sending {bucket.url}", total=total, unit="B") as work:
-        bucket.send(MANIFEST, orjson.dumps(under_way(old | paths)))
+        bucket.send(MANIFEST_FILE, orjson.dumps(under_way(old | paths)))
         for path in sorted(paths):
             bucket.send(path, directory / path)
             work.advance((directory / path).stat().st_size)
         bucket.remove(sorted(gone))
-        bucket.send(MANIFEST, directory / MANIFEST)
+        bucket.send(MANIFEST_FILE, directory / MANIFEST_FILE)
     say_removed(bucket.url, gone)

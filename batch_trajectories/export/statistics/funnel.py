@@ -18,8 +18,7 @@ from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import RunTotals
 from batch_trajectories.export.statistics.counts import Reasons
 from batch_trajectories.records.files import training_file_of
-
-_MANIFEST = "manifest.json"
+from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 
 
 def funnel_of(
@@ -107,7 +106,7 @@ def _sorted(lost: Mapping[str, int]) -> dict[str, int]:
 
 
 def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
-    manifest = _read(run_dir / "exports" / _MANIFEST)
+    manifest = _read(run_dir / EXPORTS / MANIFEST_FILE)
     if manifest is None:
         return
     lost = {**_before(manifest), "ended early": manifest["partial"]}
@@ -117,7 +116,7 @@ def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]
 
 
 def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
-    manifest = _read(run_dir / "exports" / "dataset" / _MANIFEST)
+    manifest = _read(run_dir / EXPORTS / "dataset" / MANIFEST_FILE)
     if manifest is None or manifest.get("unfinished"):
         return
     for part in manifest["formats"]:

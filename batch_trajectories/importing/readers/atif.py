@@ -13,10 +13,10 @@ import msgspec
 
 from agent.messages.message import Message, Usage
 from agent.models.parsing import make_call
+from agent.wires.lines import SUBAGENT
 from agent.wires.reading import message_of
 from agent.wires.wire import WireError
 from batch_trajectories.importing.conversation import (
-    SUBAGENT,
     Dialogue,
     Foreign,
     Reader,

@@ -17,10 +17,9 @@ from agent.models.dialects.anthropic_messages import usage_in
 from agent.models.endpoint_words import ending_of
 from agent.models.parsing import object_of, text_or_none
 from agent.models.usage import NOTHING_USED
+from agent.wires.lines import BEFORE_COMPACTION, SUBAGENT
 from batch_trajectories.basics import exact_json
 from batch_trajectories.importing.conversation import (
-    BEFORE_COMPACTION,
-    SUBAGENT,
     Dialogue,
     Foreign,
     Reader,

@@ -16,11 +16,11 @@ from typing import Any
 
 from agent.models.parsing import object_of, text_or_none
 from agent.models.usage import count_or_none
+from agent.wires.lines import BEFORE_COMPACTION
 from agent.wires.openai_responses import is_assistants
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.importing.conversation import (
-    BEFORE_COMPACTION,
     Dialogue,
     Foreign,
     Reader,

@@ -39,6 +39,7 @@ from batch_trajectories.records.files import (
     open_temporary,
     replace_file,
 )
+from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 from batch_trajectories.records.reader import SomeRecords, over_records
 from batch_trajectories.records.record_types import Record, Tools
 from batch_trajectories.report.facts import row_of
@@ -381,7 +382,7 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
     Unless it `calls_functions`, without what a function of the user masks.
     """
     try:
-        manifest = orjson.loads((run_dir / "exports" / "dataset" / "manifest.json").read_bytes())
+        manifest = orjson.loads((run_dir / EXPORTS / "dataset" / MANIFEST_FILE).read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None  # the funnel says that it cannot be read
     if not isinstance(manifest, dict) or not manifest.get("recipe", {}).get("mask"):

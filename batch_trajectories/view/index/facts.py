@@ -19,11 +19,12 @@ from batch_trajectories.export.statistics.health import HEALTH_CHECKS, Health, p
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.failures import NO_LIMIT, failures_by_class, stored_failures
 from batch_trajectories.records.files import read_json, replace_file
+from batch_trajectories.records.names import FAILURES_FILE, RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.reader import SomeRecords, over_records
 
 NAME = "facts.json"
 
-_READ = ("records.jsonl", "failures.jsonl", "scores.jsonl", "exports/dataset/manifest.json")
+_READ = (RECORDS_FILE, FAILURES_FILE, SCORES_FILE, "exports/dataset/manifest.json")
 _WAITS = 20
 """A run that grows is read again after so many times as long as that takes."""
 
@@ -81,9 +82,9 @@ def state_of(run_dir: Path) -> list[list[int]]:
     """Changes when the facts do."""
     found = []
     for name in (
-        "records.jsonl",
-        "failures.jsonl",
-        "scores.jsonl",
+        RECORDS_FILE,
+        FAILURES_FILE,
+        SCORES_FILE,
         "exports/dataset/manifest.json",
     ):
         try:

@@ -25,9 +25,9 @@ from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.export.training_files import style_of_run
 from batch_trajectories.records.files import DamagedLine, alone_in, make_directory
+from batch_trajectories.records.names import RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import decode_record
 from batch_trajectories.records.records import lines_from
-from batch_trajectories.records.scores import NAME as SCORES
 from batch_trajectories.records.scores import Scores
 from batch_trajectories.view.index.columns import FORMAT, SCHEMA, LinePlace, batch_of, values_of
 
@@ -72,11 +72,11 @@ class Origin(NamedTuple):
 def origin_of(run_dir: Path) -> Origin | None:
     """What the index of a run is made of now; None without records."""
     try:
-        status = (run_dir / "records.jsonl").stat()
+        status = (run_dir / RECORDS_FILE).stat()
     except FileNotFoundError:
         return None
     try:
-        scores = (run_dir / SCORES).stat().st_size
+        scores = (run_dir / SCORES_FILE).stat().st_size
     except FileNotFoundError:
         scores = 0
     return Origin(status.st_dev, status.st_ino, scores)
@@ -188,7 +188,7 @@ def extend(run_dir: Path, cache: Path, origin: Origin, *, upto: int | None = Non
     directory = cache / origin.name
     make_directory(directory, is_inside=False)
     with alone_in(directory, f"{directory}: another process makes this index"):
-        records = run_dir / "records.jsonl"
+        records = run_dir / RECORDS_FILE
         size = records.stat().st_size if upto is None else upto
         ranges = ranges_of(records, missing_in(parts_in(directory), size))
         maker = _RowsMaker(run_dir, directory, origin)
@@ -206,7 +206,7 @@ class _RowsMaker:
     """Makes parts with columns."""
 
     def __init__(self, run_dir: Path, directory: Path, origin: Origin) -> None:
-        self._records = run_dir / "records.jsonl"
+        self._records = run_dir / RECORDS_FILE
         self._directory = directory
         self._style = style_of_run(read_run_json(run_dir)["config"])
         self._scores = Scores(run_dir) if origin.scores else None

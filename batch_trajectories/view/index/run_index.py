@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from batch_trajectories.basics.console import silenced
 from batch_trajectories.basics.errors import RunDirError, RunError, RunLocked
+from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.view.index.parts import (
     Origin,
     cache_of,
@@ -145,7 +146,7 @@ class RunIndex:
 
     def _bring(self, cache: Path, origin: Origin) -> None:
         """Make what is missing, or have it made."""
-        records = self.run_dir / "records.jsonl"
+        records = self.run_dir / RECORDS_FILE
         self.of_bytes = records.stat().st_size
         missing = missing_in(parts_in(cache / origin.name), self.of_bytes)
         ranges = ranges_of(records, missing)

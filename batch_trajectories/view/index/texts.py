@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.records.files import DamagedLine, alone_in, make_directory
+from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record, StoredConversation, decode_record
 from batch_trajectories.records.records import lines_from
 from batch_trajectories.view.index.filters import BadFilter, Choice, in_offsets
@@ -51,7 +52,7 @@ def extend_texts(run_dir: Path, cache: Path, origin: Origin) -> None:
     directory = cache / origin.name_of_texts
     make_directory(directory, is_inside=False)
     with alone_in(directory, f"{directory}: another process makes this index"):
-        records = run_dir / "records.jsonl"
+        records = run_dir / RECORDS_FILE
         _drop_small(directory)
         missing = missing_in(parts_in(directory, _KIND), records.stat().st_size)
         ranges = ranges_of(records, missing, RANGE_BYTES)
@@ -215,7 +216,7 @@ class RunTexts:
         origin = origin_of(self._run_dir)
         if origin is None:
             return None
-        records = self._run_dir / "records.jsonl"
+        records = self._run_dir / RECORDS_FILE
         size = records.stat().st_size
         parts = parts_in(cache_of(self._run_dir) / origin.name_of_texts, "text")
         ranges = ranges_of(records, missing_in(parts, size), RANGE_BYTES)

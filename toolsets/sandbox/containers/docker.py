@@ -49,7 +49,7 @@ from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import inside_python
 from toolsets.sandbox.served import ServedSandbox
-from toolsets.workspace.workspace import Workspace
+from toolsets.workspace.workspace import HOME, Workspace
 
 # Containers that a run has left, found by their names and removed.
 #
@@ -235,8 +235,6 @@ def _has_ended(handle: int, within_s: float) -> bool:
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(within_s * 1000))
 
-
-HOME = "/workspace"
 
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 _IN_USE = (b" is already in use by ", b" is in use: ")
