@@ -129,9 +129,15 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     place = _place_of(stored.path, config, has_new_rows=has_new_rows)
     config = without_model(
         config,
-        **{"checked_run": stored.path.absolute(), "max_attempts": _NEVER_LAST},
-        **{"executor": "local", "max_samples": None, "shard": None, "num_samples": 1},
-        **{"output_dir": place, "run_name": "judging", "on_bad_row": "fail"},
+        checked_run=stored.path.absolute(),
+        max_attempts=_NEVER_LAST,
+        executor="local",
+        max_samples=None,
+        shard=None,
+        num_samples=1,
+        output_dir=place,
+        run_name="judging",
+        on_bad_row="fail",
     )
     found = RecheckEnd(stored.path)
     rechecks = Rechecks(config, _new_rows(config) if has_new_rows else None)

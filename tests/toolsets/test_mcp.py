@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.cli.lists import tools_as_text
+from batch_trajectories.cli.listings import tools_as_text
 from batch_trajectories.config.fingerprint import meaning_of
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.engine.plan import make_plan
