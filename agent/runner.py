@@ -145,7 +145,13 @@ class ConversationRunner:
         if options.summarize_over_tokens or options.summarize_over_messages:
             from agent.views.summary import SummarizingModel
 
-            model = SummarizingModel(model, writer, self.trajectory, options, self._record_inner)
+            model = SummarizingModel(
+                model=model,
+                writer=writer,
+                trajectory=self.trajectory,
+                options=options,
+                record_inner=self._record_inner,
+            )
         return model
 
     def _record_inner(self, key: str, name: str, event: Event) -> None:

@@ -117,7 +117,14 @@ def set_up(
     user = None
     if options.simulated_user is not None:
         user = _own_model(SIMULATED_USER, options.simulated_user, settings, api_key, endpoints)
-    setup = Setup(settings, toolsets, tools, subagents, approve, user=user)
+    setup = Setup(
+        settings=settings,
+        toolsets=toolsets,
+        tools=tools,
+        subagents=subagents,
+        approve=approve,
+        user=user,
+    )
     if options.max_cost_usd is not None and (name := setup.unpriced()):
         raise ValueError(
             f"max_cost_usd: the price of model {name!r} is unknown, so a budget in dollars cannot "

@@ -152,7 +152,14 @@ def nothing() -> Pointed:
 def free(body: bytes) -> Completion:
     """The completion of a reply that no model wrote."""
     message = Message(role="assistant", content="")
-    return Completion(message, "stop", NOTHING_USED, None, None, cost_usd=0.0)
+    return Completion(
+        message=message,
+        finish_reason="stop",
+        usage=NOTHING_USED,
+        model=None,
+        response_id=None,
+        cost_usd=0.0,
+    )
 
 
 def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:

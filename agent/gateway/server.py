@@ -412,7 +412,13 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
     headers = _headers_of(request)
     repeats = headers.get("x-stainless-retry-count", "0")
     return AgentCall(
-        wire, path, headers, content, body, repeats not in ("", "0"), has_halves=has_halves
+        wire=wire,
+        path=path,
+        headers=headers,
+        content=content,
+        body=body,
+        is_repeat=repeats not in ("", "0"),
+        has_halves=has_halves,
     )
 
 

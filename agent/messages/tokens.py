@@ -178,7 +178,14 @@ def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
         fits = logprobs is None or len(logprobs) == len(completion)
         if not fits or not 0 <= shared <= length:
             raise ValueError(f"turn {number + 1}: the lengths of its tokens do not fit")
-        yield TokenTurn(number, shared, length, prompt, completion, logprobs)
+        yield TokenTurn(
+            number=number,
+            shared=shared,
+            of=length,
+            prompt=prompt,
+            completion=completion,
+            logprobs=logprobs,
+        )
         length = shared + len(prompt) + len(completion)
 
 

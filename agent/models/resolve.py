@@ -106,7 +106,14 @@ def resolve_model(
         arguments = {"base_url": base_url} if base_url else {}
         connection = Connection(client=row.client, client_options=arguments)
         key = key_env or NO_KEY
-        own = Endpoint(api, "", key, row.prices, habits_of(row), connection)
+        own = Endpoint(
+            api=api,
+            base_url="",
+            key_env=key,
+            provider=row.prices,
+            options=habits_of(row),
+            connection=connection,
+        )
         return _at_configured_endpoint(own, name, rest, options)
     endpoint = row or there or _SERVER
     payee = there or (None if base_url is not None and row is None else endpoint)

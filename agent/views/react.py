@@ -219,7 +219,9 @@ def parse_step(text: str) -> Step:
     if not action and not answers:
         return Step((), text)
     content = "" if action else "\n\n".join(dict.fromkeys(answers))
-    return Step(thoughts, content, action, action_input or "", cut)
+    return Step(
+        thoughts=thoughts, content=content, action=action, action_input=action_input or "", cut=cut
+    )
 
 
 def _parts(text: str) -> Iterator[tuple[str, int, str]]:

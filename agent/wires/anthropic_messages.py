@@ -41,7 +41,13 @@ class MessagesWire(Wire):
     ends = ("message_delta", "message_stop")  # the former has the stop reason
 
     def __init__(self) -> None:
-        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")
+        self.layout = Layout(
+            api=API,
+            read_part=_read_part,
+            read_tool=_read_tool,
+            read_elsewhere=_READ_ELSEWHERE,
+            messages="messages",
+        )
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""

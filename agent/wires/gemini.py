@@ -52,7 +52,13 @@ class GeminiWire(Wire):
     ends = ("finishReason", "blockReason")
 
     def __init__(self) -> None:
-        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "contents")
+        self.layout = Layout(
+            api=API,
+            read_part=_read_part,
+            read_tool=_read_tool,
+            read_elsewhere=_READ_ELSEWHERE,
+            messages="contents",
+        )
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
@@ -69,7 +75,14 @@ class GeminiWire(Wire):
             raise WireError("streams are sent as events only: add ?alt=sse to the path")
         system, messages = self.messages_of(body)
         limit = _config_of(body).get("maxOutputTokens")
-        return Asked(match and match["model"], system, messages, _tools_of(body), is_stream, limit)
+        return Asked(
+            model=match and match["model"],
+            system=system,
+            messages=messages,
+            tools=_tools_of(body),
+            is_stream=is_stream,
+            max_tokens=limit,
+        )
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""

@@ -121,7 +121,15 @@ def _all_lines(threads: Threads) -> list[Line]:
         replies = [reply for reply in thread.replies if reply[0] < end]
         offered = [threads.tools_of(number) for _, number in replies]
         tools = _union(offered)
-        lines.append(Line(thread, thread.messages[:end], replies, tools, bool(offered[-1])))
+        lines.append(
+            Line(
+                thread=thread,
+                messages=thread.messages[:end],
+                replies=replies,
+                tools=tools,
+                has_tools=bool(offered[-1]),
+            )
+        )
     return lines
 
 
@@ -172,7 +180,15 @@ def _difference(line: Line, later: Line) -> Rewritten:
     alike = _common(shown[start:][::-1], instead[start:][::-1])
     calls = [number for position, number in line.replies if position >= start]
     different = shown[start : len(shown) - alike]
-    return Rewritten(calls, later, start, at - alike, different, at, line)
+    return Rewritten(
+        calls=calls,
+        line=later,
+        start=start,
+        end=at - alike,
+        messages=different,
+        until=at,
+        shown=line,
+    )
 
 
 def _common(one: Sequence[Message], other: Sequence[Message]) -> int:

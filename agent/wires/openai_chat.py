@@ -55,7 +55,13 @@ class ChatWire(Wire):
     ends = ("finish_reason",)
 
     def __init__(self) -> None:
-        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")
+        self.layout = Layout(
+            api=API,
+            read_part=_read_part,
+            read_tool=_read_tool,
+            read_elsewhere=_READ_ELSEWHERE,
+            messages="messages",
+        )
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""

@@ -38,7 +38,13 @@ class CompletionsWire(ChatWire):
 
     def __init__(self, dialect: str = COMPLETION) -> None:
         known = frozenset({"model", self.given, "stream", "stream_options", "user"})
-        self.layout = Layout(dialect, _read_part, _read_tool, known, self.given)
+        self.layout = Layout(
+            api=dialect,
+            read_part=_read_part,
+            read_tool=_read_tool,
+            read_elsewhere=known,
+            messages=self.given,
+        )
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
@@ -58,7 +64,14 @@ class CompletionsWire(ChatWire):
             raise WireError(f"{self.given}: it must be a text, tokens, or a list of these")
         limit = body.get("max_tokens")
         is_stream = body.get("stream") is True
-        return Asked(body.get("model"), None, pieces, None, is_stream, limit)
+        return Asked(
+            model=body.get("model"),
+            system=None,
+            messages=pieces,
+            tools=None,
+            is_stream=is_stream,
+            max_tokens=limit,
+        )
 
     def read_reply(self, body: bytes) -> Completion:
         """See `Wire.read_reply`."""

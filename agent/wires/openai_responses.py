@@ -72,7 +72,12 @@ class ResponsesWire(Wire):
 
     def __init__(self) -> None:
         self.layout = Layout(
-            API, _read_part, _read_tool, _READ_ELSEWHERE, "input", has_instructions=True
+            api=API,
+            read_part=_read_part,
+            read_tool=_read_tool,
+            read_elsewhere=_READ_ELSEWHERE,
+            messages="input",
+            has_instructions=True,
         )
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:

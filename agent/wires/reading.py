@@ -289,7 +289,13 @@ def without_earlier(request: WireRequest) -> WireRequest:
     before = request.parts[:place]
     message = unknown_earlier(request.api, request.follows)
     digest = message_digest(message, CallsInOrder(before), NOTHING_VOLATILE)
-    part = Part((EARLIER, request.follows), [message], [digest], [], CallsInOrder(before).count)
+    part = Part(
+        raw=(EARLIER, request.follows),
+        messages=[message],
+        digests=[digest],
+        calls=[],
+        first_call=CallsInOrder(before).count,
+    )
     parts = [*before, part, *request.parts[place:]]
     messages, digests = _joined(parts)
     return replace(
@@ -461,7 +467,7 @@ def _read_part(layout: Layout, piece: Any, calls: CallsInOrder, volatile: Volati
         if of_message := message.get("tool_calls"):
             calls.add(of_message)
             made += of_message
-    return Part(piece, messages, digests, made, first_call)
+    return Part(raw=piece, messages=messages, digests=digests, calls=made, first_call=first_call)
 
 
 def _check_depth(value: Any) -> None:

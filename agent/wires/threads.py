@@ -118,7 +118,9 @@ class Repeats:
             ToolCall(id=id, type=call["type"], function=call["function"])
             for call, id in zip(made, ids, strict=True)
         ]
-        reply = _Reply(exchange["number"], at, digests, message["content"], calls)
+        reply = _Reply(
+            number=exchange["number"], at=at, digests=digests, text=message["content"], calls=calls
+        )
         self._replies.append(reply)
         self._by_digest[digests[at]].append(reply.number)
         self._by_place[at, ""].append(reply)

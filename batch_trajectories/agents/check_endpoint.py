@@ -143,7 +143,7 @@ class CheckEndpoint:
         calls = () if call is None else (call,)
         reply = reply_body(wire.api, read.model, text, calls)
         self._steps[reply.get("id", "")] = step
-        self.requests.append(AnsweredCall(wire, body, read, text, calls))
+        self.requests.append(AnsweredCall(wire=wire, body=body, read=read, text=text, calls=calls))
         if not read.is_stream:
             return web.Response(body=wire.whole(reply), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -69,4 +69,11 @@ def audit(
     if exit_code in (0, 1):
         exit_code = int(bad > 0 or verdicts.total() != verdicts[SOUND])
     unfinished = plan.scan.rows - verdicts.total()
-    return AuditEnd(run_dir.path, verdicts, bad, unfinished, exit_code, reason)
+    return AuditEnd(
+        path=run_dir.path,
+        verdicts=verdicts,
+        bad_rows=bad,
+        unfinished=unfinished,
+        exit_code=exit_code,
+        reason=reason,
+    )

@@ -130,4 +130,10 @@ def _read(path: Path) -> Iterator[_Line]:
             line = exact_json.loads(content)
             image = line["image"] and (line["image"]["reference"], line["image"]["digest"])
             has_check = any("command" in step for step in line["steps"])
-            yield _Line(line["id"], line["verdict"], line["digest"], image, has_check)
+            yield _Line(
+                id=line["id"],
+                verdict=line["verdict"],
+                digest=line["digest"],
+                image=image,
+                has_check=has_check,
+            )

@@ -77,7 +77,14 @@ def read_reference(
     if not (patch and patch.strip()) and not files and not removed and not command:
         return None
     env = read_env(raw.get("env"), f"{name}.env", variables)
-    return Reference(patch or None, raw.get("reverse") is True, files, removed, command, env)
+    return Reference(
+        patch=patch or None,
+        is_reversed=raw.get("reverse") is True,
+        files=files,
+        removed=removed,
+        command=command,
+        env=env,
+    )
 
 
 def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:

@@ -260,12 +260,12 @@ class EndpointConfig(BaseModel):
         api = self._api
         has_own = bool(self.headers_env or self.key_command or self.client)
         return Endpoint(
-            api,
-            root_of(self.url, api) if self.url and api else "",
-            self.key_env or (known.key_env if known and not has_own else NO_KEY),
-            self.provider or (known.prices if known else None),
-            options,
-            Connection(
+            api=api,
+            base_url=root_of(self.url, api) if self.url and api else "",
+            key_env=self.key_env or (known.key_env if known and not has_own else NO_KEY),
+            provider=self.provider or (known.prices if known else None),
+            options=options,
+            connection=Connection(
                 headers=self.headers,
                 headers_env=self.headers_env,
                 query=self.query,

@@ -137,7 +137,13 @@ def keep_dataset(
     left_out: set[str] = set()
     source_rows = rows_of_source(source, left_out, revision)
 
-    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, only)
+    writer = _Writer(
+        source=source,
+        renaming=Renaming(columns, rows_file),
+        rules=rules,
+        max_samples=max_samples,
+        only=only,
+    )
 
     def write(directory: Path) -> KeptDataset:
         path, written = writer.write(source_rows, directory, stem)

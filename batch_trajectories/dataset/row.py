@@ -191,7 +191,15 @@ class RowRules:
                 "give --agent=claude-code or codex, or another whose file has `mcp`"
             )
         agent = self.agent and _agent_of(self.agent, columns, opening)
-        return RowTask(opening, spec, image, setup, fork, limits, agent)
+        return RowTask(
+            opening=opening,
+            spec=spec,
+            image=image,
+            setup=setup,
+            fork=fork,
+            limits=limits,
+            agent=agent,
+        )
 
     def ignores_expected(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row has the column `expected`, and its answer is not compared with it."""

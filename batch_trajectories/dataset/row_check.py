@@ -170,20 +170,20 @@ def read_check(
         raise ValueError(f"`check.image` does not go with `in: {where}`: leave one of them out")
     wants_network = read_flag(raw.get("network"), "check.network")
     return Check(
-        command,
-        read_files(raw.get("files"), "check.files", inside=inside),
-        _reward_files(raw.get("reward_file"), inside=inside),
-        _tests(raw.get("tests"), inside=inside),
-        _timeout(raw.get("timeout_s"), "timeout_s"),
-        read_env(raw.get("env"), "check.env", variables),
-        where,
-        read_user(raw.get("user"), "check.user"),
-        network and wants_network is True,
-        _from_image(raw.get("from_image")),
-        image,
-        _artifacts(raw.get("artifacts"), image),
-        collect,
-        None if raw.get("limits") is None else read_limits(raw["limits"], "check.limits"),
+        command=command,
+        files=read_files(raw.get("files"), "check.files", inside=inside),
+        reward_files=_reward_files(raw.get("reward_file"), inside=inside),
+        tests=_tests(raw.get("tests"), inside=inside),
+        timeout_s=_timeout(raw.get("timeout_s"), "timeout_s"),
+        env=read_env(raw.get("env"), "check.env", variables),
+        where=where,
+        user=read_user(raw.get("user"), "check.user"),
+        network=network and wants_network is True,
+        from_image=_from_image(raw.get("from_image")),
+        image=image,
+        artifacts=_artifacts(raw.get("artifacts"), image),
+        collect=collect,
+        limits=None if raw.get("limits") is None else read_limits(raw["limits"], "check.limits"),
     )
 
 
@@ -267,11 +267,12 @@ def _tests(raw: Any, *, inside: bool) -> Outcomes | None:
         )
     log = raw.get("log")
     return Outcomes(
-        tuple(map(_pattern, _texts(raw.get("patterns"), "check.tests.patterns"))) or _no_pattern(),
-        None if log is None else read_path(log, "check.tests.log", inside=inside),
-        must_pass,
-        tuple(_texts(raw.get("passed"), "check.tests.passed")) or _PASSED,
-        expected,
+        patterns=tuple(map(_pattern, _texts(raw.get("patterns"), "check.tests.patterns")))
+        or _no_pattern(),
+        log=None if log is None else read_path(log, "check.tests.log", inside=inside),
+        must_pass=must_pass,
+        passed=tuple(_texts(raw.get("passed"), "check.tests.passed")) or _PASSED,
+        expected=expected,
     )
 
 

@@ -49,7 +49,13 @@ def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
         is_whole = trajectory.turns == fork["turn"] and not trajectory.open_calls()
         texts = [fork["run"], fork["record"], fork["drawn_as"]]
         if is_whole and all(isinstance(text, str) for text in texts):
-            return Fork(fork["run"], fork["record"], fork["turn"], dict(fork["inherited"]), events)
+            return Fork(
+                run=fork["run"],
+                record=fork["record"],
+                turn=fork["turn"],
+                inherited=dict(fork["inherited"]),
+                events=events,
+            )
     except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         pass
     raise ValueError(

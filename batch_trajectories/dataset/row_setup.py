@@ -67,12 +67,12 @@ def read_row_setup(
                 "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
             )
     return RowSetup(
-        read_files(columns.get("files"), "files", inside=inside),
-        tuple(commands),
-        read_directory(columns.get("cwd"), "cwd"),
-        check,
-        hidden,
-        _base_commit(columns) if inside else None,
+        files=read_files(columns.get("files"), "files", inside=inside),
+        commands=tuple(commands),
+        start_dir=read_directory(columns.get("cwd"), "cwd"),
+        check=check,
+        hidden=hidden,
+        base_commit=_base_commit(columns) if inside else None,
     )
 
 

@@ -218,7 +218,13 @@ def task_of(
     """The task of a row which is number `occurrence` of those with its id."""
     prompt_id = _numbered(_base_id(columns), occurrence)
     digest = input_digest(columns, rules)
-    return Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
+    return Task(
+        id=_task_id(prompt_id, sample),
+        prompt_id=prompt_id,
+        sample=sample,
+        input_digest=digest,
+        columns=columns,
+    )
 
 
 def sample_of(task: Task, sample: int) -> Task:

@@ -139,7 +139,14 @@ def check(
     owed = ""
     if scan is not None and (report.may_owe or report.problems):
         owed = describe_remaining(path, scan, config)
-    return Checked(path, report.records, problems, report.problems, repair and bool(problems), owed)
+    return Checked(
+        path=path,
+        records=report.records,
+        found=problems,
+        left=report.problems,
+        repaired=repair and bool(problems),
+        owed=owed,
+    )
 
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:

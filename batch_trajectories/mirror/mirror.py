@@ -194,7 +194,9 @@ class Mirror:
 
     def _part(self, unsent: Unsent | None = None, **more: bool) -> LogPart:
         pieces, gone = ([], []) if unsent is None else (unsent.pieces, unsent.gone)
-        return LogPart(self._fence, self._holder, time.time(), pieces, gone, **more)
+        return LogPart(
+            fence=self._fence, holder=self._holder, at=time.time(), pieces=pieces, gone=gone, **more
+        )
 
     def _next_name(self) -> str:
         return f"{DIRECTORY}/{name_of(self._copy.number + 1)}"

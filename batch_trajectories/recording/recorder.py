@@ -455,7 +455,13 @@ class Recorder:
     def _failure(self, task: Task, error_class: str, message: str) -> Failure:
         # A program of someone else's cannot be started again: this was the last attempt.
         attempt = self._config.max_attempts
-        return Failure(task.id, task.input_digest, attempt, error_class, message)
+        return Failure(
+            id=task.id,
+            input_digest=task.input_digest,
+            attempt=attempt,
+            error_class=error_class,
+            message=message,
+        )
 
 
 def _refuse(event: Event) -> None:

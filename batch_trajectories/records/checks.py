@@ -336,14 +336,14 @@ class CheckSums:
         """The sums so far."""
         known = self._checked + self._scored
         return Checks(
-            self._checked,
-            self._scored,
-            self._passed,
-            known - self._passed,
-            round(100 * self._passed / known, 2) if known else None,
+            checked=self._checked,
+            scored=self._scored,
+            passed=self._passed,
+            failed=known - self._passed,
+            pass_rate=round(100 * self._passed / known, 2) if known else None,
             # The index has rewards in four bytes; further digits would be wrong.
-            float(f"{self._rewards / known:.6g}") if known else None,
-            self._check_failed,
+            mean_reward=float(f"{self._rewards / known:.6g}") if known else None,
+            check_failed=self._check_failed,
         )
 
 

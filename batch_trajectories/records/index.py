@@ -244,18 +244,18 @@ class Index(Mapping[bytes, IndexEntry]):
         read, written = fields[7] << 32 | fields[9], fields[8] << 32 | fields[10]
         status, verdict, error_class = self._endings[ending]
         return IndexEntry(
-            offset,
-            length,
-            status,
-            attempt,
-            turns,
-            calls,
-            read if read < MOST_TOKENS else None,
-            written if written < MOST_TOKENS else None,
-            None if isnan(cost) else cost,
-            error_class,
-            verdict,
-            None if isnan(reward) else reward,
+            offset=offset,
+            length=length,
+            status=status,
+            attempt=attempt,
+            turns=turns,
+            tool_calls=calls,
+            input_tokens=read if read < MOST_TOKENS else None,
+            output_tokens=written if written < MOST_TOKENS else None,
+            cost_usd=None if isnan(cost) else cost,
+            error_class=error_class,
+            verdict=verdict,
+            reward=None if isnan(reward) else reward,
         )
 
     def records(self) -> Iterator[tuple[bytes, IndexEntry]]:

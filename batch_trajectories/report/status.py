@@ -86,12 +86,12 @@ def look(stored: StoredRun) -> Status:
     """Read the status from the run directory and the dataset."""
     holder = stored.holder
     return Status(
-        stored.path,
-        holder,
-        stored.totals(),
-        None if holder is None else state_of(stored.path, holder),
-        run_status(stored),
-        compute_batch_totals(stored.path),
+        run_dir=stored.path,
+        holder=holder,
+        totals=stored.totals(),
+        progress=None if holder is None else state_of(stored.path, holder),
+        details=run_status(stored),
+        batches=compute_batch_totals(stored.path),
     )
 
 

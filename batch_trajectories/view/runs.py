@@ -87,7 +87,9 @@ class Places:
             if place in self._mirrors:
                 path = self._mirrors[place]
                 problem = self._problems.get(place)
-                yield RunPlace(_key(path.name, number), path, place, place, problem)
+                yield RunPlace(
+                    key=_key(path.name, number), path=path, place=place, url=place, problem=problem
+                )
                 continue
             directory = Path(place)
             if (directory / RUN_FILE).exists():

@@ -993,7 +993,7 @@ def record_of(played: Played, scene: Scene) -> bytes:
     options = own_options(scene.options)
     setup = set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
     record = make_record(
-        Task("p/0", "p", 0, "d", columns),
+        Task(id="p/0", prompt_id="p", sample=0, input_digest="d", columns=columns),
         played.trajectory,
         end=played.end,
         spec=terms_of(scene.options),

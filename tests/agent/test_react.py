@@ -56,7 +56,14 @@ def read(
     message = Message(role="assistant", content=text)
     if reasoning:
         message["reasoning"] = reasoning
-    completion = Completion(message, finish_reason, None, "m", "r1", 0.5)
+    completion = Completion(
+        message=message,
+        finish_reason=finish_reason,
+        usage=None,
+        model="m",
+        response_id="r1",
+        cost_usd=0.5,
+    )
     return read_completion(completion, Request([USER], TOOLS, **request))
 
 
@@ -514,7 +521,11 @@ def test_a_plain_input_is_the_one_string_that_it_can_be(
 
 def test_a_tool_without_schema_takes_the_input_as_it_is() -> None:
     completion = Completion(
-        Message(role="assistant", content="Action: bare\nAction Input: x"), "stop", None, None, None
+        message=Message(role="assistant", content="Action: bare\nAction Input: x"),
+        finish_reason="stop",
+        usage=None,
+        model=None,
+        response_id=None,
     )
     request = Request([USER], [{"type": "function", "function": {"name": "bare"}}])
     assert call_of(read_completion(completion, request).message) == ("bare", "x")

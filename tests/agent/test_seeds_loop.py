@@ -243,7 +243,13 @@ class Unwilling:
         self.asked.append(list(request.messages))
         if request.messages[0]["content"].startswith("Summarize"):
             raise ModelError("overloaded", "busy")
-        return Completion(Message(role="assistant", content="hi"), "stop", None, None, None)
+        return Completion(
+            message=Message(role="assistant", content="hi"),
+            finish_reason="stop",
+            usage=None,
+            model=None,
+            response_id=None,
+        )
 
 
 def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,7 +262,11 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
     model = Unwilling()
     options = AgentOptions(summarize_over_messages=3, summarize_keep=2)
     view = SummarizingModel(
-        model, model, Trajectory(messages[:1]), options, lambda *event: collected.append(event)
+        model=model,
+        writer=model,
+        trajectory=Trajectory(messages[:1]),
+        options=options,
+        record_inner=lambda *event: collected.append(event),
     )
     completion = asyncio.run(view.complete(Request(messages)))
     assert completion.message["content"] == "hi"

@@ -148,7 +148,7 @@ async def office(
         CollectorLimits(wait_s=60, max_requests=limit),
         on_problem=problems.append,
     )
-    desks = Desks(one, settings, courier, problems, said)
+    desks = Desks(office=one, settings=settings, courier=courier, problems=problems, said=said)
     ticking = asyncio.create_task(desks.tick_on())
     try:
         yield desks

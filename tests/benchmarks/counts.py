@@ -78,7 +78,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
     options = AgentOptions()
     spec = ConversationSpec(options)
     toolsets = set_up(options, settings, enabled_toolsets=["none"], disabled_toolsets=()).toolsets
-    setup = Setup(settings, toolsets, (step,), {}, None)
+    setup = Setup(settings=settings, toolsets=toolsets, tools=(step,), subagents={}, approve=None)
     pool = ModelPool(key_of=read_key, on_retry=print)
     journal = JournalWriter(directory, 0, on_storage_error=print)
     records = AppendFile(directory / "records.jsonl")
@@ -87,7 +87,9 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
     blocks: list[int] = []
     for number in range(conversations):
         columns = {"prompt": f"Question number {number}"}
-        task = Task(str(number), str(number), 0, "digest", columns)
+        task = Task(
+            id=str(number), prompt_id=str(number), sample=0, input_digest="digest", columns=columns
+        )
         opening = [Message(role="system", content=SYSTEM)]
         opening.append(Message(role="user", content=columns["prompt"]))
         trajectory = Trajectory(opening)

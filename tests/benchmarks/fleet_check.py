@@ -91,8 +91,14 @@ def _cpu_of(pid: int) -> float:
 
 def measure_constants(prompts: int) -> Constants:
     """The constants of this machine, by the slopes between runs of different sizes."""
-    few, many = (measure(Work(count, 5, 0.05, 64, 1)) for count in (prompts // 4, prompts))
-    short, longer = (measure(Work(count, 20, 0.05, 64, 1)) for count in (64, 64 + prompts // 2))
+    few, many = (
+        measure(Work(prompts=count, turns=5, latency_s=0.05, agents=64, workers=1))
+        for count in (prompts // 4, prompts)
+    )
+    short, longer = (
+        measure(Work(prompts=count, turns=20, latency_s=0.05, agents=64, workers=1))
+        for count in (64, 64 + prompts // 2)
+    )
     more = prompts - prompts // 4
     at_5 = (many.workers_cpu_s - few.workers_cpu_s) / (more * 5)
     at_20 = (longer.workers_cpu_s - short.workers_cpu_s) / (prompts // 2 * 20)
@@ -130,10 +136,10 @@ def measure_sync() -> float:
 
 
 CHECKED = (
-    Work(0, 5, 0.2, 64, 1),
-    Work(0, 10, 0.1, 128, 2),
-    Work(0, 5, 0.0, 64, 1),
-    Work(0, 30, 0.02, 64, 2),
+    Work(prompts=0, turns=5, latency_s=0.2, agents=64, workers=1),
+    Work(prompts=0, turns=10, latency_s=0.1, agents=128, workers=2),
+    Work(prompts=0, turns=5, latency_s=0.0, agents=64, workers=1),
+    Work(prompts=0, turns=30, latency_s=0.02, agents=64, workers=2),
 )
 """Settings that the constants are not taken from."""
 

@@ -81,7 +81,17 @@ def serve(ready: Connection) -> None:
         sent = orjson.loads(await request.read())
         api = "anthropic_messages" if request.path.endswith("messages") else "openai_chat"
         call = {"id": f"{count}", "name": NAME, "arguments": ARGUMENTS}
-        reply = Reply(("c", count), "m", THOUGHT, "", [call], "tool_calls", 900, 800, 90)
+        reply = Reply(
+            key=("c", count),
+            model="m",
+            thought=THOUGHT,
+            text="",
+            calls=[call],
+            finish="tool_calls",
+            input_tokens=900,
+            cached_tokens=800,
+            output_tokens=90,
+        )
         body = DIALECTS[api][0].body(reply)
         if not sent.get("stream"):
             return web.Response(body=orjson.dumps(body), content_type="application/json")

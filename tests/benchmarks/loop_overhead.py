@@ -116,7 +116,9 @@ def main() -> None:
     turns = script(args.turns, args.calls)
     plain = AgentOptions(max_turns=10_000)
     common = set_up(plain, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
-    common = Setup(SETTINGS, common.toolsets, (step,), {}, None)
+    common = Setup(
+        settings=SETTINGS, toolsets=common.toolsets, tools=(step,), subagents={}, approve=None
+    )
     with tempfile.TemporaryDirectory() as root:
         context = ToolContext(Workspace(Path(root)))
         home = Home(common, context, ModelPool(key_of=read_key, on_retry=print), 300.0)

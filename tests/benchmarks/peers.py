@@ -81,7 +81,15 @@ def main(
     for _ in range(repeat):
         for in_flight in map(int, agents.split(",")):
             for sandbox in ("bwrap", "local") if commands else (None,):
-                work = Work(prompts, 5, latency, in_flight, workers, sandbox=sandbox, text=COMMAND)
+                work = Work(
+                    prompts=prompts,
+                    turns=5,
+                    latency_s=latency,
+                    agents=in_flight,
+                    workers=workers,
+                    sandbox=sandbox,
+                    text=COMMAND,
+                )
                 add_round(table, runners, work)
     table.show(f"{prompts} conversations of 5 turns, {latency:g} s a call")
 

@@ -121,13 +121,21 @@ def start(cwd: Path, given: list[str], endpoint: FakeEndpoint, *, to_the_end: bo
     if not to_the_end:
         process.kill()
         process.wait()
-        return Started(first, cpu, memory, first, peak)
+        return Started(
+            first_call=first, first_call_cpu=cpu, first_call_mb=memory, all=first, peak_mb=peak
+        )
     while process.poll() is None:
         peak = max(peak, status_of(process.pid, "VmHWM"))
         time.sleep(0.05)
     if process.returncode:
         raise RuntimeError(f"the run ended with exit code {process.returncode}")
-    return Started(first, cpu, memory, time.monotonic() - began, peak)
+    return Started(
+        first_call=first,
+        first_call_cpu=cpu,
+        first_call_mb=memory,
+        all=time.monotonic() - began,
+        peak_mb=peak,
+    )
 
 
 def main() -> None:

@@ -231,11 +231,13 @@ def latency(repeat: int, prompts: int) -> Table:
     for _ in range(repeat):
         for api in ("chat", "messages"):
             for agents, workers in ((64, 1), (64, 2), (256, 1), (256, 2), (1000, 1), (1000, 2)):
-                work = Work(prompts, 5, 0.2, agents, workers, api)
+                work = Work(
+                    prompts=prompts, turns=5, latency_s=0.2, agents=agents, workers=workers, api=api
+                )
                 figures = measure(runner, work)
                 name = f"{api}, {agents} agents, {workers} workers"
                 table.add(name, figures.wall_s / work.ideal_s)
-        pool = Work(prompts, 5, 0.2, 64, 1, "chat")
+        pool = Work(prompts=prompts, turns=5, latency_s=0.2, agents=64, workers=1, api="chat")
         table.add("chat, pool of 64 (naive)", measure(engine("pool"), pool).wall_s / pool.ideal_s)
     table.show("wall time over what the latency takes (200 ms, 5 turns)")
     return table
@@ -249,10 +251,23 @@ def cpu(repeat: int, prompts: int) -> Table:
         for api in ("chat", "messages"):
             for turns in (5, 30):
                 count = max(prompts * 5 // turns, 64)
-                ours = _cpu_ms(runner, Work(count, turns, 0.05, 64, 1, api))
+                ours = _cpu_ms(
+                    runner,
+                    Work(prompts=count, turns=turns, latency_s=0.05, agents=64, workers=1, api=api),
+                )
                 table.add(f"{api}, {turns} turns: ms of ours", ours)
                 for name, command in contenders.items():
-                    theirs = _cpu_ms(command, Work(count, turns, 0.05, 64, 1, api))
+                    theirs = _cpu_ms(
+                        command,
+                        Work(
+                            prompts=count,
+                            turns=turns,
+                            latency_s=0.05,
+                            agents=64,
+                            workers=1,
+                            api=api,
+                        ),
+                    )
                     table.add(f"{api}, {turns} turns: ms of {name}", theirs)
                     table.add(f"{api}, {turns} turns: ours over {name}", ours / theirs)
     table.show("CPU per model call")
@@ -260,7 +275,9 @@ def cpu(repeat: int, prompts: int) -> Table:
 
 
 def _cpu_ms(command: Callable[[Work, str, Path], list[str]], work: Work) -> float:
-    few = Work(1, work.turns, 0.0, 1, work.workers, work.api)
+    few = Work(
+        prompts=1, turns=work.turns, latency_s=0.0, agents=1, workers=work.workers, api=work.api
+    )
     start = measure(command, few).cpu_s
     return (measure(command, work).cpu_s - start) / (work.calls - few.calls) * 1000
 
@@ -270,8 +287,14 @@ def workers(repeat: int, prompts: int) -> Table:
     table = Table()
     for _ in range(repeat):
         for api in ("chat", "messages"):
-            one = measure(runner, Work(prompts * 4, 5, 0.0, 64, 1, api))
-            two = measure(runner, Work(prompts * 4, 5, 0.0, 64, 2, api))
+            one = measure(
+                runner,
+                Work(prompts=prompts * 4, turns=5, latency_s=0.0, agents=64, workers=1, api=api),
+            )
+            two = measure(
+                runner,
+                Work(prompts=prompts * 4, turns=5, latency_s=0.0, agents=64, workers=2, api=api),
+            )
             table.add(f"{api}: two workers over one", one.wall_s / two.wall_s)
             # Two workers fill both cores, and the endpoint takes its share of them.
             cores = os.cpu_count() or 1
@@ -285,8 +308,12 @@ def memory(repeat: int, prompts: int) -> Table:
     """Memory for each agent that is added."""
     table = Table()
     for _ in range(repeat):
-        few = measure(runner, Work(1000, 5, 0.5, 64, 1, "chat"))
-        many = measure(runner, Work(1000, 5, 0.5, 1000, 1, "chat"))
+        few = measure(
+            runner, Work(prompts=1000, turns=5, latency_s=0.5, agents=64, workers=1, api="chat")
+        )
+        many = measure(
+            runner, Work(prompts=1000, turns=5, latency_s=0.5, agents=1000, workers=1, api="chat")
+        )
         added = many.max_in_flight - few.max_in_flight
         table.add("KB for each agent added", (many.workers_mb - few.workers_mb) / added * 1024)
         table.add("MB of the worker at 64 agents", few.workers_mb)
@@ -300,7 +327,9 @@ def start(repeat: int, prompts: int) -> Table:
     """What a start takes, beside importing the SDK that others begin with."""
     table = Table()
     for _ in range(repeat):
-        run = measure(runner, Work(1, 1, 0.0, 1, 1, "chat"))
+        run = measure(
+            runner, Work(prompts=1, turns=1, latency_s=0.0, agents=1, workers=1, api="chat")
+        )
         importing_s, importing_cpu_s = _command_s("-c", "import openai")
         table.add("s to the first request of one worker", run.start_s)
         table.add("the same over `import openai`", run.start_s / importing_s)

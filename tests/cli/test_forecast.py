@@ -82,7 +82,19 @@ class TestIntervals:
 )
 def test_counts_have_the_number_of_their_nouns(number: int, message: str) -> None:
     zero = Estimate(0, 0, 0)
-    shown = as_table(Forecast(number, 1, 0, number, zero, zero, zero, zero, zero))
+    shown = as_table(
+        Forecast(
+            tasks=number,
+            pilot=1,
+            pilot_failed=0,
+            conversations=number,
+            dollars=zero,
+            input_tokens=zero,
+            output_tokens=zero,
+            hours=zero,
+            failure_percent=zero,
+        )
+    )
     assert all(part in shown for part in message.split("|"))
 
 
@@ -97,7 +109,17 @@ def test_counts_have_the_number_of_their_nouns(number: int, message: str) -> Non
 def test_a_short_time_is_not_a_zero_of_hours(hours: tuple[float, ...], message: str) -> None:
     zero = Estimate(0, 0, 0)
     shown = as_table(
-        Forecast(9, 3, 0, 9, Estimate(0.0013, 0.001, 0.002), zero, zero, Estimate(*hours), zero)
+        Forecast(
+            tasks=9,
+            pilot=3,
+            pilot_failed=0,
+            conversations=9,
+            dollars=Estimate(0.0013, 0.001, 0.002),
+            input_tokens=zero,
+            output_tokens=zero,
+            hours=Estimate(*hours),
+            failure_percent=zero,
+        )
     )
     assert message in shown
     assert "0.0013   (0.0010 to 0.0020)" in shown

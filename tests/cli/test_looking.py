@@ -497,7 +497,11 @@ def test_a_later_assignment_replaces_what_it_could_not_use(tmp_path: Path) -> No
 def test_errors_have_a_count_and_the_last_example(tmp_path: Path) -> None:
     file = FailureFile(tmp_path, tmp_path)
     for n, kind in enumerate(("timeout", "timeout", WORKER_DIED)):
-        file.append(Failure(f"t{n}", "d", 1, kind, f"message {n}"))
+        file.append(
+            Failure(
+                id=f"t{n}", input_digest="d", attempt=1, error_class=kind, message=f"message {n}"
+            )
+        )
     file.close()
     with (tmp_path / "failures.jsonl").open("ab") as torn:
         torn.write(b'{"kind":"attempt","cla')

@@ -34,7 +34,13 @@ def config(**given: Any) -> RunConfig:
 
 
 def task(n: int, **columns: Any) -> Task:
-    return Task(f"t{n}", f"t{n}", 0, "d", {"prompt": "x", **columns})
+    return Task(
+        id=f"t{n}",
+        prompt_id=f"t{n}",
+        sample=0,
+        input_digest="d",
+        columns={"prompt": "x", **columns},
+    )
 
 
 LOCAL = {"base_url": "http://127.0.0.1:8000/v1"}

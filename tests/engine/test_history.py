@@ -49,7 +49,14 @@ class HereSandbox:
             capture_output=True,
             text=True,
         )
-        return ExecResult(done.returncode, done.stdout, done.stderr, False, False, 0.0)
+        return ExecResult(
+            exit_code=done.returncode,
+            stdout=done.stdout,
+            stderr=done.stderr,
+            timed_out=False,
+            truncated=False,
+            duration_s=0.0,
+        )
 
 
 def context_of(repository: Path, path: str | None = None) -> ToolContext:

@@ -54,7 +54,15 @@ def mixed_run(folder: Path) -> Source:
     (folder / "quarantine").mkdir()
     file = FailureFile(source.run_dir, folder / "quarantine")
     (seventh, _) = (task for task in StoredRun(source.run_dir).tasks() if task.id in ("t7", "t8"))
-    file.append(Failure(seventh.id, seventh.input_digest, 1, "Timeout", "slow"))
+    file.append(
+        Failure(
+            id=seventh.id,
+            input_digest=seventh.input_digest,
+            attempt=1,
+            error_class="Timeout",
+            message="slow",
+        )
+    )
     file.close()
     return source
 

@@ -308,7 +308,9 @@ class AgentEndpoint(Served):
     def note(self, path: str, key: str, request: JSON, reply: JSON) -> None:
         """Log an exchange."""
         with self._lock:
-            exchange = Exchange(next(self._numbers), path, key, request, reply)
+            exchange = Exchange(
+                number=next(self._numbers), path=path, key=key, request=request, reply=reply
+            )
             self.exchanges.append(exchange)
             if self._log is not None:
                 with self._log.open("ab") as file:

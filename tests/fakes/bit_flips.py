@@ -96,7 +96,13 @@ def attack(whole: Path, name: str, bit: int, *, look: bool = False) -> Seen:
             others = tuple(run(*one)[0] for one in _LOOKS) if look else ()
             export, _ = run("export", "r")
         after = (cwd / "trajectories" / "r.jsonl").read_bytes()
-        return Seen(verify, export, others, after != right, name in output)
+        return Seen(
+            verify=verify,
+            export=export,
+            others=others,
+            rows_changed=after != right,
+            is_named=name in output,
+        )
 
 
 def run(*args: str) -> tuple[int, str]:

@@ -80,7 +80,16 @@ def read_ask(path: str, headers: Mapping[str, str], body: bytes, options: Option
     if why := refusal(request, tokens):
         raise Refused(400, why)
     template = Template(bool(options.strip_reasoning), bool(options.outer_newlines))
-    return Ask(dialect, request, key, len(body), key[1] < turns, fault, tokens, template)
+    return Ask(
+        dialect=dialect,
+        request=request,
+        key=key,
+        chars=len(body),
+        has_calls=key[1] < turns,
+        fault=fault,
+        tokens=tokens,
+        template=template,
+    )
 
 
 def respond(ask: Ask, options: Options) -> Answer:

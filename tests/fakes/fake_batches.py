@@ -199,7 +199,9 @@ class FakeBatches(BaseUrls):
         now = time.time()
         # Neither API promises an order.
         random.Random(id).shuffle(items)
-        batch = self.batches[id] = _Batch(id, now, now + self.delay_s, items, fields)
+        batch = self.batches[id] = _Batch(
+            id=id, created_at=now, over_at=now + self.delay_s, items=items, fields=fields
+        )
         await asyncio.sleep(self.create_s if self.answer_s is None else self.answer_s)
         return batch
 

@@ -99,7 +99,15 @@ def kill_and_resume(cwd: Path, draw: random.Random, *, prompts: int, kills: int)
         journal = endpoint.journal()
     assert journal["requests"] == prompts * TURNS + in_flight
     calls, repeated = journal["requests"], journal["repeated"]
-    return Figures(killed, before_the_first_call, 1, prompts, calls, repeated, in_flight)
+    return Figures(
+        kills=killed,
+        before_the_first_call=before_the_first_call,
+        runs=1,
+        tasks=prompts,
+        calls=calls,
+        repeated=repeated,
+        in_flight=in_flight,
+    )
 
 
 def wait_for_a_call(process: Process, endpoint: FakeEndpoint, before: int) -> None:

@@ -219,4 +219,4 @@ async def _play(
     )
     end = await conversation.run(taken_up=past is not None)
     await context.close(remove=False)
-    return Played(trajectory, end, events, requests, reports)
+    return Played(trajectory=trajectory, end=end, events=events, requests=requests, told=reports)

@@ -125,7 +125,11 @@ def diff_of(
         (worked, one), (fresh, other) = contexts
         try:
             await out(worked, "\n".join(commands))
-            diff = await make_diff(one, other, RowSetup({}, (), ".", check, hidden))
+            diff = await make_diff(
+                one,
+                other,
+                RowSetup(files={}, commands=(), start_dir=".", check=check, hidden=hidden),
+            )
             return diff, [await out(sandbox, then) for sandbox in (worked, fresh)]
         finally:
             await worked.stop()

@@ -165,7 +165,9 @@ def read(name: str, row: dict[str, Any]) -> Foreign:
 
 def again(found: Foreign) -> Record:
     columns = {"id": found.id, "prompt": found.prompt()}
-    task = Task(str(found.id), str(found.id), 0, "d", columns)
+    task = Task(
+        id=str(found.id), prompt_id=str(found.id), sample=0, input_digest="d", columns=columns
+    )
     return as_stored(found.record(task, "c", 0.0, {"format": "f", "file": "p", "line": 1}))
 
 

@@ -379,7 +379,11 @@ def test_a_branch_draws_what_its_parent_drew(tmp_path: Path) -> None:
     plain = config.model_copy(update={"forks": False})
 
     def drawn(config: RunConfig, task_id: str, **columns: Any) -> list[str]:
-        return setup_of_task(setups, config, Task(task_id, task_id, 0, "d", columns)).names()
+        return setup_of_task(
+            setups,
+            config,
+            Task(id=task_id, prompt_id=task_id, sample=0, input_digest="d", columns=columns),
+        ).names()
 
     parents = [drawn(plain, f"p{n}") for n in range(20)]
     branches = [drawn(config, f"fork.p{n}@1", fork={"drawn_as": f"p{n}"}) for n in range(20)]

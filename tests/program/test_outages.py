@@ -65,7 +65,14 @@ class Unreachable:
         self.attempts += 1
         if self.error is not None:
             raise self.error
-        return Completion({"role": "assistant", "content": "hi"}, "stop", None, None, None, 0.0)
+        return Completion(
+            message={"role": "assistant", "content": "hi"},
+            finish_reason="stop",
+            usage=None,
+            model=None,
+            response_id=None,
+            cost_usd=0.0,
+        )
 
     async def close(self) -> None:
         """Nothing to release."""

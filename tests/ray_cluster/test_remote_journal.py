@@ -33,7 +33,13 @@ KEY = task_key("p", "d")
 
 
 def reply(turn: int) -> Event:
-    said = Completion(Message(role="assistant", content="hello"), "stop", None, None, None)
+    said = Completion(
+        message=Message(role="assistant", content="hello"),
+        finish_reason="stop",
+        usage=None,
+        model=None,
+        response_id=None,
+    )
     return reply_event(turn, said, Clock(), discarded=None)
 
 

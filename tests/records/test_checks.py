@@ -77,10 +77,15 @@ def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestSums:
     def test_are_of_what_was_checked(self) -> None:
         sums = CheckSums()
-        assert (sums.sums(), describe(sums.sums())) == (Checks(0, 0, 0, 0, None, None), "")
+        assert (sums.sums(), describe(sums.sums())) == (
+            Checks(checked=0, scored=0, passed=0, failed=0, pass_rate=None, mean_reward=None),
+            "",
+        )
         for verdict, reward in ((True, 1.0), (False, 0.25), (None, 0.25)):
             sums.add(verdict, reward)
-        assert sums.sums() == Checks(2, 1, 1, 2, 33.33, 0.5)
+        assert sums.sums() == Checks(
+            checked=2, scored=1, passed=1, failed=2, pass_rate=33.33, mean_reward=0.5
+        )
         assert describe(sums.sums()) == (
             "checked 2, scored 1: passed 1 (33.3%; without a check by a reward of 0.5 or more), "
             "did not pass 2; mean reward 0.5"
@@ -93,7 +98,15 @@ class TestSums:
         assert describe(sums.sums()) == told
         sums.add(True, 1.0)
         sums.add(None, None)
-        assert sums.sums() == Checks(1, 0, 1, 0, 100.0, 1.0, 1)
+        assert sums.sums() == Checks(
+            checked=1,
+            scored=0,
+            passed=1,
+            failed=0,
+            pass_rate=100.0,
+            mean_reward=1.0,
+            check_failed=1,
+        )
         assert describe(sums.sums()).endswith(f"mean reward 1; {told}")
 
     @pytest.mark.parametrize(

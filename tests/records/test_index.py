@@ -80,18 +80,18 @@ def from_records(run_dir: Path) -> dict[bytes, IndexEntry]:
         record = orjson.loads(line)
         usage, error = record["usage"] or {}, record["error"] or {}
         collected[task_key(record["id"], record["input_digest"])] = IndexEntry(
-            offset,
-            len(line),
-            record["status"],
-            record["attempt"],
-            len(record["turns"]),
-            len(record["tool_calls"]),
-            usage.get("input_tokens"),
-            usage.get("output_tokens"),
-            record["cost_usd"],
-            error.get("class"),
-            None if record["check"] is None else record["check"]["passed"],
-            None if record["check"] is None else record["check"]["reward"],
+            offset=offset,
+            length=len(line),
+            status=record["status"],
+            attempt=record["attempt"],
+            turns=len(record["turns"]),
+            tool_calls=len(record["tool_calls"]),
+            input_tokens=usage.get("input_tokens"),
+            output_tokens=usage.get("output_tokens"),
+            cost_usd=record["cost_usd"],
+            error_class=error.get("class"),
+            verdict=None if record["check"] is None else record["check"]["passed"],
+            reward=None if record["check"] is None else record["check"]["reward"],
         )
         offset += len(line)
     return collected

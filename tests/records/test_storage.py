@@ -571,8 +571,12 @@ def test_what_follows_a_hole_in_the_journal_is_not_used(events: list[Event], usa
 def test_failures_are_counted_over_all_starts(tmp_path: Path) -> None:
     for _ in range(2):
         file = FailureFile(tmp_path, tmp_path / "q")
-        file.append(Failure("a", "d", 1, "timeout", "slow"))
-        file.append(Failure("a", "d", 1, "worker_died", "dead"))
+        file.append(
+            Failure(id="a", input_digest="d", attempt=1, error_class="timeout", message="slow")
+        )
+        file.append(
+            Failure(id="a", input_digest="d", attempt=1, error_class="worker_died", message="dead")
+        )
         file.append_bad_row(Path("p.jsonl"), BadRow(3, "not JSON"))
         file.close()
     file = FailureFile(tmp_path, tmp_path / "q")

@@ -40,7 +40,20 @@ def asked(record: Record, rows: NewRows | None = None, **options: Any) -> Judgin
     """What is said of a record in the first place of its file."""
     from batch_trajectories.records.index import IndexEntry
 
-    place = IndexEntry(0, 9, "completed", 1, 0, 0, None, None, None, None, None, None)
+    place = IndexEntry(
+        offset=0,
+        length=9,
+        status="completed",
+        attempt=1,
+        turns=0,
+        tool_calls=0,
+        input_tokens=None,
+        output_tokens=None,
+        cost_usd=None,
+        error_class=None,
+        verdict=None,
+        reward=None,
+    )
     return Rechecks(config_of(**options), rows).of(record, place, bytes(16))
 
 

@@ -159,12 +159,12 @@ def _images_of(source: Path, place: str, open_member: Opener) -> Iterator[Stored
         if len(images) == 1:
             known.add(full_name(place))
         yield StoredImage(
-            source,
-            digest,
-            frozenset(known),
-            _blob(config, source),
-            config,
-            tuple(_blob(layer, source) for layer in layers),
+            source=source,
+            digest=digest,
+            names=frozenset(known),
+            config=_blob(config, source),
+            config_digest=config,
+            layers=tuple(_blob(layer, source) for layer in layers),
         )
 
 
@@ -211,7 +211,14 @@ def _saved_images(source: Path, place: str, open_member: Opener) -> Iterator[Sto
             if len(entries) == 1:
                 names |= {full_name(place)}
             layers = tuple(map(str, entry["Layers"]))
-            yield StoredImage(source, f"sha256:{digest}", names, config, f"sha256:{digest}", layers)
+            yield StoredImage(
+                source=source,
+                digest=f"sha256:{digest}",
+                names=names,
+                config=config,
+                config_digest=f"sha256:{digest}",
+                layers=layers,
+            )
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise ImageError(f"{source}: manifest.json is not what `docker save` writes") from error
 

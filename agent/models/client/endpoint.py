@@ -363,6 +363,6 @@ def open_model(
     is the part of this process in a run of several. `fleets` has the replicas of endpoints that
     several models share, and gets new ones.
     """
-    adapter = EndpointModel(settings, api_key, say, share, fleets)
+    adapter = EndpointModel(settings=settings, api_key=api_key, say=say, share=share, fleets=fleets)
     known = api_key if isinstance(api_key, str) else ""
     return RetryingModel(adapter, settings, api_key=known, on_retry=on_retry, gate=gate)

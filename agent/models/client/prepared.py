@@ -291,7 +291,9 @@ class ClientPreparer:
         secrets = Key(*_secrets_in(headers), *self._fixed)
         until = time.monotonic() + _KEPT_S
         url = URL(str(request.url), encoded=True)
-        return _Template(url, headers, secrets, dropped, added, until)
+        return _Template(
+            url=url, headers=headers, key=secrets, dropped=dropped, added=added, until=until
+        )
 
 
 def prepared_by_client(request: Any, url: str, connection: Connection) -> Prepared:

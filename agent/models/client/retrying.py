@@ -265,7 +265,13 @@ class _Patience:
         if error.kind != "rate_limited":
             later = self._most(error) - self._failures - 1
             left_s = min(left_s, wait_s + sum(self._later_pauses_s(error, later)))
-        return Retry(error.kind, str(error), state.attempt_number, wait_s, left_s)
+        return Retry(
+            kind=error.kind,
+            message=str(error),
+            attempt=state.attempt_number,
+            wait_s=wait_s,
+            left_s=left_s,
+        )
 
     def _later_pauses_s(self, error: ModelError, count: int) -> Iterator[float]:
         """The mean lengths of the pauses of `pause_s` if more attempts fail in the same way."""

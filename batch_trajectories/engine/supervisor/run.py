@@ -377,17 +377,17 @@ def _state_of(
             counts[is_failed] += 1
             passed[has_passed] += 1
     return RunState(
-        settled,
-        remaining,
-        counts[False],
-        counts[True],
-        passed[True],
-        passed[False],
-        index.has_turns(),
-        spent,
-        held,
-        index.costs()[0] + inflight.paid_usd,
-        opening,
+        settled=settled,
+        remaining=remaining,
+        done=counts[False],
+        failed=counts[True],
+        passed=passed[True],
+        not_passed=passed[False],
+        has_answers=index.has_turns(),
+        spent=spent,
+        held=held,
+        cost_usd=index.costs()[0] + inflight.paid_usd,
+        opening=opening,
     )
 
 

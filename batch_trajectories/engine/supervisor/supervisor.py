@@ -324,11 +324,11 @@ class Supervisor:
         self._start.records.sync()
         failures = [
             Failure(
-                task.id,
-                task.input_digest,
-                attempt,
-                WORKER_DIED,
-                "the worker process died while this task was in flight",
+                id=task.id,
+                input_digest=task.input_digest,
+                attempt=attempt,
+                error_class=WORKER_DIED,
+                message="the worker process died while this task was in flight",
             )
             for task, attempt in worker.held.values()
         ]

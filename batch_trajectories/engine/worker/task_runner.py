@@ -205,7 +205,10 @@ class TaskRunner:
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
         context = self._spaces.open(task.key, row, resumed=False)
-        record = self._record(Work(task, assignment, row, trajectory, context), failure)
+        record = self._record(
+            Work(task=task, assignment=assignment, row=row, trajectory=trajectory, context=context),
+            failure,
+        )
         return _finished(task, record, failure)
 
     async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
@@ -219,7 +222,9 @@ class TaskRunner:
         trajectory = row.trajectory(assignment["events"])
         self._trajectories[task.key] = trajectory
         context = self._spaces.open(task.key, row, resumed=resumed)
-        work = Work(task, assignment, row, trajectory, context)
+        work = Work(
+            task=task, assignment=assignment, row=row, trajectory=trajectory, context=context
+        )
         failure = None
         try:
             await self.do(work)
@@ -229,7 +234,11 @@ class TaskRunner:
                 raise Stopped from error
             self._calls.report()  # the parent knows what was answered before what has failed
             failure = Failure(
-                task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
+                id=task.id,
+                input_digest=task.input_digest,
+                attempt=assignment["attempt"],
+                error_class=error.kind,
+                message=str(error),
             )
         except (SetupFailed, AgentFailed) as error:
             work.end = Finish("failed")
@@ -333,7 +342,13 @@ class TaskRunner:
             from batch_trajectories.engine.worker.rebuild import Rebuilder  # only resumes need it
 
             rebuilder = Rebuilder(
-                self._spaces, self._setup, task.key, row, assignment, setup, self._check_stop
+                spaces=self._spaces,
+                worker=self._setup,
+                key=task.key,
+                row=row,
+                assignment=assignment,
+                setup=setup,
+                check_stop=self._check_stop,
             )
             prepared, rebuild = await rebuilder.restored(prepared, trajectory)
         work.context, kept, why_new = prepared
@@ -460,7 +475,13 @@ class TaskRunner:
 
 
 def _failure(task: Task, assignment: Assignment, kind: str, message: str) -> Failure:
-    return Failure(task.id, task.input_digest, assignment["attempt"], kind, message)
+    return Failure(
+        id=task.id,
+        input_digest=task.input_digest,
+        attempt=assignment["attempt"],
+        error_class=kind,
+        message=message,
+    )
 
 
 def _failed(task: Task, failure: Failure) -> bytes:

@@ -119,16 +119,16 @@ def _counts_of(own: Own) -> Counts:
             ended_at = ended
         with_ids += turn.tokens is not None and turn.has_ids
     return Counts(
-        tool_stats(messages),
-        replies,
-        with_reasoning,
-        hidden,
-        failures,
-        hollow,
-        results,
-        with_ids,
-        started_at,
-        ended_at,
+        tools=tool_stats(messages),
+        replies=replies,
+        with_reasoning=with_reasoning,
+        hidden=hidden,
+        failures=failures,
+        hollow=hollow,
+        results=results,
+        with_token_ids=with_ids,
+        started_at=started_at,
+        ended_at=ended_at,
     )
 
 

@@ -137,7 +137,18 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
                 return None
             text = ""
         if not wanted:
-            entries.append(Turn(number, reasoning, text, [], [], 1, "model", hides))
+            entries.append(
+                Turn(
+                    number=number,
+                    reasoning=reasoning,
+                    text=text,
+                    calls=[],
+                    results=[],
+                    replies=1,
+                    author="model",
+                    hides_reasoning=hides,
+                )
+            )
             break
         following = messages[place : place + len(wanted)]
         if len(following) < len(wanted):
@@ -169,23 +180,34 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
                 failures.append(kind_of_failure(result.details))
         if len(calls) > 1 and len({call.id for call in calls}) < len(calls):
             return None
-        entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
+        entries.append(
+            Turn(
+                number=number,
+                reasoning=reasoning,
+                text=text,
+                calls=calls,
+                results=results,
+                replies=1,
+                author="model",
+                hides_reasoning=hides,
+            )
+        )
     said = "\n".join(texts)
     if place != len(messages) or holds_marker(said):
         return None
     if (may_leak(said) or "[/THINK]" in said) and _holds_what_servers_read(entries, offered):
         return None
     counts = Counts(
-        [stats[name] for name in sorted(stats)],
-        last,
-        with_reasoning,
-        hidden,
-        failures,
-        0,
-        len(messages) - first - last,
-        with_token_ids,
-        started_at,
-        ended_at,
+        tools=[stats[name] for name in sorted(stats)],
+        replies=last,
+        with_reasoning=with_reasoning,
+        hidden=hidden,
+        failures=failures,
+        hollow=0,
+        results=len(messages) - first - last,
+        with_token_ids=with_token_ids,
+        started_at=started_at,
+        ended_at=ended_at,
     )
     own.know(first, counts)
     return entries
@@ -302,7 +324,9 @@ def _general(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read:
     entries = with_hidden_reasoning(
         entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
     )
-    return _Read(messages, tools, entries, flaws, completion)
+    return _Read(
+        messages=messages, tools=tools, entries=entries, flaws=flaws, completion=completion
+    )
 
 
 def flaws_of_run(record: Record) -> list[Flaw]:
@@ -531,11 +555,24 @@ def _read_turn(
     except ValueError:
         calls = [_read_call(call, flaws, number, n) for n, call in enumerate(tool_calls, start=1)]
     answers = [
-        Result(call.id, call.name, result.content, bool(result.is_error), result.own_chars)
+        Result(
+            id=call.id,
+            name=call.name,
+            content=result.content,
+            is_error=bool(result.is_error),
+            own_chars=result.own_chars,
+        )
         for call in calls
         if (result := results.get(call.id)) is not None
     ]
-    return Turn(number, reasoning, text, calls, answers, len(messages))
+    return Turn(
+        number=number,
+        reasoning=reasoning,
+        text=text,
+        calls=calls,
+        results=answers,
+        replies=len(messages),
+    )
 
 
 def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) -> Call:

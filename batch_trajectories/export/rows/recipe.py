@@ -333,14 +333,14 @@ class Recipe(BaseModel):
         if self.mask and self.mask.bad_arguments:
             flaws += NO_OBJECT
         return Style(
-            self.reasoning,
-            self.parallel_calls,
-            self.system,
-            self.empty_think,
-            self.max_tool_chars,
-            self.tools,
-            self.reward_name,
-            Tolerance(accepted(flaws), self.filters.control_tokens),
+            reasoning=self.reasoning,
+            parallel_calls=self.parallel_calls,
+            system=self.system,
+            empty_think=self.empty_think,
+            max_tool_chars=self.max_tool_chars,
+            tools=self.tools,
+            reward_name=self.reward_name,
+            tolerance=Tolerance(accepted(flaws), self.filters.control_tokens),
             reasoning_key=self.reasoning_key,
             call_text=self.call_text,
             arguments=self.arguments,

@@ -64,7 +64,14 @@ def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> 
     said = sum(isinstance(entry, Said) for entry in conversation.entries[first:])
     cut = len(messages) - own - said
     tools = tools_column(conversation, style)
-    return Sample(candidate, conversation, messages[:cut], messages[cut:], tools, reward)
+    return Sample(
+        candidate=candidate,
+        conversation=conversation,
+        prompt=messages[:cut],
+        completion=messages[cut:],
+        tools=tools,
+        reward=reward,
+    )
 
 
 class PreferenceFiles(CandidateFiles):

@@ -490,7 +490,18 @@ def _looks_at(record: Record, part: StoredConversation) -> list[Look]:
             if repeated < least:
                 repeated = expected = 0
         read, written = usage.cache_read_tokens, usage.cache_write_tokens or 0
-        looks.append(Look(part, turn, given, read, written, repeated, expected, before))
+        looks.append(
+            Look(
+                part=part,
+                turn=turn,
+                input=given,
+                read=read,
+                written=written,
+                repeated=repeated,
+                expected=expected,
+                before=before,
+            )
+        )
         before, following, latest = turn, number + 1, began + _LIFETIME_S
     return looks
 

@@ -68,7 +68,17 @@ class Endpoint:
 
 def reply_of(api: str, n: int = 1, text: str = "Done.") -> JSON:
     """The body of a reply in a dialect."""
-    reply = Reply(("c", n), "m", "A thought.", text, [], "stop", 100, 0, 10)
+    reply = Reply(
+        key=("c", n),
+        model="m",
+        thought="A thought.",
+        text=text,
+        calls=[],
+        finish="stop",
+        input_tokens=100,
+        cached_tokens=0,
+        output_tokens=10,
+    )
     body = DIALECTS[api].body(reply)
     return body | {key: 1 for key in ("created", "created_at") if key in body}  # not the clock's
 

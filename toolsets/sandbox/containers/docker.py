@@ -276,7 +276,13 @@ class DockerSandbox(ServedSandbox):
         """See `Sandbox`. Whether the engine has the image shows when it starts."""
         if settings.image is None:
             raise SandboxError("sandbox docker: no image was named")
-        return DockerSandbox(workspace, limits, settings, settings.image, extras)
+        return DockerSandbox(
+            workspace=workspace,
+            limits=limits,
+            settings=settings,
+            image=settings.image,
+            extras=extras,
+        )
 
     def __init__(
         self,

@@ -182,7 +182,17 @@ def _sorted_out(
     closed = [path for path, one in ended.items() if one.is_closed and begun.get(path) != one]
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
     of_image = [p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image)]
-    return Changes(top, begun, changed, gone, had, closed, of_image, source, source_before)
+    return Changes(
+        top=top,
+        begun=begun,
+        changed=changed,
+        gone=gone,
+        had=had,
+        closed=closed,
+        of_image=of_image,
+        source=source,
+        source_before=source_before,
+    )
 
 
 def _differing(
