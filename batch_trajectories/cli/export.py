@@ -402,7 +402,7 @@ def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
 
     With any option for datasets, build a dataset instead, also of several RUNs; see docs/export.md.
     """
-    from batch_trajectories.api.start import write_results
+    from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.engine.narrowing import refuse_narrowing
     from batch_trajectories.export.dataset.runs import Source

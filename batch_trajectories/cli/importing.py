@@ -45,7 +45,7 @@ def import_(sources: tuple[Path, ...], run_name: str, output_dir: Path, format: 
     command goes on where it was stopped, and takes what has been added since. Exit code 1 if
     something could not be read: each is named.
     """
-    from batch_trajectories.api.start import write_results
+    from batch_trajectories.api.results import write_results
     from batch_trajectories.importing.importing import import_conversations
 
     with errors_as_exit_codes():
@@ -68,7 +68,8 @@ def import_hermes(
 
     The same command without `import_hermes DIRECTORY` then runs the rest.
     """
-    from batch_trajectories.api.start import open_planned, write_results
+    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.start import open_planned
     from batch_trajectories.importing.hermes import import_hermes
 
     with errors_as_exit_codes():

@@ -11,6 +11,7 @@ from batch_trajectories.basics.console import show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 from batch_trajectories.cli.shared import run_dir_argument
+from batch_trajectories.records.names import LABELS_FILE
 
 
 @click.command()
@@ -73,4 +74,4 @@ def label(
         except ValueError as error:
             raise ConfigError(f"{record.id}: {error}") from error
         append_label(stored.path, score_key(record), record.id, who or user_name(), change)
-    show(f"{stored.path / 'labels.jsonl'}: {record.id}")
+    show(f"{stored.path / LABELS_FILE}: {record.id}")

@@ -13,6 +13,7 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 from batch_trajectories.cli.shared import run_dir_argument, trust_option
+from batch_trajectories.records.names import SCORES_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -118,7 +119,7 @@ def score(
                 stored.path, places, timeout_s=reward_timeout_s, wanted=wanted
             )
     of_them = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
-    show("\n".join([f"{stored.path / 'scores.jsonl'}: {of_them}", *lines_of(failed)]))
+    show("\n".join([f"{stored.path / SCORES_FILE}: {of_them}", *lines_of(failed)]))
     sys.exit(1 if failed else 0)
 
 

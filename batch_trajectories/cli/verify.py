@@ -26,7 +26,7 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
 
     Read-only unless --repair is given. The run must not be in progress.
     """
-    from batch_trajectories.api.start import write_results
+    from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.maintenance.upkeep import check
 
@@ -65,7 +65,7 @@ def merge(
     allow_gaps: bool,
 ) -> None:
     """Merge RUNs of the same config, such as all shards, into one run."""
-    from batch_trajectories.api.start import write_results
+    from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.engine.narrowing import refuse_narrowing
     from batch_trajectories.maintenance.merge import common_config

@@ -329,7 +329,7 @@ def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
         record = parse_record(line)
         if record is None:
             raise RunDirError(
-                f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
+                f"{path / RECORDS_FILE}:{number}: unreadable; run `verify --repair` first"
             )
         if offset == upcoming and task_key(record.id, record.input_digest) == key:
             yield key, record

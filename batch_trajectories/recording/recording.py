@@ -11,7 +11,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batch_trajectories.api.start import RunEnd, end_of, write_results
+from batch_trajectories.api.results import write_results
+from batch_trajectories.api.start import RunEnd, end_of
 from batch_trajectories.basics.process import (
     allow_many_files,
     collect_garbage_rarely,

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from batch_trajectories.api.start import exit_of, open_planned, write_results
+from batch_trajectories.api.results import write_results
+from batch_trajectories.api.start import exit_of, open_planned
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.audit.audited import without_model
 from batch_trajectories.basics import exact_json
@@ -37,7 +38,7 @@ from batch_trajectories.engine.supervisor.run import run_batch
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.files import make_directory, open_temporary, temporary_for
 from batch_trajectories.records.index import IndexEntry
-from batch_trajectories.records.names import CHECKS, EXPORTS, MANIFEST_FILE
+from batch_trajectories.records.names import CHECKS, EXPORTS, MANIFEST_FILE, SCORES_FILE
 from batch_trajectories.records.reader import open_index, read_record
 from batch_trajectories.records.record_types import CheckResult, Record, decode_record
 from batch_trajectories.records.scores import CHECK, Scores, of_record, score_key
@@ -100,7 +101,7 @@ class RecheckEnd:
     def as_table(self) -> str:
         """The verdicts, and what has none, for a person."""
         given = self.changes.total()
-        lines = [f"{plural(given, 'verdict')} given in {self.path / 'scores.jsonl'}"]
+        lines = [f"{plural(given, 'verdict')} given in {self.path / SCORES_FILE}"]
         for (before, now), count in sorted(self.changes.items(), key=lambda item: -item[1]):
             same = "still " if before == now else f"{_WORDS[before]} -> "
             lines.append(f"  {count:>9,}  {same}{_WORDS[now]}")

@@ -59,12 +59,14 @@ def _save_scan(tree: Path, run_dir: Path) -> None:
     """As the end of a start leaves it; versions differ in what they save."""
     # Earlier trees have their rooms at the top.
     top = "batch_trajectories." if (tree / "batch_trajectories").is_dir() else ""
+    is_flat = (tree / top.replace(".", "/") / "dataset").is_dir()
+    scans = f"{top}dataset" if is_flat else f"{top}runs.dataset"
     code = (
         "import sys; from pathlib import Path;"
         f"from {top}api.stored_run import StoredRun;"
-        f"from {top}runs.dataset.scan_cache import NAME, save_scan;"
-        "run = StoredRun(Path(sys.argv[1]).resolve());"
-        "(run.path / NAME).unlink(missing_ok=True); save_scan(run.path / NAME, run.scan)"
+        f"from {scans}.scan_cache import save_scan;"
+        "run = StoredRun(Path(sys.argv[1]).resolve()); saved = run.path / 'dataset.idx';"
+        "saved.unlink(missing_ok=True); save_scan(saved, run.scan)"
     )
     subprocess.run([sys.executable, "-c", code, run_dir.resolve()], cwd=tree, check=True)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import orjson
 
-from batch_trajectories.api.start import write_results
+from batch_trajectories.api.results import write_results
 from batch_trajectories.api.stored_run import open_run
 from batch_trajectories.maintenance.upkeep import check
 from batch_trajectories.records.index import ROW_BYTES

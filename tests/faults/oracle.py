@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.api.start import write_results
+from batch_trajectories.api.results import write_results
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.maintenance.upkeep import Checked, check

@@ -15,7 +15,7 @@ from zlib import crc32
 import orjson
 import pytest
 
-from batch_trajectories.api.start import write_results
+from batch_trajectories.api.results import write_results
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.run_dir import locked, read_run_json

@@ -98,7 +98,7 @@ def test_a_script_beside_modules_of_the_same_names_sees_types(python: Path, tmp_
     assert checked.returncode == 0, checked.stdout
     assert "Any" not in checked.stdout.split("-> batch_trajectories.api.ai_agent.AIAgent")[0][:400]
     for name in ("ai_agent.AIAgent", "run_config.RunConfig", "stored_run.StoredRun"):
-        assert f"-> batch_trajectories.{'runs.config' if 'Config' in name else 'api'}.{name}" in (
+        assert f"-> batch_trajectories.{'config' if 'Config' in name else 'api'}.{name}" in (
             checked.stdout
         )
 

@@ -39,9 +39,8 @@ from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
 from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
-from toolsets.workspace.packing import OPAQUE
 from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import HOME, TEMPORARY, Workspace
+from toolsets.workspace.workspace import HOME, OPAQUE, TEMPORARY, Workspace
 
 Layering = Literal["overlay", "copy"]
 

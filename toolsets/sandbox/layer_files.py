@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.image_files import FileSource, FileState
 from toolsets.sandbox.inside.file_requests import checksum, exact_text, mark_of_file
-from toolsets.workspace.packing import OPAQUE
+from toolsets.workspace.workspace import OPAQUE
 
 _MAX_COMPARED = 20_000
 _MAX_DEPTH = 255

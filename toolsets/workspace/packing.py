@@ -17,10 +17,8 @@ from collections.abc import Collection, Iterator
 from hashlib import file_digest
 from pathlib import Path
 
-from toolsets.workspace.workspace import TEMPORARY
+from toolsets.workspace.workspace import OPAQUE, TEMPORARY
 
-OPAQUE = "user.overlay.opaque"
-"""The attribute of a directory of an overlay that hides the one below it."""
 _IN_HEADER = f"SCHILY.xattr.{OPAQUE}"
 """How tar writes an attribute of a file."""
 

@@ -55,6 +55,9 @@ class FileEntry:
     size_bytes: int
 
 
+OPAQUE = "user.overlay.opaque"
+"""The attribute of a directory of an overlay that hides the one below it."""
+
 HOME = "/workspace"
 """The path of a workspace in sandboxes, where an image says no other."""
 

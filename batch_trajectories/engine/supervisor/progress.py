@@ -31,6 +31,7 @@ from batch_trajectories.basics.text import in_a_line
 from batch_trajectories.engine.messages import Counters, no_counters
 from batch_trajectories.records.failures import Failure
 from batch_trajectories.records.files import read_json, temporary_for
+from batch_trajectories.records.names import FAILURES_FILE
 
 PROGRESS_FILE = "progress.json"
 
@@ -168,7 +169,7 @@ class Progress:
                 f"{in_a_line(failure.message)}"
             )
         if self._failures_told == _FAILURES_SHOWN and self._file is not None:
-            self.say(f"further failures: {self._file.with_name('failures.jsonl')}")
+            self.say(f"further failures: {self._file.with_name(FAILURES_FILE)}")
 
     def show(self, running: int, limit: str, *, pause_s: float = 0.0) -> None:
         """Draw the current state from time to time.

@@ -37,7 +37,6 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.sandbox.image_files import ImageSandbox
-from toolsets.workspace.packing import TooLarge, pack
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY, Workspace
 
@@ -455,6 +454,8 @@ async def keep(context: ToolContext, setup: WorkerSetup) -> dict[str, str]:
     Ends the sandbox: what still runs could change files. Of a workspace in an image, what lies
     above the image is kept. Raises `StorageError`.
     """
+    from toolsets.workspace.packing import TooLarge, pack  # few runs keep workspaces
+
     config = setup.config
     assert config.keep_workspaces is not None
     if context.sandbox is not None:
