@@ -27,6 +27,9 @@ from batch_trajectories.basics.validation import mistakes_in
 
 MAX_COUNT = 10**9
 
+Match = Literal["auto", "exact", "contains", "number", "boxed", "choice", "last_line"]
+"""How answers are compared; `auto` chooses by what is expected, see `agent.loop.answers`."""
+
 
 def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):
@@ -206,7 +209,15 @@ class AgentOptions(BaseModel):
         False,
         "Compare answers with the row's `expected`.",
     )
-    expected_attempts: PositiveInt = meaning(3, "Answers compared per conversation.")
+    expected_match: Match = meaning(
+        "auto",
+        "How: a number, a letter, a formula or a text, by what is expected; or one way for all "
+        "rows (docs/conversations.md).",
+    )
+    expected_attempts: PositiveInt = meaning(
+        1,
+        "Answers compared per conversation; after a wrong one the model may try again.",
+    )
     awaiting_input: bool = meaning(
         False,
         "Answer tools that ask the user from the row's `user_replies`.",

@@ -301,11 +301,17 @@ def _send(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     options = spec.options
-    if spec.expected is None or is_expected(t.final_text(), spec.expected):
+    if spec.expected is None:
+        return Finish("completed")
+    from agent.loop.answers import matches  # most conversations expect no answer
+
+    question = next((m["content"] for m in t.messages if m["role"] == "user"), "")
+    if matches(t.final_text(), spec.expected, options.expected_match, question):
         return Finish("completed")
     attempts = 1 + t.notes_of("expected")
     if attempts >= options.expected_attempts:
-        return Finish("errors", f"not the expected answer in {attempts} attempts")
+        tried = "" if attempts == 1 else f" in {attempts} attempts"
+        return Finish("wrong_answer", f"not the expected answer{tried}")
     return _continue(t, options, AddNote("expected", _WRONG))
 
 
@@ -346,11 +352,6 @@ def ending_of_refusal(kind: str, message: str) -> Finish | None:
         case "filtered":
             return Finish("refusal", message)
     return None
-
-
-def is_expected(answer: str, expected: str) -> bool:
-    """Whether an answer is the expected one, but for its letters' case and the space around it."""
-    return answer.strip().casefold() == expected.strip().casefold()
 
 
 _NOTE = "state_max_turns"

@@ -55,6 +55,7 @@ Status = Literal[
     "cannot_complete",
     "cancelled",
     "failed",
+    "wrong_answer",
 ]
 """How a conversation ended; only `completed` means that the model gave its final answer."""
 

@@ -10,7 +10,8 @@ import time
 from pathlib import PurePosixPath
 from typing import Any
 
-from agent.loop.rules import Finish, is_expected
+from agent.loop.answers import matches
+from agent.loop.rules import Finish
 from batch_trajectories.audit.audited import AuditStep, step_of
 from batch_trajectories.audit.leaks import find_leaks
 from batch_trajectories.audit.reference import Reference, read_reference
@@ -220,7 +221,8 @@ class AuditRunner(TaskRunner):
             return
         if expected is not None:
             answer = expected if step.name == "reference" else ""
-            facts["answer_passes"] = is_expected(answer, expected)
+            match = row.spec.options.expected_match
+            facts["answer_passes"] = matches(answer, expected, match)
         if not await self._act(step, work, reference, facts):
             return
         if check is not None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from toolsets.mcp.mcp_settings import McpServer
 
 
+EARLIER_DEFAULTS: Mapping[str, Any] = {"expected_match": "exact", "expected_attempts": 3}
+"""What runs of versions without `expected_match` go on with: the defaults of that time."""
+
+
 def meaning_of(config: RunConfig) -> dict[str, Any]:
     """The fields of a config that affect the data, JSON-ready and normalized.
 
@@ -83,6 +87,8 @@ def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint in a run.json, in the form in which fingerprints are compared."""
     fixed = {name: run["meaning"][name] for name in FIXED.keys() & run["meaning"].keys()}
     meaning = in_todays_words(run["meaning"], run["config"].get("base_url"))
+    for name, value in EARLIER_DEFAULTS.items():
+        meaning.setdefault(name, value)
     if "continues" not in (run["config"].get("agent") or {"continues": ()}):
         meaning["repeat_limit"] = 0  # agents had none then, whatever it says
     return with_defaults(meaning | fixed)

@@ -32,7 +32,11 @@ from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
 from batch_trajectories.engine.features import find_feature
-from batch_trajectories.engine.run_dir import check_training_file, look_at_place
+from batch_trajectories.engine.run_dir import (
+    check_training_file,
+    look_at_place,
+    with_begun_defaults,
+)
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
 from batch_trajectories.records.names import DATASET_INDEX
@@ -79,6 +83,8 @@ def make_plan(
     `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
     """
     check_training_file(config)
+    if not fresh:
+        config = with_begun_defaults(config)
     try:
         config = with_listed_servers(config)
         if config.agent is not None:

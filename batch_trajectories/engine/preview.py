@@ -8,6 +8,7 @@ from functools import cache
 from itertools import islice
 
 from agent.gateway.command_agent import fill
+from agent.loop.answers import describe_rule
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
@@ -21,6 +22,7 @@ from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.engine.plan import Plan
 from batch_trajectories.engine.run_dir import check_reopening, refuse_held
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
+from batch_trajectories.records.checks import expected_text
 from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE, WORKSPACES
 from batch_trajectories.records.records import load_index
 from batch_trajectories.records.tasks import Task
@@ -101,6 +103,8 @@ def _first_prompt(plan: Plan) -> list[str]:
         text = _plain(clip(message["content"], max_chars=_SHOWN_CHARS))
         lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
     lines.append(f"  tools offered: {', '.join(names) or 'none'}")
+    if plan.config.check_expected and (expected := expected_text(task.columns)) is not None:
+        lines.append(f"  {describe_rule(expected, plan.config.expected_match)}")
     return lines
 
 

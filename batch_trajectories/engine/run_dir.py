@@ -44,6 +44,7 @@ from batch_trajectories.basics.errors import (
 )
 from batch_trajectories.basics.text import clip
 from batch_trajectories.config.fingerprint import (
+    EARLIER_DEFAULTS,
     digest_of,
     in_todays_words,
     meaning_of,
@@ -472,6 +473,24 @@ def write_run_json(path: Path, run: dict[str, Any], *, is_own: bool = True) -> N
 def _checksum_of(run: dict[str, Any]) -> str:
     """Independent of the layout of the file."""
     return f"{crc32(exact_json.dumps(run)):08x}"
+
+
+def with_begun_defaults(config: RunConfig) -> RunConfig:
+    """The config with the defaults that the run has begun with, where they were others.
+
+    A start without the option goes on as before; one that names it is compared as usual.
+    """
+    if not (config.run_dir / RUN_FILE).is_file():
+        return config
+    meaning = read_run_json(config.run_dir)["meaning"]
+    if "expected_match" in meaning:
+        return config
+    begun = {
+        name: meaning.get(name, value)
+        for name, value in EARLIER_DEFAULTS.items()
+        if name not in config.model_fields_set
+    }
+    return config.model_copy(update=begun)
 
 
 def read_run_json(path: Path) -> dict[str, Any]:

@@ -258,6 +258,9 @@ def ended_by_wrong_answer(record: Record) -> bool:
 
     Like a completed conversation it is whole: the model answered, but wrongly.
     """
+    if record.status == "wrong_answer":
+        return True
+    # As earlier versions wrote it.
     reason = record.status_reason or ""
     return record.status == "errors" and reason.startswith(_WRONG_ANSWER)
 
@@ -281,7 +284,7 @@ def _by_expected_answer(record: Record) -> Judgement:
     if record.status == "completed":
         return Judgement(verdict=True, reward=1.0)
     was_wrong = any(note.reason == "expected" for note in record.notes)
-    if record.status == "errors" and (was_wrong or ended_by_wrong_answer(record)):
+    if ended_by_wrong_answer(record) or (record.status == "errors" and was_wrong):
         return Judgement(verdict=False, reward=0.0)
     return UNCHECKED
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.loop.rules import is_expected
+from agent.loop.answers import matches
 from batch_trajectories.audit.audited import SAME_IN_RUNS
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ToolError
@@ -138,9 +138,11 @@ class Rechecks:
         if not is_answered(record):
             return LeftOut("no_answer")
         answer = answer_of(record) or ""
-        passed = is_expected(answer, expected)
+        match = (record.options or {}).get("expected_match", self._config.expected_match)
+        question = next((m.content for m in record.messages if m.role == "user"), "")
+        passed = matches(answer, expected, match, question)
         check = {"passed": passed, "reward": float(passed), "answer": answer[:200]}
-        return Judging(_digest({"expected": expected}), None, check)
+        return Judging(_digest({"expected": expected, "match": match}), None, check)
 
     def _by_check(
         self, record: Record, row: Mapping[str, Any], place: IndexEntry, key: bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agent.messages.message import Message
 from agent.options import AgentOptions
 from batch_trajectories.dataset.row import RowRules
 from tests.helpers.playing import TOOLS, call, calls, play, say
@@ -292,7 +293,11 @@ class TestExpected:
 
     def test_after_a_wrong_answer_the_model_gets_another_attempt(self, tmp_path: Path) -> None:
         played = play(
-            tmp_path, [say("41"), say(" Forty-Two ")], check_expected=True, expected="forty-two"
+            tmp_path,
+            [say("41"), say(" Forty-Two ")],
+            check_expected=True,
+            expected="forty-two",
+            expected_attempts=3,
         )
         assert played.status == "completed"
         assert played.messages[2]["notes"] == ["expected"]
@@ -300,13 +305,29 @@ class TestExpected:
 
     def test_attempts_are_answers_in_all(self, tmp_path: Path) -> None:
         wrong = [say("1"), say("2"), say("3"), say("4")]
-        played = play(tmp_path, wrong, check_expected=True, expected="5")
-        assert (played.status, played.trajectory.turns) == ("errors", 3)
+        played = play(tmp_path, wrong, check_expected=True, expected="5", expected_attempts=3)
+        assert (played.status, played.trajectory.turns) == ("wrong_answer", 3)
         assert played.trajectory.final_text() == "3"
+
+    def test_by_default_there_is_one_attempt(self, tmp_path: Path) -> None:
+        played = play(tmp_path, [say("4"), say("5")], check_expected=True, expected="5")
+        assert (played.status, played.trajectory.turns) == ("wrong_answer", 1)
+        assert "notes" not in played.messages[0]
+
+    def test_an_answer_in_a_sentence_passes(self, tmp_path: Path) -> None:
+        script = [say("There are 168 primes below 1000.")]
+        given: dict[str, Any] = {"check_expected": True, "expected": "168"}
+        asked = [Message(role="user", content="How many primes are there below 1000?")]
+        assert play(tmp_path, script, opening=asked, **given).status == "completed"
 
     def test_it_works_on_final_answer_calls(self, tmp_path: Path) -> None:
         script = [calls(call("final_answer", answer=answer)) for answer in ("1", "2")]
-        played = play(tmp_path, script, check_expected=True, expected="2", completion_tools=True)
+        given: dict[str, Any] = {
+            "check_expected": True,
+            "expected": "2",
+            "expected_attempts": 2,
+        }
+        played = play(tmp_path, script, completion_tools=True, **given)
         assert played.status == "completed"
         assert played.roles == ["user", "assistant", "tool", "assistant", "tool"]
         assert played.results[0]["notes"] == ["expected"]

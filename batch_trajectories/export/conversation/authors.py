@@ -28,6 +28,7 @@ _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
 def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
     """The entries of a record with their authors."""
     messages, turns = record.messages, record.turns
+    retried = answered_again(record)
     if not own.brought and record.agent is None and Said not in map(type, entries[1:]):
         return entries  # most conversations: the prompt, then turns of the model
     # Turns of the prompt come first, then those of a branch's parent.
@@ -49,6 +50,9 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
         if entry.number <= given:
             author: Author = "prompt" if entry.number <= from_prompt else "parent"
             entry = msgspec.structs.replace(entry, author=author)
+        elif entry.number - from_prompt in retried:
+            # An answer that was found wrong and given again: only the last one is to be learnt.
+            entry = msgspec.structs.replace(entry, masked=("wrong_answer",))
         elif others:
             replies = turns[place : place + entry.replies]
             place += entry.replies
@@ -56,6 +60,16 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
                 entry = msgspec.structs.replace(entry, author="other_model")
         written.append(entry)
     return written
+
+
+def answered_again(record: Record) -> set[int]:
+    """The turns whose answer was found wrong and given again (`--expected_attempts`).
+
+    Rows of runs from before `--expected_match` stay as they are.
+    """
+    if "expected_match" not in (record.options or {}):
+        return set()
+    return {note.turn for note in record.notes if note.reason == "expected"}
 
 
 def with_context(entries: list[Entry], part: StoredConversation, own: Own) -> list[Entry]:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agent.loop.answers import matches
+from agent.options import Match
 from batch_trajectories.basics.errors import ConfigError, missing
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.leaks import leaks_of
@@ -116,8 +118,6 @@ def _by_pattern(text: str) -> str | None:
 
 
 _NO_ANSWER = "there is no answer"
-
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 _COUNTED = (
@@ -371,11 +371,16 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     """A function that returns what is wrong with the answer of a record, None if it is right."""
     if check.function:
         return _own_check(check.function)
-    is_right: Callable[[str, str], bool] = {
-        "exact": _is_exact,
-        "numeric": lambda answer, expected: _is_close(answer, expected, check.tolerance),
-        "regex": _matches,
-    }[check.match]
+    how: Match = "auto"
+    if check.match == "numeric":
+        how = "number"
+    elif check.match != "regex" and check.match != "python":
+        how = check.match
+
+    def is_right(answer: str, expected: str, question: str) -> bool:
+        if check.match == "regex":
+            return re.search(expected, answer) is not None
+        return matches(answer, expected, how, question, tolerance=check.tolerance)
 
     def wrong(record: Record) -> str | None:
         if (answer := answer_of(record)) is None:
@@ -384,7 +389,8 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         if (expected := record.row.get(column)) is None:
             return f"the row has no {column!r}"
         try:
-            right = is_right(answer, str(expected))
+            question = next((m.content for m in record.messages if m.role == "user"), "")
+            right = is_right(answer, str(expected), question)
         except re.error as error:
             raise ConfigError(
                 f"filters.answer: {record.id}: {column!r} is {expected!r}, no regular "
@@ -415,19 +421,3 @@ def _own_check(place: str) -> Callable[[Record], str | None]:
         return None if right else f"{place} says no"
 
     return wrong
-
-
-def _is_exact(answer: str, expected: str) -> bool:
-    return answer.strip().casefold() == expected.strip().casefold()
-
-
-def _is_close(answer: str, expected: str, tolerance: float) -> bool:
-    given, wanted = _NUMBER.findall(answer), _NUMBER.findall(expected)
-    if not given or not wanted:
-        return False
-    got, right = (float(numbers[-1].replace(",", "")) for numbers in (given, wanted))
-    return abs(got - right) <= tolerance * max(1.0, abs(right))
-
-
-def _matches(answer: str, pattern: str) -> bool:
-    return re.search(pattern, answer) is not None

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from agent.options import NonNegativeInt, PositiveInt, split_commas
+from agent.loop.answers import TOLERANCE
+from agent.options import Match, NonNegativeInt, PositiveInt, split_commas
 from agent.state.trajectory import Status
 from batch_trajectories.export.conversation.tolerance import Tokens
 from batch_trajectories.records.checks import EXPECTED
@@ -26,11 +27,11 @@ class AnswerCheck(RecipePart):
 
     column: str = EXPECTED
     """`expected` stands for `target`, too, where a row has only that."""
-    match: Literal["exact", "numeric", "regex", "python"] = "exact"
-    """exact: the same text except for case and outer space; numeric: the last number of the answer;
-    regex: the column is a pattern; python: `function` decides."""
-    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
-    """Largest relative difference of numbers."""
+    match: Match | Literal["numeric", "regex", "python"] = "exact"
+    """As `--expected_match`; numeric: the same as number; regex: the column is a pattern; python:
+    `function` decides."""
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TOLERANCE
+    """Largest relative difference of numbers, if one of them is no whole number."""
     function: Annotated[str, Field(pattern=r"^.+:[\w.]+$")] | None = None
     """MODULE:FUNCTION, called with answer and record; returns whether the answer is right."""
 

@@ -1,0 +1,383 @@
+"""Compare a final answer with the expected one, as graders of the field do.
+
+Models answer in sentences, so the answer has to be found first. Where it stands follows from what
+is expected: a number, a letter of a multiple-choice question, a formula or a text.
+
+The rules for numbers are those of GSM8K (`#### 42`), the ones for formulas those of MATH
+(`\\boxed{...}`); see the datasets `openai/gsm8k` and `hendrycks/competition_math`.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Literal
+
+from agent.options import Match
+
+TOLERANCE = 1e-6
+"""Largest relative difference of two numbers, if at least one of them is no whole number."""
+
+_READ_CHARS = 20_000
+"""Of an answer, so much of its end is read: the work stays small, whatever a model writes."""
+
+_GSM8K = "####"
+"""What stands before the result in answers of GSM8K."""
+
+_GROUPED = r"\d{1,3}(?:,\d{3})+"
+_NUMBER = re.compile(
+    rf"(?<![\w.])[-+]?[$€£¥]?\s?(?:{_GROUPED}|\d+)?(?:(?<=\d)\.\d+|(?<!\d)\.\d+)?"
+    r"(?:[eE][-+]?\d+)?(?:\s?/\s?\d+(?:\.\d+)?)?(?!\w*\d)"
+)
+_POWER = re.compile(r"\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?")
+"""`3 \\times 10^{5}`: the exponent."""
+
+_SAYS = re.compile(
+    r"(?:\b(?:answer|choice|option|result)\b(?:\s+here)?\s+(?:is|would be|should be|equals)"
+    r"|\banswer\b|\\therefore)\s*[:=]?\s*",
+    re.IGNORECASE,
+)
+"""What stands before an answer in a sentence."""
+
+_CHOICES = "A-J"
+_CHOICE = re.compile(rf"[(\[]?([{_CHOICES}])[)\]]?[.:]?")
+_SEVERAL = re.compile(rf"\(?[{_CHOICES}]\)?(?:\s?(?:,|;|&|and|/)?\s?\(?[{_CHOICES}]\)?)+[.)]?")
+_SMALL = re.compile(r"[(\[]?([a-j])(?:[)\]]\.?|[.:]?$)")
+"""A small letter that is a choice: nothing else follows it, or it is in parentheses."""
+
+
+def matches(
+    answer: str,
+    expected: str,
+    match: Match = "auto",
+    question: str = "",
+    *,
+    tolerance: float = TOLERANCE,
+) -> bool:
+    """Whether a final answer is the expected one.
+
+    `expected` is the column of a row: the answer itself, or a whole solution of GSM8K or MATH.
+    `question` is the task: a number at the end of an answer that only repeats it does not count.
+    """
+    wanted = expected_in(expected)
+    rule = rule_for(expected) if match == "auto" else match
+    if rule == "exact":
+        return answer.strip().casefold() == expected.strip().casefold()
+    if rule == "contains":
+        return _holds(_plain(answer), _plain(wanted))
+    answer = answer.strip()[-_READ_CHARS:]
+    if rule == "choice":
+        return choices_in(answer) == _letters(wanted)
+    if rule == "number":
+        number, given = number_of(wanted), number_in(answer, question)
+        return number is not None and given is not None and are_equal(given, number, tolerance)
+    if rule == "boxed" and (found := _in_last_box(answer)) is not None:
+        return are_same(found, wanted)
+    if rule == "last_line":
+        return are_same(_unmarked(_last_line(answer)), wanted)
+    return any(are_same(one, wanted) for one in _places(answer))
+
+
+def rule_for(expected: str) -> Match | Literal["text"]:
+    """How `auto` compares with an expected answer."""
+    wanted = expected_in(expected)
+    if _CHOICE.fullmatch(wanted) or _SEVERAL.fullmatch(wanted):
+        return "choice"
+    if number_of(wanted) is not None:
+        return "number"
+    if "\\" in wanted or _in_last_box(expected) is not None:
+        return "boxed"
+    return "text"
+
+
+def describe_rule(expected: str, match: Match = "auto") -> str:
+    """A sentence that says which answers pass, for a row with this expected answer."""
+    wanted = expected_in(expected)
+    shown = wanted if len(wanted) <= 60 else f"{wanted[:57]}..."
+    said = {
+        "exact": f"it is {shown!r}, ignoring case and outer space",
+        "contains": f"it contains {shown!r} as whole words",
+        "choice": f"the letter that it ends with, or says after 'answer is', is {shown}",
+        "number": "the number after its last `####`, in its last \\boxed{}, after 'answer is', or "
+        f"else its last number equals {shown}",
+        "boxed": f"what its last \\boxed{{}} holds equals {shown!r}, as formulas",
+        "last_line": f"its last line is {shown!r}",
+        "text": "the whole of it, its last line, its last \\boxed{} or what follows 'answer is' is "
+        f"{shown!r}",
+    }
+    return f"an answer passes if {said[rule_for(expected) if match == 'auto' else match]}"
+
+
+def expected_in(column: str) -> str:
+    """The answer in a column, which may hold a whole solution of GSM8K or MATH."""
+    if _GSM8K in column:
+        return column.rpartition(_GSM8K)[2].strip()
+    boxed = _in_last_box(column)
+    answer = column if boxed is None else boxed
+    return re.sub(r"^\\text(?:bf)?\{([^{}]*)\}$", r"\1", answer.strip()).strip()
+
+
+# Numbers.
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that a text is, with its unit or currency; None if it is none, or several."""
+    text = _without_layout(text).strip().rstrip(".")
+    text = re.sub(r"^\$(.*)\$$", r"\1", text)  # a formula between dollars
+    text = re.sub(r"^[A-Za-z]\w?\s*=\s*", "", text)
+    found = list(_numbers(text))
+    if len(found) != 1:
+        return None
+    number, start, end = found[0]
+    before, after = text[:start].strip(), text[end:].strip()
+    if before or not re.fullmatch(r"%|°[CF]?|[A-Za-z]{1,12}(?:\^?[23]|/[a-z]+)?|", after):
+        return None
+    return number
+
+
+def number_in(answer: str, question: str = "") -> Fraction | None:
+    """The number that an answer gives: after its last mark, or else its last one.
+
+    A number at the end that repeats the question with the word before it ("below 1000") is not the
+    answer; the one before it is.
+    """
+    for text in _after_marks(answer):
+        if found := list(_numbers(_without_layout(text))):
+            return found[0][0]
+    text = _without_layout(answer)
+    found = list(_numbers(text))
+    asked = _without_layout(question).casefold()
+    while len(found) > 1 and (phrase := _with_word_before(text, *found[-1][1:])):
+        if phrase.casefold() not in asked:
+            break
+        found.pop()
+    return found[-1][0] if found else None
+
+
+def are_equal(one: Fraction, other: Fraction, tolerance: float = TOLERANCE) -> bool:
+    """Whether two numbers are equal: whole ones exactly, others up to a relative `tolerance`."""
+    if one == other:
+        return True
+    if one.denominator == other.denominator == 1:
+        return False
+    return abs(one - other) <= Fraction(tolerance) * max(abs(one), abs(other))
+
+
+def _numbers(text: str) -> Iterator[tuple[Fraction, int, int]]:
+    """The numbers in a text, each with its start and end."""
+    end = 0
+    for found in _NUMBER.finditer(text):
+        if found.start() < end:
+            continue  # a power of ten that belongs to the number before it
+        digits = re.sub(r"[$€£¥,\s]", "", found[0])
+        if not any(c.isdecimal() for c in digits):
+            continue
+        top, _, below = digits.partition("/")
+        try:
+            number = Fraction(Decimal(top))
+            if below:
+                number /= Fraction(Decimal(below))
+        except (InvalidOperation, ZeroDivisionError, ValueError):
+            continue
+        end = found.end()
+        if (power := _POWER.match(text, end)) and abs(int(power[1])) < 400:
+            number *= Fraction(10) ** int(power[1])
+            end = power.end()
+        start = found.start() + len(found[0]) - len(found[0].lstrip())
+        yield number, start, end
+
+
+def _with_word_before(text: str, start: int, end: int) -> str:
+    """A number with the word before it; "" if none is there."""
+    word = re.search(r"([A-Za-z]+)\s+$", text[:start])
+    return f"{word[1]} {text[start:end]}" if word else ""
+
+
+def _without_layout(text: str) -> str:
+    """A text with the characters of numbers as ASCII has them, and fractions of LaTeX as a/b."""
+    text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
+    text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
+    text = re.sub(r"(?<=\d)(?:\\[,;! ]|[\u2009\u202f\u00a0'’_])(?=\d{3}\b)", "", text)
+    text = re.sub(r"(?<=\d) (?=\d{3}(?: \d{3})*\b(?! ?\d))", "", text)
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1", text)
+    text = re.sub(r"\^\s*\{?\\circ\}?", "°", text)
+    text = re.sub(r"\\[dt]?frac\s*\{\s*([-+]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1/\2", text)
+    text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2", text)
+    return re.sub(r"\*\*|__|`", "", text)
+
+
+# Letters of multiple-choice questions.
+
+
+def choices_in(answer: str) -> frozenset[str]:
+    """The letters that an answer chooses; empty if it chooses none."""
+    boxed = _in_last_box(answer)
+    if boxed is not None and (letters := _letters(re.sub(r"\\text(?:bf)?|[{}]", "", boxed))):
+        return letters
+    plain = re.sub(r"\*\*|__|`|\\text|[{}$]", "", answer)
+    for found in reversed(list(_SAYS.finditer(plain))):
+        rest = re.sub(r"^(?:option|choice)s?\s*", "", plain[found.end() :], flags=re.IGNORECASE)
+        # "A" may be a word here: "the answer is A good one".
+        word = re.match(r"\s*\(?(?:([B-HJ])|(A)(?=\s(?:because|since|as|and)\b))\b", rest)
+        if letters := _leading(rest) or frozenset((word[1] or word[2]) if word else ""):
+            return letters
+    if letters := _letters(_last_line(plain)) or _leading(_last_line(plain)) or _leading(plain):
+        return letters
+    if last := re.search(rf"[.!:]\s*\(?([{_CHOICES}])\)?\.?$", _last_line(plain)):
+        return frozenset(last[1])
+    inside = re.findall(rf"\(([{_CHOICES}])\)", plain)
+    if inside:
+        return frozenset(inside[-1])
+    # "A" and "I" are words.
+    alone = re.findall(r"(?<![\w'])([B-HJ])(?![\w'])", plain)
+    return frozenset(alone[-1:])
+
+
+def _letters(text: str) -> frozenset[str]:
+    text = text.strip().rstrip(".")
+    if _SMALL.fullmatch(text):
+        text = text.upper()
+    if _CHOICE.fullmatch(text) or _SEVERAL.fullmatch(text):
+        return frozenset(re.findall(rf"[{_CHOICES}](?![a-z])", text))
+    return frozenset()
+
+
+def _leading(text: str) -> frozenset[str]:
+    """The letters at the beginning of a text: "(B) because", "B. Paris", "A and C"."""
+    several = re.match(
+        rf"\s*\(?[{_CHOICES}]\)?(?:\s*(?:,|;|&|and)\s*\(?[{_CHOICES}]\)?(?!\w))+", text
+    )
+    if several:
+        return frozenset(re.findall(rf"[{_CHOICES}](?![a-z])", several[0]))
+    one = re.match(rf"\s*(?:\(([{_CHOICES}])\)|([{_CHOICES}])(?:[.):,]|\s*$|\s*[\n.]))", text)
+    if one is None:
+        small = _SMALL.match(text.strip())
+        return frozenset(small[1].upper() if small else "")
+    return frozenset(one[1] or one[2])
+
+
+# Texts and formulas.
+
+
+def are_same(one: str, other: str) -> bool:
+    """Whether two texts or formulas say the same, as numbers, as sets, or when normalized."""
+    first, second = number_of(one), number_of(other)
+    if first is not None and second is not None:
+        return are_equal(first, second)
+    left, right = _formula(one), _formula(other)
+    if left == right:
+        return bool(left) or one.strip() == other.strip()
+    parts, others = _parts(left), _parts(right)
+    if len(parts) != len(others) or len(parts) < 2:
+        return False
+    if left[:1] not in "([" or right[:1] not in "([":  # a list or a set: in any order
+        parts, others = sorted(parts), sorted(others)
+    elif left[:1] != right[:1] or left[-1:] != right[-1:]:
+        return False
+    return all(are_same(a, b) for a, b in zip(parts, others, strict=True))
+
+
+def _parts(formula: str) -> list[str]:
+    """The items of a tuple, a set or a list."""
+    inner = re.sub(r"^(?:\\\{|[({\[])(.*?)(?:\\\}|[)}\]])$", r"\1", formula)
+    items, depth = [""], 0
+    for c in inner:
+        depth += (c in "({[") - (c in ")}]")
+        if c == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += c
+    return items
+
+
+def _formula(text: str) -> str:
+    """A text in one form: without layout, units in words, spaces and letters' case."""
+    text = " ".join(unicodedata.normalize("NFKC", text).replace("−", "-").split())
+    text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text, flags=re.DOTALL).strip().strip("$").strip()
+    text = re.sub(r"\*\*|__|`", "", text)
+    text = text.replace("\\\\", ";")  # rows of a matrix
+    text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])", "", text)
+    text = re.sub(
+        r"\\(?:text(?:bf|it)?|math(?:rm|bf)|mbox|operatorname)\s*\{([^{}]*)\}", r"\1", text
+    )
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\frac\s*(\w)\s*(\w)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"(\1)/(\2)", text)
+    text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\^\s*\{?\\circ\}?|\\degree|°", "", text)
+    text = text.replace("\\%", "").replace("%", "").replace("\\$", "").replace("\\cdot", "*")
+    text = re.sub(r"\\(?:ldots|dots)", "...", text)
+    text = re.sub(r"\((\\?[\w.]+)\)/\((\\?[\w.]+)\)", r"\1/\2", text)
+    text = re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
+    text = re.sub(r"^[A-Za-z]\w?\s*(?:=|\\in)\s*", "", text)
+    text = text.strip().strip("\"'“”‘’").rstrip(".!").strip()
+    text = re.sub(r"\s*([-+*/^=<>,;(){}\[\]|])\s*", r"\1", text)
+    return re.sub(r"\s+", "" if "\\" in text or "=" in text else " ", text).casefold()
+
+
+def _plain(text: str) -> str:
+    """A text without letters' case, and with one space between its words."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _holds(text: str, wanted: str) -> bool:
+    """Whether a text contains another one, not as a part of a longer word or number."""
+    start = text.find(wanted) if wanted else -1
+    while start >= 0:
+        around = text[max(0, start - 1) : start], text[start + len(wanted) :][:1]
+        joins = (around[0] + wanted[:1], wanted[-1:] + around[1])
+        if not any(len(pair) == 2 and pair.isalnum() for pair in joins):
+            return True
+        start = text.find(wanted, start + 1)
+    return False
+
+
+def _places(answer: str) -> Iterator[str]:
+    """Where an answer may say what is expected: as a whole, after a mark, in its last line."""
+    yield answer
+    yield from _after_marks(answer)
+    yield _unmarked(_last_line(answer))
+
+
+def _after_marks(answer: str) -> Iterator[str]:
+    """What follows the marks of an answer: `####`, the last box, "answer is"; the best first."""
+    if _GSM8K in answer:
+        yield answer.rpartition(_GSM8K)[2].strip().partition("\n")[0]
+    boxed = _in_last_box(answer)
+    if boxed is not None:
+        yield boxed
+    plain = re.sub(r"\*\*|__|`", "", answer)
+    if said := list(_SAYS.finditer(plain)):
+        line = plain[said[-1].end() :].strip().partition("\n")[0].strip()
+        if line:
+            yield line
+            if sentence := re.match(r"(.+?)[.!](?:\s|$)", line):
+                yield sentence[1]
+
+
+def _in_last_box(text: str) -> str | None:
+    """What the last `\\boxed{...}` of a text holds; None if there is none that is closed."""
+    begins = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
+    if not begins:
+        return None
+    start, depth = begins[-1].end(), 1
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if depth == 0:
+            return text[start:at]
+    return None
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
+
+
+def _unmarked(line: str) -> str:
+    """A line without what introduces an answer, and without emphasis."""
+    line = re.sub(r"\*\*|__|`", "", line).strip()
+    return re.sub(
+        r"^(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*)", "", line, flags=re.I
+    ).strip()
