@@ -21,7 +21,7 @@ from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import replaced_images
-from batch_trajectories.dataset.column_names import ERROR_COLUMN
+from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
 from batch_trajectories.dataset.scan import ID_COLUMNS
 from batch_trajectories.engine.run_dir import directory_of, read_run_json
 

@@ -17,8 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from batch_trajectories.dataset.row_files import read_files
-from batch_trajectories.dataset.row_image import read_env
+from batch_trajectories.dataset.columns import Files, Reading, Variables, read
 
 COLUMN = "reference"
 _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
@@ -57,8 +56,10 @@ def read_reference(
 ) -> Reference | None:
     """Read the columns of a row; None where it has no solution. Raises `ValueError`.
 
-    See `runs.dataset.row_setup.read_row_setup` for `inside` and `variables`.
+    `inside`: the workspace is a directory of the row's image. `variables`: the variables of this
+    machine that the row may name.
     """
+    reading = Reading(inside, variables)
     raw = columns.get(COLUMN)
     name = COLUMN
     if not isinstance(raw, dict) or not raw.keys() <= _KEYS:
@@ -69,14 +70,15 @@ def read_reference(
             raw["files"] = solution
         if isinstance(command, str):
             raw["command"] = command
+    raw = {key: value for key, value in raw.items() if value is not None}
     patch, command = raw.get("patch"), raw.get("command")
-    files, removed = _of_commit(raw.get("commit"), inside=inside)
-    files |= read_files(raw.get("files"), name, inside=inside)
+    files, removed = _of_commit(raw.get("commit"), reading)
+    files |= read(Files, raw.get("files", {}), name, reading)
     if not isinstance(patch, str | None) or not isinstance(command, str | None):
         raise ValueError(f"`{name}`: patch and command must be text")
     if not (patch and patch.strip()) and not files and not removed and not command:
         return None
-    env = read_env(raw.get("env"), f"{name}.env", variables)
+    env = read(Variables, raw.get("env", {}), f"{name}.env", reading)
     return Reference(
         patch=patch or None,
         is_reversed=raw.get("reverse") is True,
@@ -87,7 +89,7 @@ def read_reference(
     )
 
 
-def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def _of_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The files of a commit, and those that it removes."""
     changes = raw.get("file_diffs") if isinstance(raw, dict) else None
     files: dict[str, str] = {}
@@ -101,7 +103,7 @@ def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, 
             files[path] = content
         else:
             removed.append(path)
-    return read_files(files, f"{COLUMN}.commit", inside=inside), tuple(removed)
+    return read(Files, files, f"{COLUMN}.commit", reading), tuple(removed)
 
 
 def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, Made]]:

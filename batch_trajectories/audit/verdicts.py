@@ -19,13 +19,14 @@ import orjson
 from batch_trajectories.audit.audited import Name, step_of
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip, in_a_line
-from batch_trajectories.dataset.column_names import (
-    CHAT_COLUMNS,
-    HISTORY_COLUMNS,
-    INSIDE_COLUMNS,
-    SETUP_COLUMNS,
+from batch_trajectories.dataset.columns import names_of
+from batch_trajectories.dataset.row_conversation import CHAT_COLUMNS
+from batch_trajectories.dataset.row_workspace import (
+    HistoryColumns,
+    InsideColumns,
+    SetupColumns,
+    image_columns,
 )
-from batch_trajectories.dataset.row_image import image_columns
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.records.files import open_temporary, temporary_for
 from batch_trajectories.records.reader import open_index, read_record
@@ -132,8 +133,9 @@ class TaskVerdict(NamedTuple):
 
 def task_digest(columns: Mapping[str, Any]) -> str:
     """16 hex digits over what makes a task: prompt, set-up, image and check."""
-    names = ["prompt", *CHAT_COLUMNS, "expected", "target", *SETUP_COLUMNS, *HISTORY_COLUMNS]
-    names += [*INSIDE_COLUMNS, *image_columns(columns)]
+    names = ["prompt", *CHAT_COLUMNS, "expected", "target", *image_columns(columns)]
+    for group in (SetupColumns, HistoryColumns, InsideColumns):
+        names += names_of(group)
     present = {name: columns[name] for name in sorted({*names}) if columns.get(name) is not None}
     content = exact_json.dumps(present, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(content, digest_size=8).hexdigest()

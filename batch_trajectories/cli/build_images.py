@@ -37,8 +37,8 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
     are there already are not built again.
     """
     from batch_trajectories.basics.errors import DatasetError, EnvironmentStop
-    from batch_trajectories.dataset.column_names import ERROR_COLUMN
     from batch_trajectories.dataset.harbor import tasks_in
+    from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
     from toolsets.images.names import ImageError
     from toolsets.sandbox.containers.engine import build_image, docker_problem, save_image
 

@@ -85,7 +85,8 @@ def _described(
     from batch_trajectories.basics import exact_json
     from batch_trajectories.basics.text import clip, first_few, plural
     from batch_trajectories.dataset.lines import columns_in
-    from batch_trajectories.dataset.row import RowRules, columns_beside, kind_of, usual_prompt
+    from batch_trajectories.dataset.row import RowRules
+    from batch_trajectories.dataset.row_conversation import columns_beside, kind_of, usual_prompt
 
     rules = RowRules()
     if kind is not None:
@@ -164,17 +165,21 @@ def _place_of(reason: str) -> tuple[str, str]:
 
 def _use_of(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
-    from batch_trajectories.dataset.column_names import (
+    from batch_trajectories.dataset.columns import names_of
+    from batch_trajectories.dataset.row import MODEL_COLUMN
+    from batch_trajectories.dataset.row_conversation import (
         CHAT_COLUMNS,
-        HISTORY_COLUMNS,
-        IMAGE_COLUMNS,
-        INSIDE_COLUMNS,
-        MODEL_COLUMN,
-        TELLTALE_COLUMNS,
+        FORK_COLUMN,
+        REPLIES_COLUMN,
         TURNS_COLUMN,
         USER_COLUMN,
     )
-    from batch_trajectories.dataset.scan import ID_COLUMNS
+    from batch_trajectories.dataset.row_workspace import (
+        IMAGE_COLUMNS,
+        HistoryColumns,
+        InsideColumns,
+    )
+    from batch_trajectories.dataset.scan import ID_COLUMNS, TELLTALE_COLUMNS
     from batch_trajectories.records.checks import expected_column
 
     own_id = next((column for column in ID_COLUMNS if column in columns), None)
@@ -187,15 +192,17 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
     uses = {
         "agent_options": "options of its conversation",
         expected_column(columns): "compared with the answer, with --check_expected",
-        "user_replies": "answers of the user, with --awaiting_input",
+        REPLIES_COLUMN: "answers of the user, with --awaiting_input",
         TURNS_COLUMN: "further messages of the user",
         USER_COLUMN: "the simulated user's part, with --simulated_user",
         "script": "turns of the scripted model",
-        "fork": "the beginning of the conversation, with --forks",
+        FORK_COLUMN: "the beginning of the conversation, with --forks",
         MODEL_COLUMN: "one of --models",
-        **dict.fromkeys(INSIDE_COLUMNS, "how to work in the image, with --workspace=image"),
+        **dict.fromkeys(
+            names_of(InsideColumns), "how to work in the image, with --workspace=image"
+        ),
         **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
         **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
-        **dict.fromkeys(HISTORY_COLUMNS, "the history that stays, with --workspace=image"),
+        **dict.fromkeys(names_of(HistoryColumns), "the history that stays, with --workspace=image"),
     }
     return uses.get(name, "kept with the record")

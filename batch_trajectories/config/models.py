@@ -14,7 +14,7 @@ from agent.setup import Setup, set_up
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.endpoints import Cost, EndpointLimits, to_prices
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.column_names import MODEL_COLUMN
+from batch_trajectories.dataset.row import MODEL_COLUMN
 from batch_trajectories.records.tasks import Task
 from toolsets.catalog.registry import TOOLSETS, Toolset
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from batch_trajectories.basics.text import valid_utf8
-from batch_trajectories.dataset.column_names import ERROR_COLUMN
+from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
 
 # What task.toml of a Harbor task says, read one setting at a time (schema 1.4).
 

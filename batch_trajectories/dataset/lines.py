@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetError
-from batch_trajectories.dataset.row import RowRules, kind_of
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.row_conversation import kind_of
 from batch_trajectories.records.tasks import BadRow
 
 MAX_LINE_BYTES = 256 << 20

@@ -1,30 +1,34 @@
-"""The column `fork` of a row: the conversation that the samples of this row branch from.
-
-Keys: `run` and `record` (the parent conversation), `turn` (the last that is shared), `drawn_as`
-(the task id that model and toolsets were drawn with), `inherited` (what the shared turns cost),
-and `events` (those of the parent, from its opening on).
-"""
+"""The column `fork` of a row: the conversation that the samples of this row branch from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from agent.messages.message import Event, ForkedEvent, Message
+from pydantic import PlainValidator, Strict
+
+from agent.messages.message import ForkedEvent, Message
 from agent.state.trajectory import Trajectory
-from batch_trajectories.dataset.column_names import FORK_COLUMN
+from batch_trajectories.dataset.columns import Text, read
+from batch_trajectories.dataset.row_conversation import FORK_COLUMN
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
     """The turns that the branches of a row share."""
 
-    run: str
-    record: str
-    turn: int
+    run: Text
+    record: Text
+    """The parent conversation, by its id."""
+    turn: Annotated[int, Strict()]
+    """The last that is shared."""
+    drawn_as: Text
+    """The id of the task that model and toolsets were drawn with."""
     inherited: dict[str, Any]
-    events: tuple[Event, ...]
+    """What the shared turns cost."""
+    events: Annotated[tuple[Any, ...], PlainValidator(tuple)]
+    """Those of the parent, from its opening on."""
 
     def event(self, *, branch: int, replay: dict[str, Any]) -> ForkedEvent:
         """The first event of a branch itself."""
@@ -41,22 +45,12 @@ class Fork:
 
 def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
     """Read the column of a row. Raises `ValueError` if it does not hold whole turns."""
-    fork = columns.get(FORK_COLUMN)
     try:
-        assert isinstance(fork, dict)
-        events = tuple(fork["events"])
-        trajectory = Trajectory(opening, events)
-        is_whole = trajectory.turns == fork["turn"] and not trajectory.open_calls()
-        texts = [fork["run"], fork["record"], fork["drawn_as"]]
-        if is_whole and all(isinstance(text, str) for text in texts):
-            return Fork(
-                run=fork["run"],
-                record=fork["record"],
-                turn=fork["turn"],
-                inherited=dict(fork["inherited"]),
-                events=events,
-            )
-    except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+        fork: Fork = read(Fork, columns.get(FORK_COLUMN), FORK_COLUMN)
+        trajectory = Trajectory(opening, fork.events)
+        if trajectory.turns == fork.turn and not trajectory.open_calls():
+            return fork
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         pass
     raise ValueError(
         f"`{FORK_COLUMN}` is not the beginning of a conversation (make it by the command fork)"

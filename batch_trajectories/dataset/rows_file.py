@@ -32,7 +32,7 @@ from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.basics.yaml_file import YamlFileError, construct, read_yaml_nodes
-from batch_trajectories.dataset.column_names import ERROR_COLUMN
+from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
 from batch_trajectories.dataset.scan import ID_COLUMNS
 
 # Templates of a rows file: values that are filled in from the columns of a row.

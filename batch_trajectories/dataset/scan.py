@@ -26,12 +26,15 @@ import orjson
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
-from batch_trajectories.dataset.column_names import TELLTALE_COLUMNS
 from batch_trajectories.dataset.lines import ContentDigest, Row, read_row_at, read_rows
-from batch_trajectories.dataset.row import RowRules, with_plain_prompt
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.row_conversation import with_plain_prompt
 from batch_trajectories.dataset.shards import Shard
 from batch_trajectories.records.checks import EXPECTED
 from batch_trajectories.records.tasks import BadRow, Task, task_key
+
+TELLTALE_COLUMNS = ("check", "files", "setup", "base_commit")
+"""Columns whose names other datasets hardly use: rows with them may need `row_setup`."""
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -82,7 +85,7 @@ class Scan:
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `TELLTALE_COLUMNS`."""
     asked: dict[str, int]
-    """What rows ask for that the run may refuse; see `row_image.add_asked`. `expected`: usable
+    """What rows ask for that the run may refuse; see `row_workspace.add_asked`. `expected`: usable
     rows with this column whose answers are not compared with it."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
@@ -141,7 +144,7 @@ def scan(
         if rules.ignores_expected(row.columns):
             largest[EXPECTED] = largest.get(EXPECTED, 0) + 1
         if rules.inside:
-            from batch_trajectories.dataset.row_image import add_asked
+            from batch_trajectories.dataset.row_workspace import add_asked
 
             add_asked(largest, row.columns)
         fingerprint.update(_canonical(row.columns))

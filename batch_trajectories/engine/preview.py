@@ -16,7 +16,7 @@ from agent.setup import Home
 from batch_trajectories.basics.text import clip, plural
 from batch_trajectories.config.models import setup_of_task
 from batch_trajectories.config.sandboxes import image_sandboxes
-from batch_trajectories.dataset.row import unused_turns
+from batch_trajectories.dataset.row_conversation import unused_turns
 from batch_trajectories.dataset.scan import tasks
 from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.engine.plan import Plan
@@ -191,7 +191,7 @@ def _no_images(plan: Plan) -> list[str]:
     for row in (rules.read(task.columns) for task in _first_tasks(plan)):
         names = [row.image.reference if row.image else config.docker_image or ""]
         if row.check is not None and row.check.image is not None:
-            names.append(row.check.image.reference)
+            names.append(row.check.image)
         missing.append(next(filter(None, map(problem_of, names)), None))
     problems = [problem for problem in missing if problem is not None]
     if not problems:

@@ -34,7 +34,7 @@ from agent.options import AgentOptions
 from agent.setup import Setup, schemas_for, schemas_of_inner
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
-from batch_trajectories.dataset.column_names import FORK_COLUMN
+from batch_trajectories.dataset.row_conversation import FORK_COLUMN
 from batch_trajectories.records.failures import Failure
 from batch_trajectories.records.files import with_checksum
 from batch_trajectories.records.record_types import Record, decode_record, shared

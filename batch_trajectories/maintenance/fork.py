@@ -30,8 +30,8 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.column_names import FORK_COLUMN
 from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.row_conversation import FORK_COLUMN
 from batch_trajectories.engine.origin import describe_unused, harmless_options
 from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.records.files import (

@@ -19,11 +19,16 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import image_sandboxes
-from batch_trajectories.dataset.column_names import HISTORY_COLUMNS, INSIDE_COLUMNS, SETUP_COLUMNS
+from batch_trajectories.dataset.columns import names_of
 from batch_trajectories.dataset.kept_dataset import KeptDataset
 from batch_trajectories.dataset.lines import read_row_at
-from batch_trajectories.dataset.row import opening_messages
-from batch_trajectories.dataset.row_image import image_columns
+from batch_trajectories.dataset.row_conversation import opening_messages
+from batch_trajectories.dataset.row_workspace import (
+    HistoryColumns,
+    InsideColumns,
+    SetupColumns,
+    image_columns,
+)
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.export.conversation.ending import answer_of, is_answered
 from batch_trajectories.records.checks import expected_text
@@ -147,11 +152,11 @@ class Rechecks:
     def _by_check(
         self, record: Record, row: Mapping[str, Any], place: IndexEntry, key: bytes
     ) -> Judging | LeftOut:
-        names = [*SETUP_COLUMNS]
+        names = [*names_of(SetupColumns)]
         if self._rules.image != "ignored":
             names += image_columns(row)
         if self._config.is_inside:
-            names += [*HISTORY_COLUMNS, *INSIDE_COLUMNS]
+            names += [*names_of(HistoryColumns), *names_of(InsideColumns)]
         columns = {name: row[name] for name in names if row.get(name) is not None}
         columns["prompt"] = record.id
         try:
@@ -173,7 +178,7 @@ class Rechecks:
         }
         decides = {**columns, "prompt": None, "options": self._options, "image": image}
         if judge is not None:
-            decides["judge"] = self._digest_of(judge.reference)
+            decides["judge"] = self._digest_of(judge)
         version = _digest(decides)
         id_ = f"check-{record.id}-{score_key(record)}"  # which no generated id looks like
         return Judging(version, {"id": id_, **columns, "judged": judged})

@@ -15,7 +15,7 @@ from agent.state.trajectory import Trajectory
 from batch_trajectories.api.stored_run import states_in
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import RunError
-from batch_trajectories.dataset.row import opening_messages
+from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.dataset.scan import tasks
 from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.export.conversation.own_work import Own

@@ -35,7 +35,7 @@ from agent.setup import set_up
 from agent.state.history import check_history
 from agent.state.trajectory import Journal, Status, Trajectory
 from batch_trajectories.basics import exact_json
-from batch_trajectories.dataset.row_user import read_user_turns
+from batch_trajectories.dataset.row_conversation import read_user_turns
 from batch_trajectories.engine.record import Provenance, as_stored, make_record
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected

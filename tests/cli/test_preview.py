@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.dataset.row import unused_turns
+from batch_trajectories.dataset.row_conversation import unused_turns
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 ROWS = [{"id": f"p{n}", "prompt": f"Say {n}", "script": [{"content": "y"}]} for n in range(8)]

@@ -10,7 +10,8 @@ import pytest
 
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
 from batch_trajectories.dataset.lines import ContentDigest, Row, read_rows
-from batch_trajectories.dataset.row import RowRules, opening_messages
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.dataset.scan import scan, tasks
 from batch_trajectories.records.tasks import BadRow, Task
 

@@ -15,12 +15,11 @@ import pytest
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.config.agents import agent_of
+from batch_trajectories.dataset.columns import Executable, RowLimits
 from batch_trajectories.dataset.harbor import HarborTask, tasks_in
 from batch_trajectories.dataset.kept_dataset import keep_dataset, rows_of_source
 from batch_trajectories.dataset.row import RowRules, RowTask
-from batch_trajectories.dataset.row_check import Artifact, Check, Collect
-from batch_trajectories.dataset.row_files import Executable
-from batch_trajectories.dataset.row_image import RowLimits, add_asked
+from batch_trajectories.dataset.row_workspace import Artifact, Check, Collect, add_asked
 from batch_trajectories.dataset.rows_file import load_rows_file
 from batch_trajectories.dataset.source import source_of
 from tests.helpers.running import run
@@ -429,8 +428,8 @@ class TestSeparateVerifier:
 
     def test_it_is_a_fresh_copy_of_the_tasks(self, tmp_path: Path) -> None:
         check = check_of(read(write_task(tmp_path / "t", SEPARATE)))
-        assert check.image is not None
-        assert (check.image.reference, check.image.workdir) == ("org/task:1", "/app")
+        assert check.image_spec is not None
+        assert (check.image_spec.reference, check.image_spec.workdir) == ("org/task:1", "/app")
         assert check.env == {"A": "1", "B": "2"}
         assert check.files.keys() == {"/tests/test.sh"}
         assert (check.user, check.where) == (None, None)
@@ -446,8 +445,8 @@ class TestSeparateVerifier:
             SEPARATE + '[verifier.environment]\ndocker_image = "v:1"\nnetwork_mode = "no-network"\n'
         )
         check = check_of(read(write_task(tmp_path / "t", own, **{"tests/test.sh": None})))
-        assert check.image is not None
-        assert (check.image.reference, check.image.workdir) == ("v:1", None)
+        assert check.image_spec is not None
+        assert (check.image_spec.reference, check.image_spec.workdir) == ("v:1", None)
         assert (check.files, check.env, check.network) == ({}, {"B": "2"}, False)
 
     def test_a_dockerfile_of_the_tests_is_built(self, tmp_path: Path) -> None:

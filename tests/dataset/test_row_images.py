@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.dataset.columns import RowLimits
 from batch_trajectories.dataset.row import RowRules, RowTask
-from batch_trajectories.dataset.row_check import Check, Outcomes
-from batch_trajectories.dataset.row_image import RowLimits
+from batch_trajectories.dataset.row_workspace import Check, Outcomes
 from batch_trajectories.dataset.scan import input_digest
 from toolsets.sandbox.base import ImageSpec
 
@@ -149,7 +149,9 @@ class TestCheck:
         setup = read({"check": {"command": "x", "tests": tests}}).setup
         assert setup is not None
         assert setup.check is not None
-        assert setup.check.tests == Outcomes((pattern,), "/tmp/log", ("a", "b", "c"))
+        assert setup.check.tests == Outcomes(
+            patterns=(pattern,), log="/tmp/log", must_pass=("a", "b", "c")
+        )
 
     @pytest.mark.parametrize(
         ("check", "message"),
@@ -161,15 +163,18 @@ class TestCheck:
             ({"reward_file": ["../x"]}, "`check.reward_file`: '../x' is not a path"),
             ({"in": "new"}, "`check.in` must be same or fresh (got 'new')"),
             ({"image": "v:1", "in": "fresh"}, "`check.image` does not go with `in: fresh`"),
-            ({"image": "-v"}, "`check.image`: `docker_image`: '-v' is not a valid image name"),
+            ({"image": "-v"}, "`check.image`: '-v' is not a valid image name"),
             ({"image": "v:1"}, "`check.artifacts` is missing: what the image gets of"),
-            ({"image": "v:1", "artifacts": ["../a"]}, "`check.artifacts`: '../a' is not a path"),
+            (
+                {"image": "v:1", "artifacts": ["../a"]},
+                "`check.artifacts.path`: '../a' is not a path",
+            ),
             (
                 {"image": "v:1", "artifacts": [{"source": "a"}]},
                 "must be a list of paths, or of {",
             ),
             ({"artifacts": ["a"]}, "`check.artifacts` needs `check.image`: the image that it is"),
-            ({"collect": [{"timeout_s": 1}]}, "`check.collect`: a command is missing"),
+            ({"collect": [{"timeout_s": 1}]}, "`check.collect.command` is missing"),
             (
                 {"collect": [{"command": "a", "timeout_s": 0}]},
                 "`check.collect.timeout_s`: 0 is",
@@ -178,6 +183,8 @@ class TestCheck:
             ({"network": 1}, "`check.network` must be true or false"),
             ({"env": {"A": None}}, "`check.env.A` must be text"),
             ({"unknown": 1}, "(got `unknown`)"),
+            ({"unknown": None}, "(got `unknown`)"),
+            ({"limits": {"gpus": None}, "image": "v:1", "artifacts": "a"}, "(got `gpus`)"),
             ({"tests": []}, "`check.tests` must be an object"),
             ({"tests": {"pass": ["a"]}}, "`check.tests.patterns` is missing"),
             ({"tests": {"patterns": ["("], "pass": ["a"]}}, "'(' is not a regular expression"),

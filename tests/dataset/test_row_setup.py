@@ -13,8 +13,7 @@ import pytest
 
 from batch_trajectories.basics.text import in_a_line
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.row_check import Check
-from batch_trajectories.dataset.row_setup import RowSetup, read_row_setup
+from batch_trajectories.dataset.row_workspace import Check, RowSetup, read_row_setup
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 

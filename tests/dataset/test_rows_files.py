@@ -12,7 +12,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.dataset.row_workspace import RowSetup
 from batch_trajectories.dataset.rows_file import load_rows_file
 from tests.helpers.playing import say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.dataset.row_check import Outcomes, read_check
+from batch_trajectories.dataset.row_workspace import InsideColumns, Outcomes, read_row_setup
 from batch_trajectories.dataset.rows_file import load_rows_file
 from batch_trajectories.engine.worker.judging import MISSING, outcomes, run_check, wrong_outcomes
 from tests.dataset.test_rows_files import ROWS
@@ -25,7 +25,7 @@ REWARDS = {"reward_file": ["out/reward.json", "reward.txt"]}
 
 def judged(root: Path, check: dict[str, Any], *, turns: int | None = None) -> dict[str, Any]:
     """The result of a check of the files in `root`, in a real sandbox."""
-    found = read_check(check, inside=False, network=False, variables=())
+    found = read_row_setup({"check": check}).check
     assert found is not None
     workspace = Workspace(root)
 
@@ -180,7 +180,7 @@ class TestPrintedRewards:
     @pytest.mark.parametrize("check", ["", {"command": " "}])
     def test_a_check_without_a_command_is_refused(self, check: Any) -> None:
         with pytest.raises(ValueError, match="command` is empty"):
-            read_check(check, inside=False, network=False, variables=())
+            read_row_setup({"check": check})
 
     @pytest.mark.parametrize("wrong", [{"a": 1}, [True, 1], ["1", 1], 5])
     def test_wrong_rewards_of_turns_fail_the_check(self, tmp_path: Path, wrong: Any) -> None:
@@ -214,7 +214,7 @@ class TestOutcomes:
 
     def outcomes_of(self, kind: str, **changes: Any) -> Outcomes:
         row = load_rows_file(kind).row({**ROWS[kind], **changes})
-        check = read_check(row["check"], inside=True, network=False, variables=())
+        check = read_row_setup({"check": row["check"]}, InsideColumns()).check
         assert check is not None
         assert check.tests is not None
         return check.tests

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.dataset.row_check import Check
-from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.dataset.row_workspace import Check, RowSetup
 from batch_trajectories.engine.worker.diffs.changes import begin_diff, is_unchanged
 from batch_trajectories.engine.worker.diffs.git import DiffError
 from batch_trajectories.engine.worker.diffs.making import make_diff

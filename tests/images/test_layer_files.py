@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.dataset.row_workspace import RowSetup
 from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, start_of
 from batch_trajectories.engine.worker.diffs.making import make_diff
 from tests.fakes.fake_images import make_repository

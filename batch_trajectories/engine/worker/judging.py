@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import orjson
 
 from batch_trajectories.basics.text import clip
-from batch_trajectories.dataset.row_check import Check, Outcomes
+from batch_trajectories.dataset.row_workspace import Check, Outcomes
 from batch_trajectories.engine.worker.diffs.making import MAX_CARRIED_BYTES
 from batch_trajectories.engine.worker.workspace_setup import (
     SetupFailed,
@@ -40,7 +40,7 @@ from toolsets.workspace.workspace import PathError
 
 if TYPE_CHECKING:
     from batch_trajectories.dataset.row import RowTask
-    from batch_trajectories.dataset.row_check import Artifact, Check
+    from batch_trajectories.dataset.row_workspace import Artifact, Check
     from batch_trajectories.engine.worker.workspaces import Workspaces
     from toolsets.sandbox.image_files import FileState, ImageFiles, ImageSandbox
 

@@ -18,7 +18,7 @@ from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
 if TYPE_CHECKING:
-    from batch_trajectories.dataset.row_setup import RowSetup
+    from batch_trajectories.dataset.row_workspace import RowSetup
     from toolsets.sandbox.image_files import ImageSandbox
 
 IMAGE_FILE = "image"
@@ -153,7 +153,7 @@ def fresh_root(root: Path) -> Path:
 
 async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
     """Write files into the workspace. Raises `SetupFailed`."""
-    from batch_trajectories.dataset.row_files import Executable
+    from batch_trajectories.dataset.columns import Executable
 
     for path, content in files.items():
         try:

@@ -41,8 +41,7 @@ from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY, Workspace
 
 if TYPE_CHECKING:
-    from batch_trajectories.dataset.row_check import Check
-    from batch_trajectories.dataset.row_setup import RowSetup
+    from batch_trajectories.dataset.row_workspace import Check, RowSetup
     from batch_trajectories.engine.worker.reward_functions import Inside
     from toolsets.browser.process import Browsers
     from toolsets.net.web_settings import WebSettings
@@ -329,9 +328,9 @@ class Workspaces:
             await asyncio.to_thread(remove_all, root, sandbox)
             await make_ready(sandbox)
             if row.setup is not None:
-                again = row.setup._replace(hidden=())
+                again = replace(row.setup, hidden=())
                 if with_history:
-                    again = again._replace(base_commit=None)
+                    again = replace(again, base_commit=None)
                 await self._set_up_in_image(fresh, row, again)
         except BaseException:
             await fresh.close(remove=True)
@@ -350,7 +349,7 @@ class Workspaces:
             await _set_up(context, setup)
             return
         spec = self._spec_of(row)
-        begins = (self._setup.start, sandbox.image_digest, spec, setup._replace(check=None))
+        begins = (self._setup.start, sandbox.image_digest, spec, replace(setup, check=None))
         name = hashlib.sha256(repr(begins).encode()).hexdigest()
         async with self._waiting[name]:
             while not await asyncio.to_thread(sandbox.begin_above, name):
@@ -386,7 +385,7 @@ class Workspaces:
         return replace(spec, workdir=spec.workdir or config.workdir)
 
     def _spec_of_check(self, row: RowTask, check: Check) -> ImageSpec:
-        spec = check.image or self._spec_of(row)
+        spec = check.image_spec or self._spec_of(row)
         return replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
@@ -422,11 +421,12 @@ class Workspaces:
 
     def _limits(self, row: RowTask) -> Limits:
         config = self._setup.config
-        memory_mb, disk_mb, cpus = row.limits or (None, None, None)
+        own = row.limits
+        memory_mb, disk_mb = (own.memory_mb, own.disk_mb) if own is not None else (None, None)
         return Limits(
             timeout_s=config.command_timeout_s,
             memory_mb=min(config.command_memory_mb, memory_mb or config.command_memory_mb),
-            cpus=cpus,
+            cpus=None if own is None else own.cpus,
             processes=config.max_processes,
             workspace_mb=min(config.workspace_mb, disk_mb or config.workspace_mb),
             network=config.network and self._images is None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.dataset.row import opening_messages
+from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.export.filters.contamination import value_of
 from batch_trajectories.export.rows.files import Loaded
 from batch_trajectories.records.record_types import Record

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 from batch_trajectories.basics.errors import ToolError
-from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.dataset.row_workspace import RowSetup
 from batch_trajectories.engine.worker.diffs.git import GIT, TIMEOUT_S, image_sandbox
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext

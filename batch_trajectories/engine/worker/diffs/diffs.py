@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import ToolError
-from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.dataset.row_workspace import RowSetup
 from batch_trajectories.engine.worker.diffs.changes import (
     Changes,
     Known,

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.dataset.row_setup import RowSetup
+from batch_trajectories.dataset.row_workspace import RowSetup
 from batch_trajectories.engine.worker.diffs.changes import Changes, Known, changes_of, find_top
 from batch_trajectories.engine.worker.diffs.git import (
     AT_STORE,

@@ -1,0 +1,315 @@
+"""The columns that say what is said: the prompt, and what its user says later.
+
+They are read by hand, column by column: each is read only if the run uses it, and a row of another
+dataset may have anything in a column that the run does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from agent.messages.message import Message
+from agent.models.scripted import parse_script
+from agent.options import AgentOptions, SimulatedUser
+from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.validation import mistakes_in
+from batch_trajectories.records.checks import expected_column, expected_text
+
+CHAT_COLUMNS = ("messages", "conversations")
+"""A conversation instead of a `prompt`, of which the run takes the beginning."""
+
+ERROR_COLUMN = "row_error"
+"""Why a row has no prompt: what it was made from cannot be used."""
+
+TURNS_COLUMN = "user_turns"
+"""Further messages of the user, each sent after an answer."""
+
+REPLIES_COLUMN = "user_replies"
+"""Replies of the user to the tools that ask for one."""
+
+USER_COLUMN = "simulated_user"
+"""What differs from the run's simulated user."""
+
+FORK_COLUMN = "fork"
+"""The beginning of the conversation; see `row_fork.Fork`."""
+
+USUAL_PROMPTS = (
+    "question",
+    "instruction",
+    "problem_statement",
+    "problem",
+    "text",
+    "query",
+    "task",
+    "input",
+    "goal",
+    "user_prompt",
+)
+"""What datasets call the column with the prompt, the likeliest first."""
+
+USUAL_BESIDE = frozenset(
+    {
+        "input",
+        "context",
+        "choices",
+        "options",
+        "passage",
+        "document",
+        "article",
+        "table",
+        "hint",
+        "hints",
+        "constraints",
+        "code",
+        "background",
+    }
+)
+"""What datasets call further columns that a model is to see with the prompt."""
+
+_ROLES = {"human": "user", "user": "user", "system": "system"}
+
+
+def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
+    """The first messages of a row's conversation.
+
+    If the row has `messages` or `conversations` instead of a `prompt`, these are its system
+    message and its first user message; the run generates the rest. A system message of the row
+    replaces `system_prompt`. Raises `ValueError` with the reason if the row has neither text nor
+    a list of chat messages that ends in a user message.
+    """
+    if "prompt" in columns:
+        messages = _prompt_messages(columns["prompt"])
+    elif any(isinstance(columns.get(name), list) for name in CHAT_COLUMNS):
+        messages = _first_messages(chat_column(columns), columns)
+    else:
+        if isinstance(error := columns.get(ERROR_COLUMN), str):
+            raise ValueError(error)
+        names = ", ".join(sorted(columns)[:8]) or "none"
+        msg = f"no `prompt` field (fields: {names})"
+        if usual := usual_prompt(columns):
+            msg += f"; to take `{usual}` give --columns prompt={usual}"
+        raise ValueError(msg)
+    _check_chat(messages)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, Message(role="system", content=system_prompt))
+    return messages
+
+
+def usual_prompt(columns: Mapping[str, Any]) -> str | None:
+    """The column that is likely to hold the prompt, by its name; None where there is none."""
+    return next((name for name in USUAL_PROMPTS if _may_be_prompt(columns.get(name))), None)
+
+
+def _may_be_prompt(value: Any) -> bool:
+    """Whether a value is text, or a list of chat messages."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(map(_role, value))
+
+
+def columns_beside(columns: Mapping[str, Any], prompt: str) -> list[str]:
+    """The columns that may belong to the prompt, too, by their names; `prompt` is its column."""
+    return [
+        name
+        for name, value in columns.items()
+        if name in USUAL_BESIDE
+        and name != prompt
+        and value
+        and isinstance(value, str | list | dict)
+    ]
+
+
+def unused_turns(columns: Mapping[str, Any]) -> int | None:
+    """How many user turns of a row are not sent; None if no message follows the one that is.
+
+    The row must be one that `opening_messages` accepts.
+    """
+    if "prompt" in columns:
+        return None
+    roles = [_role(item) for item in columns[chat_column(columns)]]
+    unused = roles[roles.index("user") + 1 :]
+    return unused.count("user") if unused else None
+
+
+def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns with the messages of the prompt as plain text (see `plain_message`).
+
+    Text and a list of text parts then give the same prompt.
+    """
+    name = "prompt" if "prompt" in columns else chat_column(columns)
+    given = columns.get(name)
+    if not isinstance(given, list):
+        return columns
+    messages = _plain(given, to_first_user=name != "prompt")
+    return columns if messages == given else {**columns, name: messages}
+
+
+def _plain(messages: list[Any], *, to_first_user: bool) -> list[Any]:
+    """The messages as plain text, optionally only up to the first one of the user."""
+    from agent.state.history import plain_message  # most prompts are texts
+
+    plain = []
+    for n, item in enumerate(messages):
+        plain.append(plain_message(item) if isinstance(item, dict) else item)
+        if to_first_user and _role(plain[-1]) == "user":
+            return plain + messages[n + 1 :]
+    return plain
+
+
+def _role(item: Any) -> str | None:
+    role = item.get("role", item.get("from")) if isinstance(item, dict) else None
+    return _ROLES.get(role) if isinstance(role, str) else None
+
+
+def kind_of(value: Any) -> str:
+    """The type of a JSON value, for a message."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def chat_column(columns: Mapping[str, Any]) -> str:
+    """The column that holds a conversation; `prompt` if the row has none."""
+    return next((name for name in CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
+
+
+def _prompt_messages(prompt: Any) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message(role="user", content=prompt)]
+    if isinstance(prompt, list):
+        plain = _plain(prompt, to_first_user=False)
+        return [_chat_message(n, item) for n, item in enumerate(plain)]
+    raise ValueError(f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages")
+
+
+def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for n, item in enumerate(_plain(columns[column], to_first_user=True)):
+        role = _role(item)
+        item = item if isinstance(item, dict) else {}
+        content = item.get("content", item.get("value"))
+        if role is None or not isinstance(content, str):
+            raise ValueError(
+                f"{column}[{n}] must be a system or user message: no user message comes before it"
+            )
+        messages.append(Message(role="user" if role == "user" else "system", content=content))
+        if role == "user":
+            return messages
+    raise ValueError(f"`{column}` has no user message")
+
+
+def _chat_message(n: int, item: Any) -> Message:
+    role = item.get("role") if isinstance(item, dict) else None
+    content = item.get("content") if isinstance(item, dict) else None
+    match role:
+        case "system" | "user" | "assistant" if isinstance(content, str):
+            return Message(role=role, content=content)
+        case "system" | "user" | "assistant" if isinstance(content, list):
+            kinds = (part.get("type") if isinstance(part, dict) else part for part in content)
+            other = next((kind for kind in kinds if kind != "text"), None)
+            what = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
+            raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({what})")
+    raise ValueError(
+        f"prompt[{n}] must be an object with `role` (system, developer, user or assistant) "
+        "and `content` (text)"
+    )
+
+
+def _check_chat(messages: list[Message]) -> None:
+    if any(not message["content"].strip() for message in messages):
+        raise ValueError(
+            "`prompt` is empty" if len(messages) == 1 else "`prompt` has an empty message"
+        )
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns or turns[-1] != "user":
+        raise ValueError("`prompt` must end in a user message")
+    expected = ["user", "assistant"] * (len(turns) // 2) + ["user"]
+    if turns != expected:
+        raise ValueError(
+            f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
+        )
+
+
+def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
+    """The options with what the row says of its simulated user. Raises `ValueError`.
+
+    A row with further messages of its user has no simulated one.
+    """
+    from agent.models.resolve import SCRIPTED  # few runs have such users
+
+    own = columns.get(USER_COLUMN)
+    user = options.simulated_user
+    if user is None:
+        if own is not None:
+            raise ValueError(
+                f"`{USER_COLUMN}` needs a model for it: give --simulated_user, for example '{{}}'"
+            )
+        return options
+    if columns.get(TURNS_COLUMN) is not None:
+        if own is not None:
+            raise ValueError(f"`{TURNS_COLUMN}` does not go together with `{USER_COLUMN}`")
+        return options.model_copy(update={"simulated_user": None})
+    if own is not None:
+        if not isinstance(own, dict) or "model" in own:
+            what = "sets its model, which only the config can" if isinstance(own, dict) else ""
+            raise ValueError(f"`{USER_COLUMN}` {what or 'must be an object'}")
+        try:
+            user = SimulatedUser.model_validate({**user.model_dump(), **own})
+        except ValidationError as error:
+            raise ValueError(mistakes_in(error)[0].describe(USER_COLUMN)) from error
+    if not user.system_prompt.strip():
+        raise ValueError(
+            f"`{USER_COLUMN}.system_prompt`: missing; it says who the user is and what they want"
+        )
+    if user.script is not None or user.model == SCRIPTED:
+        try:
+            parse_script(user.script)
+        except ValueError as error:
+            raise ValueError(f"`{USER_COLUMN}`: {error}") from error
+    return options.model_copy(update={"simulated_user": user})
+
+
+def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
+    """The user's further messages. Raises `ValueError`."""
+    if columns.get(TURNS_COLUMN) is None:
+        return ()
+    turns = read_texts(columns, TURNS_COLUMN)
+    if not all(turn.strip() for turn in turns):
+        raise ValueError(
+            f"`{TURNS_COLUMN}[{[bool(turn.strip()) for turn in turns].index(False)}]` is empty"
+        )
+    if turns and options.completion_tools:
+        raise ValueError(f"`{TURNS_COLUMN}` does not go together with completion_tools")
+    return turns
+
+
+def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A column that is a list of texts; () where it is missing. Raises `ValueError`."""
+    texts = columns.get(name, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"`{name}` must be a list of texts")
+    return tuple(texts)
+
+
+def read_expected(columns: Mapping[str, Any]) -> str:
+    """What the answer is compared with. Raises `ValueError`."""
+    expected = expected_text(columns)
+    if expected is None:
+        column = expected_column(columns)
+        got = kind_of(columns.get(column))
+        raise ValueError(f"`{column}` must be text or a number, for check_expected (got {got})")
+    return expected

@@ -1,0 +1,424 @@
+"""The columns of a row that say where its conversation works, and how the work is judged.
+
+The image that the workspace is in, how to work there, what prepares the workspace, and the check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+
+from batch_trajectories.basics.text import clip
+from batch_trajectories.dataset.columns import (
+    Directory,
+    FilePath,
+    Files,
+    Flag,
+    ImageName,
+    ImagePath,
+    Limits,
+    OnlyThese,
+    Reading,
+    RowLimits,
+    Seconds,
+    Text,
+    Texts,
+    User,
+    Variables,
+    absolute_path,
+    in_words,
+    names_of,
+    object_of,
+    objects_of,
+    one_or_many,
+    read,
+    read_group,
+)
+from toolsets.sandbox.base import ImageSpec
+
+IMAGE_COLUMNS = ("docker_image", "image", "image_name")
+"""They name the image of a row. The first one in a row counts."""
+
+
+def _hidden(raw: Any) -> Any:
+    paths = [absolute_path(path) for path in raw] if isinstance(raw, list) else None
+    return None if paths is None or "/" in paths else paths
+
+
+@dataclass(frozen=True, slots=True)
+class InsideColumns:
+    """How to work in the image, read only if the workspace is a directory of it."""
+
+    workdir: ImagePath | None = None
+    """The directory of the image that is the workspace; None: as the image says."""
+    user: User | None = None
+    """Whose processes commands are; None: as the image says."""
+    env: Variables = field(default_factory=dict)
+    """Variables on top of the image's."""
+    network: Flag = True
+    """False: without the network that the run allows. The run decides."""
+    limits: Limits = field(default_factory=RowLimits)
+    """They lower the limits of the run."""
+    hide: Annotated[
+        tuple[str, ...],
+        in_words("must be a list of absolute paths of the image, without `..`", _hidden),
+    ] = ()
+    """Paths of the image that are away until the check."""
+
+
+def read_image(
+    columns: Mapping[str, Any], own: InsideColumns | None, *, network: bool
+) -> ImageSpec | None:
+    """The image of a row, None if it names none. Raises `ValueError` with the reason.
+
+    `own`: how to work in it; None if the workspace is a directory of this machine. `network`: the
+    run allows the network.
+    """
+    name = next((name for name in IMAGE_COLUMNS if columns.get(name) is not None), None)
+    if name is None:
+        return None
+    reference = read(ImageName, columns[name], name)
+    if own is None:
+        return ImageSpec(reference)
+    return ImageSpec(
+        reference,
+        workdir=own.workdir,
+        user=own.user,
+        env=own.env,
+        network=network and own.network,
+    )
+
+
+def image_columns(columns: Mapping[str, Any]) -> list[str]:
+    """The column that names the image of a row, and those that precede it."""
+    place = next((n for n, name in enumerate(IMAGE_COLUMNS) if columns.get(name) is not None), 1)
+    return list(IMAGE_COLUMNS[: max(2, place + 1)])
+
+
+def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
+    """Add what a row asks for that the run may refuse.
+
+    `network`, `check.network` and `artifacts` are numbers of rows, those of `limits` the largest
+    that any row has, with `limits.cpus` rounded up.
+    """
+    check = columns.get("check")
+    wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
+    for name, place in wishes.items():
+        if place.get("network") is True:
+            largest[name] = largest.get(name, 0) + 1
+    if columns.get("artifacts") is True:
+        largest["artifacts"] = largest.get("artifacts", 0) + 1
+    limits = columns.get("limits")
+    sizes = {} if limits is None else asdict(read(Limits, limits, "limits"))
+    for name, size in sizes.items():
+        if size is not None:
+            largest[f"limits.{name}"] = max(math.ceil(size), largest.get(f"limits.{name}", 0))
+
+
+CheckPlace = Literal["same", "fresh"]
+"""`image` is a third one, where the check names its own."""
+
+PYTHON_FILES = (
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "pyproject.toml",
+    "tox.ini",
+    "setup.cfg",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "*.pth",
+    "*.egg-info/*",
+    ".venv/*",
+    "venv/*",
+)
+"""What pytest or each Python runs or reads by itself, and can make tests report success."""
+
+
+def _pattern(text: str) -> str:
+    import regex
+
+    shown = clip(repr(text), max_chars=200)
+    try:
+        groups = regex.compile(text).groupindex.keys()
+    except regex.error as error:
+        raise ValueError(f"{shown} is not a regular expression: {error}") from error
+    if not {"name", "status"} <= groups:
+        raise ValueError(f"{shown} lacks the group (?P<name>…) or (?P<status>…)")
+    return text
+
+
+def _some_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    if not patterns:
+        raise ValueError("is missing: how a line of output names a test and its status")
+    return tuple(map(_pattern, patterns))
+
+
+def _some_files(raw: Any) -> list[Any]:
+    if raw == []:
+        raise ValueError("is an empty list; leave it out, or name a file")
+    return one_or_many(raw)
+
+
+def _no_blank(reason: str) -> AfterValidator:
+    def read_text(text: str) -> str:
+        if not text.strip():
+            raise ValueError(reason)
+        return text
+
+    return AfterValidator(read_text)
+
+
+def _needs_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+    if not info.context.inside:
+        raise ValueError("needs --workspace=image")
+    return raw
+
+
+INSIDE = BeforeValidator(_needs_image)
+"""Elsewhere than in an image the check runs as the conversation did."""
+
+
+def _takes_the_place(image: str, info: ValidationInfo[Reading]) -> str:
+    if (where := info.data.get("where")) is not None:
+        raise ValueError(f"does not go with `in: {where}`: leave one of them out")
+    return image
+
+
+def _of_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+    if info.data.get("image") is None:
+        raise ValueError("needs `check.image`: the image that it is for")
+    return raw
+
+
+OF_IMAGE = BeforeValidator(_of_image)
+"""Only a check with an image of its own has such keys."""
+
+
+def _for_image(
+    artifacts: tuple[Artifact, ...], info: ValidationInfo[Reading]
+) -> tuple[Artifact, ...]:
+    if artifacts:
+        _needs_image(artifacts, info)
+        _of_image(artifacts, info)
+    elif info.data.get("image") is not None:
+        raise ValueError("is missing: what the image gets of the workspace")
+    return artifacts
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes(OnlyThese):
+    """What the output of a check's command must say of its tests."""
+
+    log: FilePath | None = None
+    """The file that holds the output; None: what the command prints."""
+    must_pass: Annotated[Texts, Field(alias="pass")] = ()
+    """Names of tests that must have a status of `passed`; the key `pass`."""
+    passed: Texts = ("PASSED", "XFAIL")
+    expected: (
+        Annotated[dict[str, Text], in_words("must be an object that maps tests to their status")]
+        | None
+    ) = None
+    """The status of each test that ran; no other tests may have run."""
+    patterns: Annotated[Texts, AfterValidator(_some_patterns), Field(validate_default=True)] = ()
+    """Regular expressions with the groups `name` and `status`, searched in every line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact(OnlyThese):
+    """A file or directory of the workspace that a check in another image gets."""
+
+    path: FilePath
+    exclude: Texts = ()
+    """Patterns of what is left out beneath it, as those of `tar --exclude`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collect(OnlyThese):
+    """A command that runs before a check, where the model worked; its end does not count."""
+
+    command: Annotated[Text, _no_blank("is missing"), Field(validate_default=True)] = ""
+    timeout_s: Seconds | None = None
+
+
+def _with_tests(raw: Any) -> Any:
+    if isinstance(raw, dict) and bool(raw.get("pass")) == bool(raw.get("expected")):
+        raise ValueError("needs the tests in `pass` or in `expected`, and not in both")
+    return object_of(Outcomes)(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Check(OnlyThese):
+    """How a workspace is judged; a command alone is as good as an object with `command`."""
+
+    command: Annotated[Text, _no_blank("is empty, so every conversation would pass")]
+    """What judges; exit code 0 passes, unless `reward_file` or `tests` is given."""
+    files: Files = field(default_factory=dict)
+    """Written when the conversation has ended, so the model never sees them."""
+    reward_files: Annotated[
+        tuple[FilePath, ...], BeforeValidator(_some_files), Field(alias="reward_file")
+    ] = ()
+    """A path or a list of paths; the first that the command wrote holds the reward. The key
+    `reward_file`."""
+    tests: (
+        Annotated[
+            Outcomes,
+            in_words(
+                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}", _with_tests
+            ),
+        ]
+        | None
+    ) = None
+    """What the command must print of its tests."""
+    timeout_s: Seconds | None = None
+    """How long the command may take; None: --command_timeout_s."""
+    env: Variables = field(default_factory=dict)
+    """Variables of its command, on top of those of the sandbox."""
+    where: Annotated[
+        CheckPlace | None, in_words("must be same or fresh (got {})"), INSIDE, Field(alias="in")
+    ] = None
+    """`same`: the workspace as the model left it; `fresh`: the image with only the diff. The key
+    `in`. None where there is no image, or the check has its own."""
+    user: Annotated[User, INSIDE] | None = None
+    """None: the user of the row."""
+    network: Annotated[Flag, INSIDE] = False
+    """True: the check needs the network, which --check_network allows."""
+    from_image: Annotated[
+        Texts, BeforeValidator(lambda raw: PYTHON_FILES if raw == "python" else raw), INSIDE
+    ] = ()
+    """Patterns of files that a fresh check takes from the image, whatever the diff says: a name,
+    or a path in the repository with `/`; `*` stands for any characters. `python` stands for
+    `PYTHON_FILES`."""
+    image: Annotated[ImageName, AfterValidator(_takes_the_place), INSIDE] | None = None
+    """The image that the check runs in, with only the `artifacts` of the workspace; None: that of
+    the conversation."""
+    artifacts: Annotated[
+        tuple[Artifact, ...],
+        in_words("must be a list of paths, or of {path, exclude}", objects_of(Artifact, "path")),
+        AfterValidator(_for_image),
+        Field(validate_default=True),
+    ] = ()
+    """What `image` gets of the workspace: paths, or {path, exclude: [PATTERN, ...]}; those that do
+    not exist are left out."""
+    collect: Annotated[
+        tuple[Collect, ...],
+        in_words("must be commands, or {command, timeout_s}", objects_of(Collect, "command")),
+        INSIDE,
+    ] = ()
+    """Commands, or {command, timeout_s}, that run first, where the model worked."""
+    limits: Annotated[Limits, OF_IMAGE, INSIDE] | None = None
+    """Limits of the container of `image`; None: those of the row."""
+    workdir: Annotated[ImagePath, OF_IMAGE, INSIDE] | None = None
+    """The directory of `image` where the command runs; None: as the image says."""
+
+    @property
+    def image_spec(self) -> ImageSpec | None:
+        """The check's own image."""
+        return None if self.image is None else ImageSpec(self.image, workdir=self.workdir)
+
+
+CheckColumn = Annotated[
+    Check,
+    in_words(
+        "must be a command, or an object with `command` and any of "
+        + ", ".join(f"`{name}`" for name in sorted({*names_of(Check)} - {"command"})),
+        object_of(Check, "command"),
+    ),
+]
+"""What may stand in the column: a command alone is as good as an object with `command`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetupColumns:
+    """What prepares and judges the workspace of a row."""
+
+    files: Files = field(default_factory=dict)
+    """Written before the conversation."""
+    commands: Annotated[
+        tuple[Text, ...],
+        in_words(
+            "must be a command or a list of commands", lambda raw: one_or_many(raw) if raw else []
+        ),
+        Field(alias="setup"),
+    ] = ()
+    """A command or a list of them, run in the workspace before the conversation."""
+    start_dir: Annotated[Directory, Field(alias="cwd")] = "."
+    """Where shells start: a directory of the workspace."""
+    check: CheckColumn | None = None
+    """How the workspace is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryColumns:
+    """What stays of the history of the repository in an image.
+
+    They are no part of a row's identity: they change what the model could see, not what it is
+    asked.
+    """
+
+    base_commit: (
+        Annotated[
+            Text,
+            # No name of a commit may look like an option of git.
+            Field(pattern=r"^([^-\s]\S*)?$"),
+            in_words("{} is not a commit as git names one"),
+        ]
+        | None
+    ) = None
+    """Only what leads to this commit stays; "": nothing; None: all."""
+    keep_history: Flag = False
+    """All of it stays, whatever `base_commit` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSetup(SetupColumns):
+    """How one row sets up its workspace."""
+
+    hidden: tuple[str, ...] = ()
+    """Paths of the image that are away until the check."""
+    base_commit: str | None = None
+    """The commit whose history stays, as git names one; "": no history; None: all of it."""
+
+
+def read_row_setup(
+    columns: Mapping[str, Any],
+    image: InsideColumns | None = None,
+    *,
+    check_in: CheckPlace = "same",
+    check_network: bool = False,
+    variables: Collection[str] = (),
+) -> RowSetup:
+    """Read the columns of a row. Raises `ValueError` with the reason if they are invalid.
+
+    `image`: how to work in the row's image, if the workspace is a directory of it. `check_in`:
+    where checks run that do not say it. `check_network`: the run allows checks the network.
+    `variables`: the variables of this machine that rows may name.
+    """
+    own = read_group(SetupColumns, columns, Reading(image is not None, variables))
+    check = own.check
+    if check is not None and check.network and not check_network:
+        check = replace(check, network=False)
+    base_commit = None
+    if image is not None:
+        history = read_group(HistoryColumns, columns)
+        base_commit = None if history.keep_history else history.base_commit
+        if check is not None and check.image is None and check.where is None:
+            check = replace(check, where=check_in)
+        if image.hide and check is not None and check.where == "same":
+            raise ValueError(
+                "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
+            )
+    return RowSetup(
+        files=own.files,
+        commands=own.commands,
+        start_dir=own.start_dir,
+        check=check,
+        hidden=() if image is None else image.hide,
+        base_commit=base_commit,
+    )
