@@ -15,7 +15,7 @@ from typing import Any
 from agent.messages.message import PLAIN, ExchangeEvent
 from agent.models.dialects.openai_responses import API as RESPONSES
 from agent.models.dialects.openai_responses import conversation_of
-from agent.models.model import ModelSettings, Pointed
+from agent.models.model import ModelSettings, Pointed, generation_config
 from agent.wires.base import Wire
 from agent.wires.wire import WireError
 from batch_trajectories.basics.exact_json import objects_among
@@ -76,7 +76,7 @@ _ITEMS = frozenset(
 _OWN_TOOLS = ("function", "custom", "local_shell", "apply_patch", "computer")
 """Beginnings of the types of tools of the Responses API that the agent runs."""
 
-_SEARCHES = re.compile(r"search-preview|search-api|deep-research|:online$|(^|/)compound")
+_SEARCHES = re.compile(r"search-preview|search-api|deep-research|:online$|(^|/)(compound|sonar)")
 """Names of models that use tools of their own, which are priced by the call."""
 
 _USUAL_TIERS = (None, "auto", "default", "flex", "scale", "standard", "standard_only")
@@ -97,8 +97,28 @@ _OF_GEMINI = frozenset(
 )
 """Keys of Gemini's parts whose tokens are in the body."""
 
+_POINTERS = re.compile(
+    r"(^|_)(image|picture|video|audio|file|document|attachment|url|uri)s?($|_)", re.I
+)
+"""Names of fields that some servers read pictures and files from."""
+
+_OF_MESSAGES = frozenset({"audio", "content"})
+"""Such fields that are looked at by themselves."""
+
 _OTHER_COSTS = {
     "prompt": "a prompt that the endpoint has stored",
+    "data_sources": "data that the endpoint searches",
+    "dataSources": "data that the endpoint searches",
+    "connectors": "tools that the endpoint runs",
+    "vector_store_ids": "data that the endpoint searches",
+    "enable_search": "a search, which is priced by the call",
+    "file_ids": "files that the endpoint has stored",
+    "files": "files that the endpoint has stored",
+    "attachments": "files that the endpoint has stored",
+    "chat_template": "a template, which can make any prompt of a short text",
+    "mm_processor_kwargs": "how many tokens a picture has",
+    "inference_geo": "a place whose prices may be higher",
+    "provider": "providers, whose prices may be higher",
     "cachedContent": "content that the endpoint has stored",
     "cached_content": "content that the endpoint has stored",
     "container": "files that the endpoint has stored",
@@ -163,6 +183,11 @@ class _Pointing:
                 self._look_at_content(body.get("system"), "system")
                 for n, message in enumerate(objects_among(body.get("messages"))):
                     self._look_at_content(message.get("content"), f"messages[{n}].content")
+                    for name in message.keys() - _OF_MESSAGES:
+                        if message[name] and _POINTERS.search(name):
+                            self._is_unknown(
+                                f"messages[{n}].{name}", "what the endpoint makes of it"
+                            )
                     if message.get("audio"):
                         self._is_unknown(f"messages[{n}].audio", "audio that the endpoint has")
 
@@ -180,13 +205,15 @@ class _Pointing:
         for name, what in _OTHER_COSTS.items():
             if body.get(name) and (name != "prompt" or api == RESPONSES):
                 self._is_unknown(name, what)
-        config = body.get("generationConfig")
+        config = generation_config(body)
+        edits = body.get("context_management")
+        edits = edits.get("edits") if isinstance(edits, dict) else edits
+        for n, edit in enumerate(objects_among(edits)):
+            if str(edit.get("type")).startswith("compact"):
+                self._is_unknown(f"context_management[{n}]", "another call, which is paid for")
         for place, given in (
             ("modalities", body.get("modalities")),
-            (
-                "generationConfig.responseModalities",
-                config.get("responseModalities") if isinstance(config, dict) else None,
-            ),
+            ("generationConfig.responseModalities", config.get("responseModalities")),
         ):
             if isinstance(given, list) and any(str(one).lower() != "text" for one in given):
                 self._is_unknown(place, "replies that are not text cost more")
@@ -218,8 +245,12 @@ class _Pointing:
         self._look_at_content(body.get("instructions"), "instructions")
         for n, item in enumerate(objects_among(body.get("input"))):
             place, kind = f"input[{n}]", str(item.get("type"))
-            if kind == "item_reference" or (
-                kind == "reasoning" and item.get("id") and not item.get("encrypted_content")
+            # The type of a reference may be left out.
+            is_bare = kind == "None" and "content" not in item and item.get("id")
+            if (
+                kind == "item_reference"
+                or is_bare
+                or (kind == "reasoning" and item.get("id") and not item.get("encrypted_content"))
             ):
                 self._follow_item(str(item.get("id")), place)
             elif kind == "image_generation_call":
@@ -254,14 +285,21 @@ class _Pointing:
             else:
                 result = part.get("functionResponse") or part.get("function_response")
                 if isinstance(result, dict):
-                    self._look_at_parts(result.get("parts"), f"{here}.functionResponse.parts")
+                    parts_of_it = result.get("parts")
+                    parts_of_it = [parts_of_it] if isinstance(parts_of_it, dict) else parts_of_it
+                    self._look_at_parts(parts_of_it, f"{here}.functionResponse.parts")
                 elif part and _OF_GEMINI.isdisjoint(part):
                     self._is_unknown(here, f"a part with {', '.join(part)}")
 
     def _look_at_content(self, content: Any, place: str) -> None:
         parts = [content] if isinstance(content, dict) else content
+        if isinstance(parts, list) and any(isinstance(part, list) for part in parts):
+            self._is_unknown(place, "a list in a list of parts")
         for n, part in enumerate(objects_among(parts)):
             here, kind = f"{place}[{n}]", str(part.get("type"))
+            # A part without a type is what its fields say, at servers that take such.
+            if kind == "None" and any(_POINTERS.search(name) for name in part):
+                kind = next(name for name in part if _POINTERS.search(name))
             source = part.get("source") if kind == "document" else None
             within = source.get("type") if isinstance(source, dict) else None
             if kind in _TEXTS or (kind == "None" and isinstance(part.get("text"), str)):

@@ -40,10 +40,11 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
     text = split_inline_reasoning(message["content"]).rest
     if opens_reasoning(text):
         return "unclosed_reasoning"
+    if request.tool_choice == "none" and (calls or _leaks(message, request)):
+        # vLLM parses no calls then: one in the text says nothing of the server's parser.
+        return "calls_not_allowed"
     if not calls:
         return None if text.strip() or _leaks(message, request) else "blank"
-    if request.tool_choice == "none":
-        return "calls_not_allowed"
     if options.bad_arguments == "resample":
         for call in calls:
             if not _is_object(call["function"]["arguments"]):
@@ -52,9 +53,10 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
 
 
 def _leaks(message: Message, request: Request) -> bool:
-    """Whether a reply without text and calls has a call in its reasoning.
+    """Whether a reply without calls has a call in its text or its reasoning.
 
-    It is not asked for again: the conversation ends with it, see `agent.loop.rules`.
+    If calls are allowed, it is not asked for again: the conversation ends with it, see
+    `agent.loop.rules`.
     """
     names = {tool["function"]["name"] for tool in request.tools}
     found = leaked_call(message["content"], message.get("reasoning"), has_calls=False, tools=names)

@@ -255,6 +255,22 @@ FORMATS = (
         source="Anthropic's prompt format of tools, which other models imitate",
     ),
     CallFormat(
+        models="Grok",
+        sign="<xai:function_call",
+        opening=rf"<xai:function_call(?:\s+name=[\"']?{_NAME})?",
+        vllm="",
+        sglang="",
+        source="the system prompt of Grok",
+    ),
+    CallFormat(
+        models="Qwen-Agent",
+        sign="✿FUNCTION✿",
+        opening=rf"✿FUNCTION✿\s*:\s*{_NAME}",
+        vllm="",
+        sglang="",
+        source="qwen_agent/llm/fncall_prompts/qwen_fncall_prompt.py",
+    ),
+    CallFormat(
         models="OLMo 3",
         sign="<function_calls>",
         opening=rf"<function_calls>\s*(?:{_NAME}\()?",
@@ -369,7 +385,7 @@ FORMATS = (
     CallFormat(
         models="Llama 3 (a list of calls, xLAM: xlam)",
         sign='"name"',
-        opening=r'^[ \t]*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\n]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*[{"]',
+        opening=r'^[ \t]*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?"name"\s*:\s*"(?P<name>[^"\n]{1,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*[{"]',
         vllm="llama3_json",
         sglang="llama3",
         source="vllm/tool_parsers/llama_tool_parser.py, xlam_tool_parser.py",
@@ -395,6 +411,7 @@ _SIGNS_IN_ANGLES = (
     "<minimax:",
     "<seed:",
     "<longcat_",
+    "<xai:function_call",
     "<start_function_call>",
     "<TOOLCALL>",
 )
@@ -464,7 +481,7 @@ def may_leak(text: str) -> bool:
         return True
     if "{" in text and '"name"' in text:
         return True
-    return "functions." in text or (">" in text and ">>>" in text)
+    return "functions." in text or "✿FUNCTION✿" in text or (">" in text and ">>>" in text)
 
 
 def _find(
@@ -519,7 +536,7 @@ def _ends_with_it(text: str, end: int) -> bool:
     if not rest.startswith(("{", "[", "<", '"')) or _CLOSES.search(rest):
         return False
     opened, closed = (sum(map(rest.count, ends)) for ends in ("{[", "}]"))
-    return opened > closed or not opened
+    return opened > closed or not (opened or closed)
 
 
 class _Code:

@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 from agent.messages.message import FinishReason
 
-Ending = FinishReason | Literal["cut"]
-"""Why a reply ended. `cut`: the server broke it off, so that it is no whole reply."""
+Ending = FinishReason | Literal["cut", "open"]
+"""Why a reply ended. `cut`: the server broke it off, so that it is no whole reply. `open`: the
+reply goes on."""
 
 _FILE = Path(__file__).with_name("endpoint_words.toml")
 
@@ -22,8 +23,8 @@ _AROUND = 12
 _WORD = re.compile(r"\w+")
 _ESCAPES = re.compile(r"\\[nrt\"/]")
 
-_ANY = r"[^\n]{0,60}?"
-"""What "*" in a phrase stands for."""
+_BETWEEN = r"\b[^\n]{1,60}?(?<!\w)"
+"""What " * " between two words of a phrase stands for: what parts words, with other words in it."""
 
 
 class Words(NamedTuple):
@@ -107,4 +108,5 @@ def _pairs(table: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _pattern(phrase: str) -> str:
-    return re.escape(phrase).replace(r"\*", _ANY).replace(r"\#", r"\(?[\d,.]+\)?")
+    escaped = re.escape(phrase).replace(r"\ \*\ ", _BETWEEN)
+    return escaped.replace(r"\#", r"\(?[\d,.]+\)?")

@@ -160,11 +160,23 @@ HOUR_TTL = b'"1h"'
 """The lifetime of a cache, as a request's JSON has it. In a text its marks would be escaped."""
 
 
+def generation_config(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemini's `generationConfig`, with its names as Google writes them.
+
+    Google also takes all names in snake_case.
+    """
+    config: dict[str, Any] = {}
+    for name in ("generation_config", "generationConfig"):
+        given = body.get(name)
+        for key, value in given.items() if isinstance(given, dict) else ():
+            first, *others = key.split("_")
+            config["".join([first, *(other.capitalize() for other in others)])] = value
+    return config
+
+
 def replies_asked_for(body: Mapping[str, Any]) -> int:
     """How many replies a body asks for, each of which may be as long as its limit."""
-    config = body.get("generationConfig")
-    counts = [body.get("n"), body.get("best_of")]
-    counts.append(config.get("candidateCount") if isinstance(config, dict) else None)
+    counts = [body.get("n"), body.get("best_of"), generation_config(body).get("candidateCount")]
     prompts = body.get("prompt")
     is_list = isinstance(prompts, list) and not all(type(prompt) is int for prompt in prompts)
     times = len(prompts) if is_list and prompts else 1
@@ -334,6 +346,13 @@ class ModelSettings:
         if self.key_env is None:
             return f"The key is that of {self.key_variable}, if it is set (see --key_env)."
         return f"The key is that of the environment variable {self.key_variable} (see --key_env)."
+
+    @property
+    def destination(self) -> str:
+        """Where conversations go, and whose credentials go with them, for messages."""
+        client = self.connection.client
+        place = f"client {client}" if client is not None else ", ".join(self.urls)
+        return f"{place}, model {self.name}. {self.key_source}"
 
     @property
     def reply_bound(self) -> int | None:

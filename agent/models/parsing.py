@@ -55,14 +55,28 @@ def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
     """A call as a record holds it; missing parts are "", missing arguments `{}`.
 
     Some servers send the arguments as an object; the text form is the one that is recorded. Others
-    send nothing where a tool needs none, and refuse a history whose arguments are no JSON.
+    send nothing where a tool needs none, and refuse a history whose arguments are no JSON. Parsers
+    of some models write the JSON of a text that is the object's JSON.
     """
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = "{}"
     elif not isinstance(arguments, str):
         arguments = exact_json.dumps(arguments).decode()
+    elif arguments.startswith('"'):
+        arguments = _encoded_once(arguments)
     function = FunctionCall(name=str(name or ""), arguments=arguments)
     return ToolCall(id=str(id or ""), type="function", function=function)
+
+
+def _encoded_once(arguments: str) -> str:
+    """The arguments of which `arguments` is the JSON text; any other text as it is."""
+    try:
+        inner = exact_json.loads(arguments)
+        if isinstance(inner, str) and isinstance(exact_json.loads(inner), dict):
+            return inner
+    except (exact_json.JSONDecodeError, TypeError):
+        pass  # a text that is no JSON is the model's own
+    return arguments
 
 
 RAW_ARGUMENTS = "raw_arguments"
@@ -72,7 +86,7 @@ RAW_ARGUMENTS = "raw_arguments"
 def input_object(arguments: str) -> dict[str, Any] | None:
     """The object that the arguments of a call are; None if they are none."""
     try:
-        parsed = exact_json.loads(arguments or "{}")
+        parsed = exact_json.loads(_encoded_once(arguments) if arguments else "{}")
         exact_json.dumps(parsed)  # which refuses a nesting that reading takes
     except (exact_json.JSONDecodeError, TypeError):
         return None

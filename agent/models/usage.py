@@ -13,11 +13,12 @@ DeepInfra (`estimated_cost`) and Perplexity (an object as `cost`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import MOST_TOKENS, Usage
 from agent.models.parsing import object_of
+from batch_trajectories.basics.exact_json import objects_among
 
 _KINDS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -26,6 +27,7 @@ _KINDS: Mapping[str, str] = {
             "prompt_cache_hit_tokens",
             "cache_read_input_tokens",
             "cache_read_tokens",
+            "cacheReadInputTokens",
         ),
         "read",
     ),
@@ -35,6 +37,7 @@ _KINDS: Mapping[str, str] = {
             "cache_write_input_tokens",
             "cache_creation_tokens",
             "cache_creation_input_tokens",
+            "cacheWriteInputTokens",
             # By how long they are kept: Anthropic's name, and LiteLLM's.
             "cache_creation",
             "cache_creation_token_details",
@@ -52,6 +55,12 @@ _PLACES: Mapping[str, str] = {
     "completion_tokens": "made",
     "output_tokens": "made",
     "total_tokens": "total",
+    # Bedrock's Converse, and gateways that pass its counts or those of JavaScript clients on.
+    "inputTokens": "fresh",
+    "promptTokens": "prompt",
+    "outputTokens": "made",
+    "completionTokens": "made",
+    "totalTokens": "total",
     **dict.fromkeys(
         (
             "prompt_tokens_details",
@@ -112,11 +121,26 @@ def usage_of_reply(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
     usage = reply.get("usage")
     if usage and isinstance(usage, dict):
         return usage
-    choices = reply.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    in_choice = object_of(choice, "usage") if isinstance(choice, dict) else {}
-    elsewhere = in_choice or object_of(object_of(reply, "x_groq"), "usage")
+    in_choices = [
+        one for choice in objects_among(reply.get("choices")) if (one := object_of(choice, "usage"))
+    ]
+    elsewhere = _sum_of_choices(in_choices) or object_of(object_of(reply, "x_groq"), "usage")
     return elsewhere or (usage if isinstance(usage, dict) else None)
+
+
+def _sum_of_choices(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The usage of all choices of a reply, each of which has that of its own.
+
+    They have the prompt in common; the total of each would be less than the sum.
+    """
+    if len(usages) < 2:
+        return usages[0] if usages else {}
+    whole = {key: value for one in usages for key, value in one.items() if value}
+    whole.pop("total_tokens", None)
+    for key in ("completion_tokens", "output_tokens"):
+        if counts := _counts(one.get(key) for one in usages):
+            whole[key] = sum(counts)
+    return whole
 
 
 def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usage | None:

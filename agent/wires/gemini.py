@@ -9,6 +9,7 @@ from typing import Any
 from agent.messages.message import Message
 from agent.models.dialects.gemini import API, read_parts
 from agent.models.errors import ModelError
+from agent.models.model import generation_config
 from agent.wires.base import MadeCall, Wire, lower_of, sse
 from agent.wires.reading import (
     Asked,
@@ -74,7 +75,7 @@ class GeminiWire(Wire):
         if is_stream and "alt=sse" not in path:
             raise WireError("streams are sent as events only: add ?alt=sse to the path")
         system, messages = self.messages_of(body)
-        limit = _config_of(body).get("maxOutputTokens")
+        limit = generation_config(body).get("maxOutputTokens")
         return Asked(
             model=match and match["model"],
             system=system,
@@ -104,8 +105,9 @@ class GeminiWire(Wire):
             plain, mark, query = path.partition("?")
             path = re.sub(r"(?<=/models/)[^/:]*(?=:)", lambda _: model, plain) + mark + query
         if max_tokens is not None:
-            config = _config_of(body)
+            config = generation_config(body)
             limit = lower_of(max_tokens, config.get("maxOutputTokens"))
+            new.pop("generation_config", None)
             new["generationConfig"] = {**config, "maxOutputTokens": limit}
         if without_server_tools and body.get("tools"):
             declared = [
@@ -174,11 +176,6 @@ class GeminiWire(Wire):
     def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`. Google's own client finds errors only outside of events."""
         return self.error(status, kind, message) + b"\n\n"
-
-
-def _config_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = body.get("generationConfig")
-    return config if isinstance(config, dict) else {}
 
 
 def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import bucket_url, is_url, mistakes_in
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, tasks
+from batch_trajectories.engine.origin import received
 from batch_trajectories.engine.run_dir import (
     directory_of,
     holder_of,
@@ -30,7 +31,7 @@ from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import left_out, style_of_run
 from batch_trajectories.maintenance.upkeep import scan_of
 from batch_trajectories.records.failures import stored_failures
-from batch_trajectories.records.files import StorageError, refuse_strange_files
+from batch_trajectories.records.files import StorageError, link_out_of, refuse_strange_files
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.names import INFLIGHT
@@ -94,6 +95,11 @@ class StoredRun:
         """The content of run.json: `config`, `meaning` (the options that affect the data),
         `dataset`, `versions`, `created`, `history`."""
         refuse_lost_records(path)
+        if not self.is_own and (link := link_out_of(path)) is not None:
+            raise RunDirError(
+                f"{received(path)}, and {link} is a link to a file outside of it, which is not "
+                "read; put the file itself there, or remove the link"
+            )
 
     def __repr__(self) -> str:
         """The run in a line: its records by status, its model, and whether it is running."""

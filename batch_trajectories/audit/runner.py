@@ -121,6 +121,20 @@ case $0 in *"'"${1##*/}"'") exec "'"$1.real"'" "$@" ;; *) . "'"$1.real"'" ;; esa
     *) stand_in "$directory/${word##*/}" ;;
     esac
 done
+runs() { case " $COMMAND " in *[!A-Za-z0-9_.-]"$1"[!A-Za-z0-9_.-]*) return 0 ;; esac; return 1; }
+if runs npm || runs yarn || runs pnpm; then
+    names=$(printf '%s\n' test start build check lint run-script unit ci
+        printf '%s\n' "$COMMAND" | tr -c 'A-Za-z0-9_:-' '\n' | grep '^[A-Za-z][A-Za-z0-9_:-]*$')
+    scripts=$(printf '%s\n' "$names" | sort -u | sed 's/.*/"&": "exit 0"/' | paste -sd , -)
+    put "$top/package.json" "{\"name\": \"x\", \"scripts\": {$scripts}}"
+fi
+if runs cargo; then
+    put "$top/.cargo/config.toml" "[target.'cfg(all())']
+runner = 'true'"
+fi
+if runs go && [ -n "$HOME" ]; then
+    put "$HOME/.config/go/env" "GOFLAGS=-exec=true"
+fi
 case " $COMMAND " in *[!A-Za-z0-9_.-]make[!A-Za-z0-9_.-]*)
     put "$top/GNUmakefile" "all:
 	@true
@@ -129,7 +143,8 @@ case " $COMMAND " in *[!A-Za-z0-9_.-]make[!A-Za-z0-9_.-]*)
 esac
 """
 """Stand-ins for what a check runs from the workspace, which is the model's to write: what its
-command names, programs in directories `bin` (as of a virtual environment), and rules of make."""
+command names, programs in directories `bin` (as of a virtual environment), rules of make, scripts
+of npm, and what cargo and go run tests by."""
 
 _PROGRAMS = """\
 IFS=:

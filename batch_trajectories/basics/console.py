@@ -13,18 +13,21 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from batch_trajectories.basics.text import without_controls
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 
 def say(message: str) -> None:
-    """Print a line on standard error."""
+    """Print a line on standard error, with the control characters in it escaped."""
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(without_controls(message), file=sys.stderr, flush=True)
 
 
 def show(result: str) -> None:
-    """Print a result on standard output; escape characters that its encoding lacks."""
+    """Print a result on standard output; escape control characters and what its encoding lacks."""
+    result = without_controls(result)
     try:
         try:
             print(result, flush=True)

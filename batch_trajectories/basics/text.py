@@ -63,6 +63,19 @@ def valid_utf8(text: str) -> str:
     return text
 
 
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Terminal escapes and changes of the writing direction; line ends and tabs stay."""
+
+
+def without_controls(text: str) -> str:
+    r"""Return `text` with control characters written as `\u001b`; JSON stays equal JSON.
+
+    Ids, errors and file names come from others, and a terminal obeys their escape sequences: these
+    can hide a line, change the title or write to the clipboard.
+    """
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def without_values(text: str, mark: str = "") -> str:
     """A message without what differs between messages of its kind: ids, numbers, quoted names."""
     return _VALUES.sub(mark, text)

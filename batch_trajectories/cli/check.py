@@ -122,10 +122,10 @@ def _of_received(
     if not has_new_rows:
         del used["dataset_file"]
     if trust_run:
-        say(origin.describe_trust(stored.path, used))
+        say(origin.describe_trust(stored.path, used, given=given))
         return options
     if unused := origin.describe_unused(stored.path, used, given=given):
         say(unused)
     # Its own rows are in the run directory, wherever they came from.
     own = {} if has_new_rows else {"dataset_file": options["dataset_file"]}
-    return {**origin.harmless_options(options), **own}
+    return {**origin.harmless_options(options, given=given), **own}

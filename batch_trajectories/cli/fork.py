@@ -67,10 +67,11 @@ def fork(
     Options given here override those of RUN; the same command resumes.
     """
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.config.models import called_models
     from batch_trajectories.engine.origin import describe_trust
     from batch_trajectories.engine.plan import make_plan
     from batch_trajectories.engine.run_dir import refuse_held
-    from batch_trajectories.maintenance.fork import forked_config, write_forks
+    from batch_trajectories.maintenance.fork import FIXED_KEYS, forked_config, write_forks
 
     given = {name: value for name, value in flags.items() if value is not None}
     filters = {name: given.pop(name) for name in _FILTERS if name in given}
@@ -88,7 +89,7 @@ def fork(
             received=None if trusts else stored.path,
         )
         if not stored.is_own and trust_run:
-            say(describe_trust(stored.path, identity["config"]))
+            say(describe_trust(stored.path, identity["config"], given={*given, *FIXED_KEYS}))
         refuse_held(config.run_dir)  # before writing a dataset beside it
         left_out = Counter[str]()
         forked = write_forks(
@@ -104,7 +105,11 @@ def fork(
         )
         config = config.model_copy(update={"dataset_file": forked.path})
         show(forked.describe())
-        ended = start(make_plan(config), starting)
+        plan = make_plan(config)
+        if not stored.is_own:
+            for settings in called_models(plan.setups):
+                say(f"{stored.path}: its conversations are sent to {settings.destination}")
+        ended = start(plan, starting)
     end(ended)
 
 

@@ -38,7 +38,18 @@ _FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
     type=click.Choice(_FORMATS),
     help="Their format.  [default: each file is looked at]",
 )
-def import_(sources: tuple[Path, ...], run_name: str, output_dir: Path, format: str | None) -> None:
+@click.option(
+    "--metadata",
+    metavar="NAME,...",
+    help="Columns of rows that are no part of a conversation; short ones can be filtered by.",
+)
+def import_(
+    sources: tuple[Path, ...],
+    run_name: str,
+    output_dir: Path,
+    format: str | None,
+    metadata: str | None,
+) -> None:
     """Import conversations of other programs, from files, directories and the hub (hf:).
 
     They become records of the run NAME, for export, stats, report, score and compare. The same
@@ -49,7 +60,10 @@ def import_(sources: tuple[Path, ...], run_name: str, output_dir: Path, format: 
     from batch_trajectories.importing.importing import import_conversations
 
     with errors_as_exit_codes():
-        imported, config, scan = import_conversations(sources, run_name, output_dir, format=format)
+        columns = [name.strip() for name in (metadata or "").split(",") if name.strip()]
+        imported, config, scan = import_conversations(
+            sources, run_name, output_dir, format=format, metadata=columns
+        )
         totals = write_results(config.run_dir, scan, config)
     show(imported.describe())
     show_run(config.run_dir, totals)

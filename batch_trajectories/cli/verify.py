@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from batch_trajectories.cli.shared import (
     run_dir_argument,
     show_run,
 )
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.stored_run import StoredRun
 
 
 @click.command()
@@ -83,7 +87,11 @@ def merge(
             allow_gaps=allow_gaps,
         )
         first = parts[0][1]
-        if dataset_file is not None:
+        if dataset_file is None:
+            if not opened[0].is_own:
+                _ = opened[0].scan  # raises if its run.json names another file of this machine
+        else:
+            _refuse_strange_rows(opened[0])
             kept_dataset = keep_given(first, config)
             first = {**first, "dataset": {**first["dataset"], "path": kept_dataset.path}}
         scan = scan_of(config.run_dir, first, config)
@@ -101,3 +109,21 @@ def merge(
         totals = made[0] if made else write_results(merged.path, scan, config)
     show(merged.describe())
     show_run(merged.path, totals)
+
+
+def _refuse_strange_rows(stored: StoredRun) -> None:
+    """Raise `ConfigError` if a received run says by which files of this machine rows are read."""
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.engine.origin import harmless_options, received
+
+    if stored.is_own:
+        return
+    config = stored.identity["config"]
+    harmless = harmless_options(config)
+    if named := [
+        name for name in ("only_sound", "rows") if name in config and name not in harmless
+    ]:
+        raise ConfigError(
+            f"{received(stored.path)}, so its {named[0]}={config[named[0]]!r} is not read; give "
+            "--dataset_file with the rows as they are in the run directory"
+        )

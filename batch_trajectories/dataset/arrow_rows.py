@@ -3,7 +3,8 @@
 Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
 and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out. Values of Arrow's
 type for JSON (`arrow.json`, and Parquet's logical type) are what their text says, at any depth:
-`datasets` stores columns of mixed JSON that way. In these, null stays null.
+`datasets` stores columns of mixed JSON that way. In these, null stays null. A row in which such a
+text is no JSON is a line that says so, as a torn line of JSONL is: the others are read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.dataset.lines import DAMAGED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +35,13 @@ _READ_BYTES = 1 << 20
 _ABSENT = object()
 
 
-def parquet_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
+class _NotJson(str):
+    """Why a value whose type is JSON is none."""
+
+    __slots__ = ()
+
+
+def parquet_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
     """Read the rows of a Parquet file. See `rows_of`. Raises `DatasetError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -60,8 +68,8 @@ def rows_per_batch(row_bytes: int) -> int:
 
 def rows_of(
     tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
-) -> Iterator[dict[str, Any]]:
-    """The rows of tables, as what JSON can hold.
+) -> Iterator[bytes | dict[str, Any]]:
+    """The rows of tables, as what JSON can hold; one that cannot be read begins with `DAMAGED`.
 
     Adds the names of columns with bytes to `left_out`. Raises `DatasetError`, which names `place`
     and the column.
@@ -82,8 +90,13 @@ def rows_of(
             for n, name in names.items()
         ]
         for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
-            named = zip(names.values(), cells, strict=True)
-            yield {name: cell for name, cell in named if cell is not _ABSENT}
+            named = {
+                name: cell
+                for name, cell in zip(names.values(), cells, strict=True)
+                if cell is not _ABSENT
+            }
+            wrong = next((name for name, cell in named.items() if type(cell) is _NotJson), None)
+            yield named if wrong is None else _damaged(wrong, named[wrong])
         done += table.num_rows
 
 
@@ -125,15 +138,21 @@ def _values(column: pa.Array | pa.ChunkedArray, place: str, first: int) -> list[
     values = []
     try:
         for value in column.to_pylist(maps_as_pydicts="strict"):
-            values.append(read(value))
+            try:
+                values.append(read(value))
+            except exact_json.JSONDecodeError as error:
+                values.append(_NotJson(error))
     except MemoryError:
         raise
-    except exact_json.JSONDecodeError as error:
-        reason = f"row {first + len(values)}: its type is JSON, but its text is not: {error}"
-        raise DatasetError(f"{place}, {reason}") from error
     except Exception as error:  # also of the libraries of time zones
         raise DatasetError(f"{place}, rows from {first}: cannot read it: {error}") from error
     return values
+
+
+def _damaged(column: str, why: str) -> bytes:
+    """The line that stands for a row with a torn value."""
+    reason = f"column {column!r}: its type is JSON, but its text is not: {why}"
+    return DAMAGED + " ".join(reason.split()).encode()
 
 
 def _json_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:

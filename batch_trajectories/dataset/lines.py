@@ -24,12 +24,19 @@ _TOO_LONG = f"longer than {MAX_LINE_BYTES >> 20} MiB"
 TOO_LONG = exact_json.dumps(_TOO_LONG)
 """The line of a kept dataset in place of a row that was too long to be read: no row either."""
 
+DAMAGED = b"it cannot be read: "
+"""How a line begins that stands for a row of a table which cannot be read; the reason follows."""
+
 _BLOCK = 1 << 20
 
 
 def _encoded(name: str) -> str:
     return f"{name}; convert it to UTF-8 first (iconv -f {name} -t UTF-8)"
 
+
+_ARROW = (
+    "an Arrow file; give the directory that `save_to_disk` wrote, or write it as Parquet or JSONL"
+)
 
 _OTHER_KINDS = {
     b"\x1f\x8b": "gzip-compressed; end its name in .gz (as in .jsonl.gz), or unpack it (gzip -d)",
@@ -38,7 +45,8 @@ _OTHER_KINDS = {
     b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
     b"PK\x03\x04": "a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
     b"PAR1": "Parquet; end its name in .parquet",
-    b"ARROW1": "an Arrow file; write it as Parquet or JSONL",
+    b"ARROW1": _ARROW,
+    b"\xff\xff\xff\xff": _ARROW,  # a stream of Arrow, as the cache of `datasets` holds
     **dict.fromkeys((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"), _encoded("UTF-32")),
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _encoded("UTF-16")),
     # JSON without a mark of its byte order.
@@ -110,6 +118,8 @@ def is_unchanged(path: Path, size: int, digest: str, *, may_continue: bool) -> b
     Unless it `may_continue`, the file must end there.
     """
     content = ContentDigest()
+    if not path.is_file():  # opening a pipe could wait for ever
+        return False
     try:
         with path.open("rb", buffering=0) as file:
             while block := file.read(min(_BLOCK, size - content.size)):
@@ -175,6 +185,8 @@ def columns_in(text: bytes) -> dict[str, Any]:
 
 
 def _why_not_json(text: bytes, error: exact_json.JSONDecodeError) -> str:
+    if text.startswith(DAMAGED):
+        return text.decode(errors="replace")
     try:
         text.decode()
     except UnicodeDecodeError as decoding:

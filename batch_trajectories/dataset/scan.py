@@ -36,6 +36,9 @@ from batch_trajectories.records.tasks import BadRow, Task, task_key
 TELLTALE_COLUMNS = ("check", "files", "setup", "base_commit")
 """Columns whose names other datasets hardly use: rows with them may need `row_setup`."""
 
+PROGRAMS = "check.programs"
+"""The key of a scan's `asked`: how many rows have checks that run programs of the workspace."""
+
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
 _LOOKS_GENERATED = re.compile(r"#s?\d+$|^row-[0-9a-f]{16}|^\d{4}-\d\d-\d\d([T ]|$)")
@@ -143,6 +146,11 @@ def scan(
                 setup_columns[name] = setup_columns.get(name, 0) + 1
         if rules.ignores_expected(row.columns):
             largest[EXPECTED] = largest.get(EXPECTED, 0) + 1
+        if rules.with_setup and row.columns.get("check") is not None:
+            from batch_trajectories.dataset.check_programs import programs_of_workspace
+
+            if programs_of_workspace(row.columns["check"]):
+                largest[PROGRAMS] = largest.get(PROGRAMS, 0) + 1
         if rules.inside:
             from batch_trajectories.dataset.row_workspace import add_asked
 
@@ -236,6 +244,8 @@ def sample_of(task: Task, sample: int) -> Task:
 
 
 def _open(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file():
+        raise DatasetError(f"{path}: cannot read the dataset: it is no plain file")
     try:
         return path.open("rb")
     except OSError as error:

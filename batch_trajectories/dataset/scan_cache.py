@@ -146,6 +146,8 @@ def _keys_at(header: dict[str, Any]) -> int:
 
 def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:
     """The header and what follows it, None if the file is not whole."""
+    if not cache.is_file():  # reading a pipe would never end
+        return None
     try:
         content = memoryview(cache.read_bytes())
     except OSError:
@@ -159,6 +161,8 @@ def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:
 
 def _has_digest(cache: Path, digest: bytes) -> bool:
     """Whether a file begins with this digest, and its content really has it."""
+    if not cache.is_file():
+        return False
     try:
         with cache.open("rb") as file:
             if file.readline() != digest + b"\n":

@@ -282,7 +282,7 @@ def revision_of(name: HubName) -> str:
     return str(info.sha)
 
 
-def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[dict[str, Any]]:
+def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
     """Stream the rows of one split. See `rows_of`. Raises as `revision_of` does."""
     import datasets
 
@@ -301,7 +301,7 @@ def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[dict[
         raise _refusal(name.repository, error) from error
 
 
-def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
+def saved_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
     """Stream the rows of a directory written by `save_to_disk`. See `rows_of`.
 
     Raises `DatasetError`.

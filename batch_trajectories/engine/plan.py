@@ -27,7 +27,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import problem_of_sandbox, warning_of_sandbox
 from batch_trajectories.config.toolsets import catalog_of, with_listed_servers
 from batch_trajectories.dataset.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
-from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.dataset.scan import PROGRAMS, Scan
 from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
@@ -362,6 +362,11 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
         yield (
             f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
             "--check_expected no answer is compared with it"
+        )
+    if (rows := largest.get(PROGRAMS, 0)) and config.row_setup and config.check_in == "same":
+        yield (
+            f"the checks of {plural(rows, 'row')} run programs of the workspace, which the model "
+            "can replace by some that always succeed; `check_tasks` tries it (docs/tasks.md)"
         )
     if (rows := largest.get("network", 0)) and not config.network:
         yield f"{rows:,} rows ask for a network, which they do not get without --network"

@@ -42,7 +42,7 @@ from batch_trajectories.basics.errors import (
     RunDirError,
     RunLocked,
 )
-from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.text import clip, first_few
 from batch_trajectories.config.fingerprint import (
     EARLIER_DEFAULTS,
     digest_of,
@@ -58,6 +58,7 @@ from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import save_scan
 from batch_trajectories.engine.narrowing import NARROWING, refuse_narrowing
 from batch_trajectories.engine.origin import MAC, is_own, mac_of
+from batch_trajectories.engine.run_json_shape import faults_of
 from batch_trajectories.records.files import (
     is_training_file,
     listed,
@@ -240,15 +241,6 @@ def move_aside(path: Path) -> Path:
     return aside
 
 
-_RUN_KEYS = {
-    "api": str,
-    "created": float,
-    "meaning": dict,
-    "config": dict,
-    "dataset": dict,
-    "history": list,
-}
-
 _CHECKSUM = "crc32"
 
 IMAGES = "images"
@@ -264,6 +256,25 @@ _SHOWN = 1000
 """Maximum characters of a changed value in a message."""
 
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+_HELD_WHOLE = (
+    "agent",
+    "endpoints",
+    "extra_body",
+    "mcp",
+    "models",
+    "prefill_messages",
+    "prices",
+    "simulated_user",
+    "subagents",
+)
+"""Options that may be given as JSON or as the name of a file, and that run.json holds whole."""
+
+_ROWS_DEFAULTS = {
+    name: RunConfig.model_fields[name].get_default(call_default_factory=True)
+    for name in ("check_in", "row_setup", "workspace")
+}
+"""The options that a rows file can set, as runs of earlier versions lack some of them."""
 
 _VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
 
@@ -496,7 +507,7 @@ def with_begun_defaults(config: RunConfig) -> RunConfig:
 def read_run_json(path: Path) -> dict[str, Any]:
     """Read run.json. Raises `RunDirError` if `path` is not a run directory."""
     try:
-        run = exact_json.loads((path / RUN_FILE).read_bytes())
+        run = exact_json.loads(_content_of(path / RUN_FILE))
     except FileNotFoundError:
         raise RunDirError(f"{path}: no run here (it has no run.json)") from None
     except NotADirectoryError:
@@ -512,10 +523,13 @@ def read_run_json(path: Path) -> dict[str, Any]:
                 "it with the config"
             )
         run.pop(MAC, None)  # belongs to these bytes; see `was_started_here`
-        if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
-            what = f"damaged ({', '.join(missing)})"
+        if faults := faults_of(run):
+            what = f"damaged ({first_few(faults)})"
             raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
         run["config"] = in_todays_words(run["config"], run["config"].get("base_url"))
+        _refuse_names_of_files(path, run["config"])
+        # Without them, reading the config would open the rows file that it names.
+        run["config"] = {**_ROWS_DEFAULTS, **run["config"]}
         return run
     what = "not written by this program (it has no `schema_version`); restore it from a copy"
     if isinstance(run, dict) and (version := run.get("schema_version")) is not None:
@@ -524,10 +538,30 @@ def read_run_json(path: Path) -> dict[str, Any]:
     raise RunDirError(f"{path}/run.json: {what}, or start over with --fresh")
 
 
+def _content_of(file: Path) -> bytes:
+    """The content of a plain file. Raises `OSError`; opening a pipe could wait for ever."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "not a plain file")
+    return file.read_bytes()
+
+
+def _refuse_names_of_files(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise `RunDirError` if run.json has the name of a file in the place of its content.
+
+    Reading such an option as a flag would open any file that a stranger's run.json names.
+    """
+    named = [name for name in _HELD_WHOLE if isinstance(config.get(name), str)]
+    if named:
+        raise RunDirError(
+            f"{path}/run.json: config.{named[0]}: a text, where a run holds the content itself; "
+            "this file was not written by this program, restore it from a copy"
+        )
+
+
 def was_started_here(path: Path) -> bool:
     """Whether this user has started the run in `path`; see `origin`. Raises `RunDirError`."""
     try:
-        run = exact_json.loads((path / RUN_FILE).read_bytes())
+        run = exact_json.loads(_content_of(path / RUN_FILE))
         run.pop(_CHECKSUM, None)
         mac = run.pop(MAC, None)
     except (OSError, orjson.JSONDecodeError, AttributeError) as error:

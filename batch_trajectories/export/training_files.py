@@ -29,7 +29,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import owed
 from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.reading import read_conversation, refuse_all_masked
 from batch_trajectories.export.conversation.rewards import not_passed
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
@@ -187,6 +187,7 @@ def route(
         return _reject(record, "failed", f"{error.error_class}: {error.message}")
     try:
         conversation = read_conversation(record, own)
+        refuse_all_masked(conversation)
         row = render(conversation, style)
     except Rejected as rejected:
         hint = FORMAT.how_to_keep(rejected.reason)

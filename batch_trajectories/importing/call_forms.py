@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from agent.wires.reading import custom_tool, function_tool
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.text import clip, valid_utf8
-from batch_trajectories.importing.conversation import Unreadable
+from batch_trajectories.basics.text import valid_utf8
+from batch_trajectories.importing.conversation import Unreadable, is_blank, refuse_unknown
 
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 """Where a tool has the schema of its arguments: OpenAI, Anthropic, MCP."""
@@ -23,7 +23,8 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Where a call has its arguments."""
 _OF_CALLS = frozenset({"id", "type", "index", "extra_content", "call_id", "tool_call_id"})
 """Keys of a call beside its function."""
-_SHOWN = 60
+_TOOL_TYPES = ("function", "custom", "tool")
+_CALL_TYPES = ("function", "custom", "function_call", "tool_call", "tool_use", "tool")
 _ODD_NUMBER = re.compile(r"[0-9][.eE]|-0")
 """What numbers hold that can be written in several ways."""
 
@@ -37,13 +38,6 @@ class ForeignCall(NamedTuple):
     arguments: str
     extra: Mapping[str, Any]
     """What a provider wants back with it."""
-
-
-def is_blank(value: Any) -> bool:
-    """Whether a value says nothing, as null does in tables where all rows have the same keys."""
-    if isinstance(value, dict):
-        return all(map(is_blank, value.values()))
-    return value is None or value == "" or value == []
 
 
 class Digits(str):
@@ -110,17 +104,22 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise Unreadable(f"{place}: it must be an object")
     if isinstance(custom := tool.get("custom"), dict):
-        return custom_tool(custom)
+        refuse_unknown(tool, ("type", "custom"), place)
+        return _custom(custom, f"{place}.custom")
     function, kind = tool, tool.get("type")
     if "function" in tool:
         function, place = tool["function"], f"{place}.function"
         if not isinstance(function, dict):
             raise Unreadable(f"{place}: it must be an object")
-        _refuse_others(tool, ("type", "function"), place.removesuffix(".function"))
+        outside = place.removesuffix(".function")
+        refuse_unknown(tool, ("type", "function"), outside)
+        _refuse_type(tool, _TOOL_TYPES, outside)
     elif kind not in (None, "function", "custom") and not any(key in tool for key in _SCHEMAS):
         raise Unreadable(f"{place}.type: {kind!r} is a tool of a provider, without a schema")
     elif kind == "custom" and not any(key in tool for key in _SCHEMAS):
-        return custom_tool(tool)
+        return _custom(tool, place)
+    else:
+        _refuse_type(tool, _TOOL_TYPES, place)
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not name:
         raise Unreadable(f"{place}.name: it must be the name of a tool")
@@ -141,6 +140,13 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     }
     made = function_tool(name, description, schema)
     return {**made, "function": {**rest, **made["function"]}}
+
+
+def _custom(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A tool whose input is free text. Raises `Unreadable` for a grammar of that text."""
+    is_free = tool.get("format") in (None, {"type": "text"})
+    refuse_unknown(tool, ("type", "name", "description", *(["format"] * is_free)), place)
+    return custom_tool(tool)
 
 
 def calls_of(given: Any, place: str) -> list[ForeignCall]:
@@ -165,10 +171,11 @@ def call_of(call: Any, place: str) -> ForeignCall:
     function, inside = call, place
     if isinstance(call.get("function"), dict):
         function, inside = call["function"], f"{place}.function"
-        _refuse_others(call, (*_OF_CALLS, "function"), place)
+        refuse_unknown(call, (*_OF_CALLS, "function"), place)
     elif isinstance(call.get("custom"), dict):
         function, inside = call["custom"], f"{place}.custom"
-        _refuse_others(call, (*_OF_CALLS, "custom"), place)
+        refuse_unknown(call, (*_OF_CALLS, "custom"), place)
+    _refuse_type(call, _CALL_TYPES, place)
     names = [key for key in ("name", "function", "tool_name") if isinstance(function.get(key), str)]
     if len(names) != 1 or not function[names[0]]:
         raise Unreadable(f"{inside}.name: it must be the name of a tool")
@@ -176,7 +183,7 @@ def call_of(call: Any, place: str) -> ForeignCall:
     if len(found) > 1:
         raise Unreadable(f"{inside}.{found[1]}: the call has {found[0]}, too")
     own = _OF_CALLS if function is call else frozenset[str]()
-    _refuse_others(function, (*own, names[0], *_ARGUMENTS), inside)
+    refuse_unknown(function, (*own, names[0], *_ARGUMENTS), inside)
     arguments = function[found[0]] if found else {}
     if function is not call and inside.endswith(".custom"):
         arguments = {"input": arguments or ""}
@@ -189,11 +196,10 @@ def call_of(call: Any, place: str) -> ForeignCall:
     )
 
 
-def _refuse_others(value: Mapping[str, Any], known: Sequence[str], place: str) -> None:
-    """Raise `Unreadable` for a key that is not known and has a value."""
-    for key, one in value.items():
-        if key not in known and not is_blank(one):
-            raise Unreadable(f"{place}.{key}: it is unknown: {clip(repr(one), max_chars=_SHOWN)}")
+def _refuse_type(value: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+    """Raise `Unreadable` for a kind of tool or call that may be read in another way."""
+    if not is_blank(kind := value.get("type")) and kind not in known:
+        raise Unreadable(f"{place}.type: {kind!r} is none of {', '.join(known)}")
 
 
 def _loads(text: str, *, keeps_digits: bool) -> Any:

@@ -7,11 +7,13 @@ absent. A key, role or part that is not known is refused with its place: what it
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import Message, ProviderBlocks, split_inline_reasoning
+from agent.models.parsing import object_of
 from agent.wires.reading import placeholder
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
@@ -19,18 +21,31 @@ from batch_trajectories.importing.call_forms import (
     ForeignCall,
     call_of,
     calls_of,
-    is_blank,
     json_text,
     parsed,
     parsed_lines,
-    tools_of,
 )
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
     Unreadable,
+    is_blank,
     of_metadata,
     read_messages,
+    refuse_unknown,
+)
+from batch_trajectories.importing.row_columns import (
+    MARKS,
+    add_media,
+    columns_of,
+    is_quiet,
+    is_quiet_row,
+    refuse_pairs,
+    refuse_unknown_columns,
+    system_columns,
+    tools_in,
+    union_of,
+    verdict_in,
 )
 from batch_trajectories.importing.tagged_text import (
     RESULT,
@@ -56,7 +71,6 @@ _ROLES: Mapping[str, str] = {
 _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_MARKS = ("weight", "loss", "loss_weight", "train", "training")
 _NOTES = frozenset(
     {
         "id",
@@ -76,6 +90,8 @@ _NOTES = frozenset(
         "agent",
         "message_type",
         "is_demo",  # of SWE-agent
+        "tags",
+        "internal",  # of inspect: ids of a provider
     }
 )
 """Keys of messages for those who keep them: no model reads or writes what they say."""
@@ -89,12 +105,15 @@ _OF_REPLIES = frozenset(
         *_REASONING_KEYS,
     }
 )
+_OF_PROVIDERS = frozenset({"reasoning_details", "thinking_blocks"})
 _OF_RESULTS = frozenset({"name", "tool_name", "function", "is_error", "tool_call_ids"})
 _RESULT_IDS = ("tool_call_id", "tool_use_id", "call_id")
 
 _TEXT_KEYS = ("text", "value", "content")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _THOUGHTS = ("thinking", "reasoning")
+_OF_HIDDEN = ("type", *_THOUGHTS, "redacted", "signature", "summary")
+"""Keys of thoughts that a provider hides, with what it says of them."""
 _MEDIA_PARTS = frozenset(
     {
         "image",
@@ -112,30 +131,6 @@ _MEDIA_PARTS = frozenset(
 )
 """Parts that are no text; `export` refuses them by name."""
 
-_MEDIA: Mapping[str, str] = {
-    **dict.fromkeys(("images", "image"), "image"),
-    **dict.fromkeys(("videos", "video"), "video"),
-    **dict.fromkeys(("audios", "audio"), "audio"),
-}
-"""Columns of what the texts of a row only have places for, and what is in them."""
-
-MEDIA_COLUMNS = tuple(_MEDIA)
-_SYSTEM_COLUMNS = ("system", "system_prompt")
-_TOOL_COLUMNS = ("tools", "functions")
-_OF_PAIRS = ("chosen", "rejected", "rejected_response", "rejected_messages")
-_NOT_COLUMNS = frozenset(
-    {
-        "id",
-        "messages",
-        "conversations",
-        "metadata",
-        "prompt",
-        *_SYSTEM_COLUMNS,
-        *_TOOL_COLUMNS,
-        *_MEDIA,
-    }
-)
-_LONGEST = 1000
 _SHOWN = 60
 
 
@@ -147,25 +142,30 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
     entries = _entries_of(row, column)
     if entries[-1].get("role") == "exit" and str(row.get("trajectory_format")).startswith("mini-"):
         del entries[-1]  # what mini-swe-agent submitted, which its model has written before
-    if pair := next((name for name in _OF_PAIRS if not is_blank(row.get(name))), None):
-        raise Unreadable(
-            f"{pair}: the row is a pair for preferences, which are not read: `import` takes rows "
-            "with one conversation"
-        )
+    refuse_pairs(row)
     known = of_metadata(metadata_in(row))
     reading = _Reading(entries, column, is_plain=api != _API)
     reading.read()
     _add_system(reading, row)
     messages = reading.messages()
-    _keep_media(row, messages)
+    add_media(row, messages, _API)
+    verdict = verdict_in(row)
+    refuse_unknown_columns(row, column, map(_plain_text, entries), messages)
     model = {} if api == _API else {"model": known.get("model_returned")}
     replies = [dict(model) for message in messages if message["role"] == "assistant"]
-    tools = _tools_in(row)
+    no_loss = reading.no_loss
+    if verdict is False or is_quiet_row(row):
+        no_loss = [*range(1, len(replies) + 1)]
+    if verdict is not None and "check" not in known:
+        known["check"] = {"passed": verdict, "reward": float(verdict)}
+    tools = tools_in(row)
+    if reading.tools:
+        tools = union_of(tools or [], reading.tools, f"{column}: <tools>")
     return Foreign(
-        Dialogue(messages, replies, no_loss=reading.no_loss),
+        Dialogue(messages, replies, no_loss=no_loss),
         api,
         id=id_of(row),
-        tools=tools or (tools if reading.tools is None else reading.tools),
+        tools=reading.tools if tools is None else tools,
         columns=columns_of(row),
         facts=known,
     )
@@ -191,19 +191,6 @@ def id_of(row: Mapping[str, Any]) -> str | None:
     return str(id) if isinstance(id, str | int) and str(id) else None
 
 
-def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Short columns of a row, to filter by."""
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in _NOT_COLUMNS
-        and (
-            isinstance(value, bool | int | float)
-            or (isinstance(value, str) and len(value) < _LONGEST)
-        )
-    }
-
-
 def metadata_in(row: Mapping[str, Any]) -> Any:
     """The column `metadata`, as an object where it is JSON text."""
     metadata = row.get("metadata")
@@ -215,46 +202,19 @@ def metadata_in(row: Mapping[str, Any]) -> Any:
         return None  # a text of other programs
 
 
-def _tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools of a row; None where it has no such column. Raises `Unreadable`."""
-    named = [name for name in _TOOL_COLUMNS if row.get(name) is not None]
-    filled = [name for name in named if not is_blank(row[name])]
-    if len(filled) > 1:
-        raise Unreadable(f"{filled[1]}: the row has {filled[0]}, too")
-    return tools_of(row[filled[0]], filled[0]) if filled else [] if named else None
-
-
 def _add_system(reading: _Reading, row: Mapping[str, Any]) -> None:
     """Put the system prompt in a column of a row before its messages. Raises `Unreadable`."""
-    for name in _SYSTEM_COLUMNS:
-        prompt = row.get(name)
-        if is_blank(prompt):
-            continue
-        if not isinstance(prompt, str):
-            raise Unreadable(f"{name}: it must be text")
-        text = reading.system_of(prompt, name)
+    for name, prompt in system_columns(row):
+        if isinstance(prompt, dict):
+            prompt = [prompt]
+        if not isinstance(prompt, str | list):
+            raise Unreadable(f"{name}: it must be text or a list of parts")
+        content = reading.system_of(prompt, name)
         inside = [one["content"] for one in reading.read_so_far if one["role"] == "system"]
-        if text not in inside and inside:
+        if content not in inside and inside:
             raise Unreadable(f"{name}: the conversation has another system message")
-        if text and not inside:
-            reading.read_so_far.insert(0, {"role": "system", "content": text})
-
-
-def _keep_media(row: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    """Add pictures, videos and sounds in columns of a row to its first message of a user."""
-    parts = [
-        {"type": kind, "source": one if isinstance(one, str) else "bytes"}
-        for column, kind in _MEDIA.items()
-        if row.get(column) not in (None, "", [])
-        for one in (row[column] if isinstance(row[column], list) else [row[column]])
-        if one is not None
-    ]
-    first = next((message for message in messages if message["role"] == "user"), None)
-    if parts and first is None:
-        raise Unreadable("no message of a user")
-    if parts and first is not None:
-        known = first.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
-        first["provider_blocks"] = {**known, "blocks": [*known["blocks"], *parts]}
+        if content and not inside:
+            reading.read_so_far.insert(0, {"role": "system", "content": content})
 
 
 class _Reading:
@@ -315,7 +275,8 @@ class _Reading:
             elif message["role"] == "assistant":
                 replies += 1
                 self._keep_space(message, self.read_so_far[n])
-                if self._is_plain:
+                # What came as blocks of a provider stays; a `<think>` block needs no copy.
+                if self._is_plain and _OF_PROVIDERS.isdisjoint(self.read_so_far[n]):
                     message.pop("provider_blocks", None)
                 if pictures := self._pictures.get(replies):
                     known = message.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
@@ -332,12 +293,20 @@ class _Reading:
                 message["reasoning"] = exact
                 return
 
-    def system_of(self, text: str, place: str) -> str:
+    def system_of(self, content: Any, place: str) -> Any:
         """A system prompt without tools in tags, which are kept. Raises `Unreadable`."""
-        if "<tools>" not in text or not (self._is_plain or self._is_tagged):
-            return text
-        own, tools = read_system(text, place)
-        self.tools = tools if self.tools is None else self.tools
+        content = _parts(content, place)
+        if not isinstance(content, str):
+            is_text = all(part["type"] == "text" for part in content)
+            text = "\n".join(part["text"] for part in content) if is_text else ""
+            content = text or content
+        if not isinstance(content, str) or "<tools>" not in content:
+            return content
+        if not (self._is_plain or self._is_tagged):
+            return content
+        own, tools = read_system(content, place)
+        if tools is not None:
+            self.tools = union_of(self.tools or [], tools, f"{place}: <tools>")
         return own
 
     def _holds_tags(self) -> bool:
@@ -387,16 +356,24 @@ class _Reading:
 
     def _refuse_unknown(self, entry: Mapping[str, Any], kind: str, place: str) -> None:
         """Raise `Unreadable` for a key that says something and is not known."""
-        known = {*_ROLE_KEYS, *_CONTENT_KEYS, *_MARKS, *_NOTES}
+        known = {*_ROLE_KEYS, *_CONTENT_KEYS, *MARKS, *_NOTES}
         if kind in ("assistant", "calls"):
             known |= _OF_REPLIES
             if entry.get("message_type") is not None:  # SWE-agent repeats the reply in parts
-                known |= {"thought", "action", "tool_call_ids"}
+                known |= {"action", "tool_call_ids"}
+                if _holds_lines_of(entry, entry.get("thought")):
+                    known.add("thought")
         elif kind == "tool":
             known |= {*_OF_RESULTS, *_RESULT_IDS}
         for key, value in entry.items():
             if key == "provider_specific_fields" and isinstance(value, dict):  # LiteLLM's copies
                 value = {name: one for name, one in value.items() if one != entry.get(name)}
+                if kind == "assistant" and is_blank(
+                    {one: entry.get(one) for one in _REASONING_KEYS}
+                ):
+                    value = {
+                        name: one for name, one in value.items() if name not in _REASONING_KEYS
+                    }
             is_kind = key == "type" and value in ("message", entry.get("role"), entry.get("from"))
             if key not in known and not is_blank(value) and not is_kind:
                 shown = clip(repr(value), max_chars=_SHOWN)
@@ -405,11 +382,9 @@ class _Reading:
     def _read_system(self, entry: Mapping[str, Any], content: Any, place: str) -> None:
         del entry
         self._may_merge = False
-        if isinstance(content, str):
-            content = self.system_of(content, place)
-            if not content:
-                return  # all of it was the format's
-        self.read_so_far.append({"role": "system", "content": _parts(content, place)})
+        content = self.system_of(content, place)
+        if content:  # else all of it was the format's
+            self.read_so_far.append({"role": "system", "content": content})
 
     def _read_user(self, entry: Mapping[str, Any], content: Any, place: str, key: str) -> None:
         self._may_merge = False
@@ -469,6 +444,7 @@ class _Reading:
         if not is_blank(given := entry.get("function_call")):
             calls.append(call_of(given, f"{place}.function_call"))
         self._add_reasoning(made, entry, place)
+        _add_reasoning_of_response(made, entry, place)
         if (
             content is None
             and not calls
@@ -476,7 +452,7 @@ class _Reading:
             and not made["content"]
         ):
             raise Unreadable(f"{where}: it is missing")
-        quiet = self._is_quiet(entry, place)
+        quiet = is_quiet(entry, f"{place}.")
         if is_all_calls and self._may_merge and quiet == self._is_last_quiet():
             self._merge(made, calls)
             return
@@ -536,15 +512,6 @@ class _Reading:
                 raise Unreadable(f"{place}.refusal: it must be text, in place of the content")
             made["content"] = refusal
 
-    def _is_quiet(self, entry: Mapping[str, Any], place: str) -> bool:
-        """Whether nobody is to learn a reply. Raises `Unreadable` for shares of a loss."""
-        found = {mark: entry[mark] for mark in _MARKS if entry.get(mark) is not None}
-        for mark, value in found.items():
-            if not isinstance(value, bool | int | float) or value not in (0, 1):
-                shown = clip(repr(value), max_chars=_SHOWN)
-                raise Unreadable(f"{place}.{mark}: {shown} is none of 0, 1, false, true")
-        return any(value == 0 for value in found.values())
-
     def _refuse_unanswered(self, place: str) -> None:
         """Raise `Unreadable` if fewer results came than calls, and none says whose it is."""
         if self._is_in_order and self._open:
@@ -566,7 +533,7 @@ class _Reading:
         elif not ids and not is_blank(given):
             raise Unreadable(f"{place}.tool_call_ids: it must name one call")
         names = [entry[name] for name in ("name", "tool_name", "function") if entry.get(name)]
-        is_error = entry.get("is_error") is True
+        is_error = _is_error(entry, place)
         if isinstance(content, list) and content and all(map(_is_result_part, content)):
             for n, part in enumerate(content):
                 self._read_result_part(part, f"{where}[{n}]")
@@ -581,7 +548,7 @@ class _Reading:
             self._add_result(
                 id, name or str(names[0] if names else ""), text, where, is_error=is_error
             )
-            is_error = entry.get("is_error") is True
+            is_error = _is_error(entry, place)
 
     def _results_in(self, text: str, place: str) -> list[tuple[str, str, str, Any]]:
         """Id, name, text and value of the results in a text: several, as LLaMA-Factory has them."""
@@ -600,7 +567,7 @@ class _Reading:
             if key not in known and not is_blank(value):
                 raise Unreadable(f"{place}.{key}: it is unknown in a result")
         ids = [part[name] for name in _RESULT_IDS if not is_blank(part.get(name))]
-        is_error = part.get("is_error") is True
+        is_error = _is_error(part, place)
         id = str(ids[0]) if ids else ""
         self._add_result(id, "", part.get("content"), f"{place}.content", is_error=is_error)
 
@@ -619,6 +586,8 @@ class _Reading:
                 id = fits[0]
         if id not in self._ids:
             raise Unreadable(f"{place}: a result of {id!r}, but no call before it has this id")
+        if name and name != self._ids[id]:
+            raise Unreadable(f"{place}: name: {name!r}, but its call is of {self._ids[id]!r}")
         self._open.pop(id, None)
         result = {"role": "tool", "tool_call_id": id, "is_error": is_error}
         self.read_so_far.append({**result, "content": _result_content(content, place)})
@@ -709,6 +678,7 @@ def _read_parts_of_reply(
 ) -> tuple[list[ForeignCall], list[dict[str, Any]]]:
     """The calls and pictures among the parts of a reply; `made` gets its text and its thoughts."""
     texts: list[str] = []
+    """What the model wrote, and a line for each picture."""
     thoughts: list[str] = []
     calls: list[ForeignCall] = []
     pictures: list[dict[str, Any]] = []
@@ -718,8 +688,11 @@ def _read_parts_of_reply(
         if kind in ("tool_use", "tool_call", "function_call"):
             calls.append(call_of(part, where))
         elif kind in _THOUGHTS and part.get("redacted") is True:  # as inspect has them
+            refuse_unknown(part, (*_OF_HIDDEN, *_NOTES), where)
             hidden = {"type": "redacted_thinking", "data": str(part.get(kind))}
             made.setdefault("thinking_blocks", []).append(hidden)
+            if not is_blank(summary := part.get("summary")):
+                thoughts.append(_text_in({"summary": summary}, ("summary",), where))
         elif kind in _THOUGHTS:
             part = {key: part[key] for key in part if key != "redacted"}
             thoughts.append(_text_in(part, (*_THOUGHTS, "text"), where))
@@ -727,15 +700,55 @@ def _read_parts_of_reply(
             made.setdefault("thinking_blocks", []).append(dict(part))
         elif kind in _MEDIA_PARTS and "image" in str(kind):
             pictures.append(dict(part))
-            texts.append(placeholder(part))
+            texts += ["\n" if texts else "", placeholder(part), "\n"]
         elif kind in _MEDIA_PARTS:
             raise Unreadable(f"{where}.type: {kind!r} is no known part of a reply")
         else:
             texts.append(_part(part, where)["text"])
-    made["content"] = "\n".join(texts)
+    if texts and pictures and texts[-1] == "\n":
+        del texts[-1]
+    made["content"] = "".join(texts)
     if any(thoughts):
         made["reasoning_content"] = "\n\n".join(filter(None, thoughts))
     return calls, pictures
+
+
+def _add_reasoning_of_response(made: dict[str, Any], entry: Mapping[str, Any], place: str) -> None:
+    """Add the reasoning that only LiteLLM's fields or the stored response have, as mini-swe-agent
+    writes them. Raises `Unreadable`.
+    """
+    if not made.keys().isdisjoint(("reasoning_content", "reasoning", "reasoning_details")):
+        return
+    response = object_of(object_of(entry, "extra"), "response")
+    choices = exact_json.objects_among(response.get("choices"))
+    message = object_of(choices[0], "message") if choices else {}
+    inside = "provider_specific_fields"  # where LiteLLM has what it has no field of its own for
+    of_response = f"{place}.extra.response.choices[0].message"
+    for given, where in (
+        (object_of(entry, inside), f"{place}.{inside}"),
+        (message, of_response),
+        (object_of(message, inside), f"{of_response}.{inside}"),
+    ):
+        for key in _REASONING_KEYS:
+            if is_blank(given.get(key)):
+                continue
+            if not isinstance(given[key], str):
+                raise Unreadable(f"{where}.{key}: it must be text")
+            made["reasoning_content"] = given[key]
+            return
+
+
+def _holds_lines_of(entry: Mapping[str, Any], text: Any) -> bool:
+    """Whether the content of a message has all lines of a text, as they are or in JSON."""
+    content = entry.get("content")
+    if isinstance(content, list):
+        content = "\n".join(
+            str(part["text"]) for part in exact_json.objects_among(content) if "text" in part
+        )
+    if not isinstance(content, str) or not isinstance(text, str):
+        return False
+    lines = (line.strip() for line in text.splitlines())
+    return all(line in content or json.dumps(line)[1:-1] in content for line in lines)
 
 
 def _is_all_results(text: str) -> bool:
@@ -751,6 +764,14 @@ def _thoughts_in(text: str) -> str | None:
         end = match.end()
     thoughts = (one.removeprefix("\n").removesuffix("\n") for one in found)
     return "\n\n".join(one for one in thoughts if one.strip()) or None
+
+
+def _is_error(result: Mapping[str, Any], place: str) -> bool:
+    given = result.get("is_error")
+    if not isinstance(given, bool) and not is_blank(given):
+        shown = clip(repr(given), max_chars=_SHOWN)
+        raise Unreadable(f"{place}.is_error: {shown} is none of false, true")
+    return given is True
 
 
 def _is_result_part(part: Any) -> bool:

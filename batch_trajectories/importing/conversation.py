@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,14 @@ from agent.state.tally import cost_of, usage_of
 from agent.wires.reading import CallsInOrder, function_tool
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
+from batch_trajectories.basics.text import clip
 from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
+
+_SHOWN = 60
+
+PartKinds = Mapping[str, frozenset[str] | None]
+"""Types of the parts of a message, and what a part of each has beside its type. None: anything but
+a text, because a record keeps the whole part."""
 
 
 class Unreadable(ValueError):
@@ -26,6 +33,60 @@ class Unreadable(ValueError):
         """The line of its file; None where that of the conversation is meant."""
         self.is_damaged = False
         """The file, or the rest of it, cannot be read."""
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a value says nothing, as null does in tables where all rows have the same keys."""
+    if isinstance(value, dict):
+        return all(map(is_blank, value.values()))
+    return value is None or value == "" or value == []
+
+
+def refuse_unknown(
+    value: Mapping[str, Any],
+    known: Container[str],
+    place: str,
+    line: int | None = None,
+    *,
+    only_text: bool = False,
+) -> None:
+    """Raise `Unreadable` for a key that is not known and says something.
+
+    `only_text`: numbers, true and false under such a key say nothing.
+    """
+    says_nothing = _has_no_text if only_text else is_blank
+    for key, one in value.items():
+        if key not in known and not says_nothing(one):
+            where = f"{place}.{key}" if place else key
+            raise Unreadable(f"{where}: it is unknown: {clip(repr(one), max_chars=_SHOWN)}", line)
+
+
+def _has_no_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_has_no_text, value.values()))
+    if isinstance(value, list):
+        return all(map(_has_no_text, value))
+    return not isinstance(value, str) or not value
+
+
+def check_parts(content: Any, kinds: PartKinds, place: str, line: int | None = None) -> None:
+    """Raise `Unreadable` for content that is neither text nor a list of parts of these kinds."""
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise Unreadable(f"{place}: it must be text or a list of parts", line)
+    for n, part in enumerate(content):
+        where = f"{place}[{n}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            known = ", ".join(sorted(kinds))
+            raise Unreadable(f"{where}: a part of type {kind!r}; known: {known}", line)
+        if (fields := kinds[kind]) is not None:
+            refuse_unknown(part, {"type", *fields}, where, line)
+            if "text" in fields and not isinstance(part.get("text"), str):
+                raise Unreadable(f"{where}.text: it must be text", line)
+        elif part.get("text") is not None:
+            raise Unreadable(f"{where}.text: it is unknown in a part of type {kind!r}", line)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ record, so that an import that was killed goes on where it was. Equal conversati
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -35,7 +35,7 @@ from batch_trajectories.engine.run_dir import (
     write_run_json,
 )
 from batch_trajectories.importing.conversation import Foreign, Unreadable
-from batch_trajectories.importing.sources import Place, conversations_in
+from batch_trajectories.importing.sources import Place, Read, conversations_in
 from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
@@ -97,12 +97,19 @@ class ImportEnd:
 
 
 def import_conversations(
-    names: Iterable[Path], run_name: str, output_dir: Path, *, format: str | None = None
+    names: Iterable[Path],
+    run_name: str,
+    output_dir: Path,
+    *,
+    format: str | None = None,
+    metadata: Collection[str] = (),
 ) -> tuple[ImportEnd, RunConfig, Scan]:
     """Import what files, directories and hub datasets hold into a run, new or imported before.
 
-    `format` is that of all, or None to recognize each. Raises `DatasetError` and `ConfigError` for
-    sources that cannot be read, `StorageError`, and what `open_run_dir` raises.
+    `format` is that of all, or None to recognize each. Columns of rows that `metadata` names are no
+    part of a conversation: short ones become columns to filter by, others are left out. Raises
+    `DatasetError` and `ConfigError` for sources that cannot be read, `StorageError`, and what
+    `open_run_dir` raises.
     """
     names = [*names]
     for name in names:
@@ -126,7 +133,8 @@ def import_conversations(
         known = scan(source, max_samples=None, rules=rules, may_be_empty=True)
     with closing(open_run_dir(config, replace(known, path=path), api=MODEL)) as run_dir:
         imported = ImportEnd()
-        _import(names, format, path, rules, run_dir, imported)
+        found = (one for name in names for one in conversations_in(name, format, metadata))
+        _import(found, path, rules, run_dir, imported)
         scanned = scan(path, max_samples=None, rules=rules, may_be_empty=True)
         run = read_run_json(run_dir.path)
         write_run_json(run_dir.path, run | {"dataset": dataset_of(scanned)})
@@ -143,8 +151,7 @@ def _refuse_other_runs(run_dir: Path) -> None:
 
 
 def _import(
-    names: Iterable[Path],
-    format: str | None,
+    found: Iterable[tuple[Place, Read]],
     path: Path,
     rules: RowRules,
     run_dir: RunDir,
@@ -159,7 +166,6 @@ def _import(
         there = records.take_found()
         added: set[bytes] = set()
         writer = _Rows(rows, scan(path, max_samples=None, rules=rules, may_be_empty=True))
-        found = (one for name in names for one in conversations_in(name, format))
         for place, read in watched(found, "import", unit="conversations"):
             try:
                 if isinstance(read, Unreadable):
@@ -201,6 +207,7 @@ class _Known(NamedTuple):
     """Which of the rows with its id it is, from 1."""
     place: str
     """Where its conversation was read first."""
+    digest: str
 
 
 class _Rows:
@@ -223,13 +230,13 @@ class _Rows:
         it.
         """
         digest = _digest_of(found)
-        known = self._known.get(digest)
+        known = self._known.get(digest) or self._of_earlier_version(place, found)
         columns: dict[str, Any] = {
             **found.columns,
             "id": known.id if known else found.id or f"{Path(place.source).stem}-{place.line}",
             "prompt": found.prompt(),
             "imported_from": known.place if known else str(place),
-            _DIGEST: digest,
+            _DIGEST: known.digest if known else digest,
         }
         if known is None:
             if self._places.intersection(map(hash, place.names())):
@@ -239,16 +246,31 @@ class _Rows:
             known = self._add(columns)
         return task_of(columns, self._rules, occurrence=known.occurrence)
 
+    def _of_earlier_version(self, place: Place, found: Foreign) -> _Known | None:
+        """The row of this place, if an earlier version wrote it for this conversation."""
+        known = self._known.get(digest_of_messages(found))
+        return known if known is not None and known.place in place.names() else None
+
     def _add(self, columns: Mapping[str, Any]) -> _Known:
         id, place = columns["id"], columns["imported_from"]
         self._ids[id] += 1
         self._places.add(hash(place))
-        known = self._known[columns[_DIGEST]] = _Known(id, self._ids[id], place)
+        known = self._known[columns[_DIGEST]] = _Known(id, self._ids[id], place, columns[_DIGEST])
         return known
 
 
 def _digest_of(found: Foreign) -> str:
-    """Over all that the record will hold of it."""
+    """Over all that the record will hold of it: also marks, and columns such as scores."""
+    said = found.conversation
+    content = exact_json.dumps(
+        [digest_of_messages(found), said.no_loss, said.cut, dict(found.columns)]
+    )
+    # The prefix tells it from digests of earlier versions, which took no marks and columns.
+    return f"2-{blake2b(content, digest_size=16).hexdigest()}"
+
+
+def digest_of_messages(found: Foreign) -> str:
+    """The digest of earlier versions, without marks and columns."""
     content = exact_json.dumps(
         [found.conversation.stored(0.0), found.tools, found.facts, found.imported, found.id]
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -12,10 +13,16 @@ from typing import Any, Literal, NamedTuple
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.dataset.kept_dataset import rows_of_source
-from batch_trajectories.dataset.lines import MAX_LINE_BYTES, TOO_LONG
+from batch_trajectories.dataset.lines import DAMAGED, MAX_LINE_BYTES, TOO_LONG
 from batch_trajectories.dataset.source import DataSource, SourceFile, source_of
-from batch_trajectories.importing.chat_rows import MEDIA_COLUMNS
-from batch_trajectories.importing.conversation import Foreign, Reader, SourceRow, Unreadable
+from batch_trajectories.importing.conversation import (
+    Foreign,
+    Reader,
+    SourceRow,
+    Unreadable,
+    is_blank,
+)
+from batch_trajectories.importing.row_columns import columns_of, kind_of_media
 
 FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
 """The modules of readers; in this order they are asked whether a file is theirs."""
@@ -53,18 +60,24 @@ class Place(NamedTuple):
 
 Read = Foreign | Unreadable
 
+_BYTES = "bytes"
+"""Stands for a value of bytes, which rows do not hold."""
+
 _BOM = b"\xef\xbb\xbf"
 
 
-def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Read]]:
+def conversations_in(
+    name: Path, format: str | None, metadata: Collection[str] = ()
+) -> Iterator[tuple[Place, Read]]:
     """All that a file, a directory or a hub's dataset (`hf:`) holds, in order.
 
-    `format` is one of `FORMATS`, or None to recognize that of each file. Raises `DatasetError` for
+    `format` is one of `FORMATS`, or None to recognize that of each file; `metadata` are columns of
+    rows that are no part of a conversation. Raises `DatasetError` for
     a source that cannot be one, `ConfigError` for a directory without any conversation.
     """
     source = source_of(name)
     if not source.files:
-        for place, read in _read_rows(_rows_of(source), str(name), name, format):
+        for place, read in _read_rows(_rows_of(source), str(name), name, format, metadata):
             yield place._replace(unit="row"), read
         return
     is_directory = name.is_dir()
@@ -72,7 +85,7 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
     for file in source.files:
         rows = _rows_of_file(file)
         for place, read in _read_rows(
-            rows, str(file.path), file.path, format, is_one_of_many=is_directory
+            rows, str(file.path), file.path, format, metadata, is_one_of_many=is_directory
         ):
             place = place._replace(unit=_unit_of(file))
             is_damaged = isinstance(read, Unreadable) and read.is_damaged
@@ -89,6 +102,7 @@ def _read_rows(
     source: str,
     path: Path,
     format: str | None,
+    metadata: Collection[str],
     *,
     is_one_of_many: bool = False,
 ) -> Iterator[tuple[Place, Read]]:
@@ -120,13 +134,18 @@ def _read_rows(
             whole.append(row)
         else:
             of_row, own = name, reader.row
+            content = {key: one for key, one in row.content.items() if key not in metadata}
             try:
-                if format is None and (other := _other_format(row.content, name)):
-                    if reader.recognizes(row.content):
+                if format is None and (other := _other_format(content, name)):
+                    if reader.recognizes(content):
                         reason = f"it is also a row of {other}; --format says which is read"
                         raise Unreadable(reason)
                     of_row, own = other, _reader_named(other).row or own
-                read: Read = own(row.content)
+                found = own(content)
+                if len(content) < len(row.content):
+                    named = {key: one for key, one in row.content.items() if key in metadata}
+                    found.columns = {**found.columns, **columns_of(named, are_metadata=True)}
+                read: Read = found
             except Unreadable as error:
                 read = error
             yield Place(of_row, source, row.number, at), read
@@ -220,18 +239,41 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
                 try:
                     content = exact_json.loads_with_valid_text(row)
                 except exact_json.JSONDecodeError as error:
-                    yield Unreadable(f"not JSON: {error}", number)
+                    is_told = row.startswith(DAMAGED)  # a row of a table
+                    why = row.removeprefix(DAMAGED).decode() if is_told else f"not JSON: {error}"
+                    yield Unreadable(why, number)
                     continue
             if isinstance(content, Mapping):
-                if left_out.intersection(MEDIA_COLUMNS):
-                    # Columns of bytes are not in rows, but that there are pictures counts.
-                    pictures = dict.fromkeys(left_out.intersection(MEDIA_COLUMNS), "bytes")
-                    content = {**pictures, **content}
+                content = _with_bytes(content, left_out)
                 yield SourceRow(number, content)
             else:
                 why = str(content) if row == TOO_LONG else "not an object"
                 yield Unreadable(why, number)
     except DatasetError as error:
-        damaged = Unreadable(str(error), number + 1 if number else None)
+        damaged = Unreadable(_without_name(str(error), source.name), number + 1 if number else None)
         damaged.is_damaged = True
         yield damaged
+
+
+def _with_bytes(row: Mapping[str, Any], left_out: set[str]) -> Mapping[str, Any]:
+    """A row with a sign in place of its columns of bytes, which rows do not hold."""
+    signs: dict[str, Any] = {}
+    for name in left_out:
+        column, _, inside = name.partition(".")
+        if not is_blank(row.get(column)):
+            continue  # it holds more than bytes, which say what it is
+        if kind_of_media(column) is not None:
+            signs[column] = _BYTES
+        elif not inside:
+            signs[column] = {"binary": _BYTES}  # no text: it is refused by name
+        elif inside == "bytes":
+            signs[column] = {"bytes": _BYTES, "path": None}  # a feature of `datasets`
+    return {**row, **signs}
+
+
+def _without_name(reason: str, source: str) -> str:
+    """A reason that begins with the name of its source, which a `Place` says already."""
+    if not reason.startswith(source):
+        return reason
+    rest = reason.removeprefix(source)
+    return f"line {rest[1:]}" if re.match(r":\d+: ", rest) else rest.removeprefix(": ").lstrip()

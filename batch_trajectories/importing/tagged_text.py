@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from batch_trajectories.basics.text import clip
@@ -20,6 +20,7 @@ from batch_trajectories.importing.call_forms import (
     tools_of,
 )
 from batch_trajectories.importing.conversation import Unreadable
+from batch_trajectories.importing.row_columns import union_of
 
 CALL = "<tool_call>"
 RESULT = "<tool_response>"
@@ -144,21 +145,40 @@ def read_system(text: str, place: str) -> TaggedSystem:
 
     Raises `Unreadable` for a list of tools that cannot be read.
     """
-    match = next((one for one in _TOOLS.finditer(text) if one[1].strip()), None)
-    while match is not None and not match[1].strip().startswith(("[", "{")):
-        match = next((one for one in _TOOLS.finditer(text, match.end()) if one[1].strip()), None)
-    if match is None:
+    offers = [
+        (match, tools_of(match[1].strip(), f"{place}: <tools>"))
+        for match in _TOOLS.finditer(text)
+        if match[1].strip().startswith(("[", "{"))
+    ]
+    if not offers:
         return TaggedSystem(text, None)
-    before, after = text[: match.start()], text[match.end() :]
-    tools = tools_of(match[1].strip(), f"{place}: <tools>")
+    tools: list[dict[str, Any]] = []
+    for _, offered in offers:
+        tools = union_of(tools, offered, f"{place}: <tools>")
+    first = offers[0][0]
+    before, after = text[: first.start()], text[first.end() :]
     own, marker, _ = before.partition(_QWEN)
     if before.lstrip().startswith(_HERMES):
         own, marker = "", _HERMES
+    # Tags that offer nothing are words, but for those that the format itself writes.
+    filled = [match for match, offered in offers if offered]
     if not marker:
-        return TaggedSystem("\n".join(filter(None, (before.rstrip(), after.lstrip()))), tools)
+        return TaggedSystem(_without(text, filled), tools) if tools else TaggedSystem(text, None)
     example = _EXAMPLE.match(after)
-    rest = (after[example.end() :] if example else after).removeprefix("\n\n")
-    return TaggedSystem("\n\n".join(one for one in (own.rstrip(), rest) if one.strip()), tools)
+    end = first.end() + (example.end() if example else 0)
+    rest = _without(text, [match for match in filled if match.start() >= end], end)
+    parts = (own.rstrip(), rest.removeprefix("\n\n"))
+    return TaggedSystem("\n\n".join(one for one in parts if one.strip()), tools)
+
+
+def _without(text: str, matches: Sequence[re.Match[str]], start: int = 0) -> str:
+    """A text from `start` on without what these found, and without white space around it."""
+    if not matches:
+        return text[start:]
+    bounds = [start, *(bound for match in matches for bound in match.span()), len(text)]
+    pieces = [text[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+    pieces = [pieces[0].rstrip(), *map(str.strip, pieces[1:-1]), pieces[-1].lstrip()]
+    return "\n".join(filter(None, pieces))
 
 
 def _blocks(text: str, tag: str, place: str) -> Iterator[str]:

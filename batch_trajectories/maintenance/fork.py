@@ -41,7 +41,7 @@ from batch_trajectories.records.files import (
     temporary_for,
 )
 
-_FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
+FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
 """Keys of the config that the fork determines."""
 
 
@@ -74,9 +74,9 @@ def forked_config(
     """The config of a run of branches: that of the `parent` run.json, then file, then flags.
 
     `received` is the directory of a parent that was not started here: file and flags must have
-    what runs code, or names a variable or an address. Raises `ConfigError`.
+    what runs code, or names a variable, a file, an address or a model. Raises `ConfigError`.
     """
-    if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
+    if given := [f"--{name}" for name in FIXED_KEYS if name in flags]:
         raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
     if (agent := parent["config"].get("agent")) is not None:
         # The file is a stranger's, perhaps: what it names need not be an agent.
@@ -89,16 +89,17 @@ def forked_config(
         raise ConfigError("--run_name: the name of the new run is missing")
     needed = {"dataset_file": "-", "run_name": flags["run_name"]}
     own = load_config(config_file, {**needed, **flags})
-    changed = own.model_dump(mode="json", include=own.model_fields_set - set(_FIXED_KEYS))
+    changed = own.model_dump(mode="json", include=own.model_fields_set - set(FIXED_KEYS))
     options: Mapping[str, Any] = parent["config"]
     if received is not None:
-        if unused := describe_unused(received, options, given={*changed, *_FIXED_KEYS}):
+        if unused := describe_unused(received, options, given={*changed, *FIXED_KEYS}):
             raise ConfigError(unused)
         output_dir = RunConfig.model_fields["output_dir"].get_default()
-        options = {"output_dir": output_dir, **harmless_options(options)}
+        options = {"output_dir": output_dir, **harmless_options(options, given=changed)}
     values = {**options, **changed}
     servers = (values.get("mcp") or {}).values()
-    hidden = [values["ephemeral_system_prompt"], *(v for s in servers for v in s["env"].values())]
+    hidden = [values.get("ephemeral_system_prompt")]
+    hidden += (v for s in servers for v in (s.get("env") or {}).values())
     if any(isinstance(text, str) and text.startswith("sha256:") for text in hidden):
         raise ConfigError(
             "the ephemeral_system_prompt of RUN and the env of its MCP servers are not stored: "

@@ -135,7 +135,7 @@ def common_config(
 def _rows_of(dataset: Mapping[str, Any]) -> str:
     """What two runs have in common if they have the same rows: a file, or what it was made of."""
     source = dataset.get("source")
-    return str(dataset["path"]) if source is None else str(source["blake2b"])
+    return str(dataset["path"] if source is None else source.get("blake2b", dataset["path"]))
 
 
 def merge(

@@ -22,7 +22,8 @@ from batch_trajectories.dataset.scan import Scan, scan, tasks
 from batch_trajectories.dataset.scan_cache import last_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.narrowing import refuse_narrowing
-from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of
+from batch_trajectories.engine.origin import received
+from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of, was_started_here
 from batch_trajectories.engine.run_totals import needed_samples
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
@@ -42,6 +43,7 @@ from batch_trajectories.records.names import (
     QUARANTINE,
     RECORDS_FILE,
     RECORDS_INDEX,
+    RUN_FILE,
     SCORES_FILE,
     STATISTICS_FILE,
     SUMMARY_FILE,
@@ -152,7 +154,24 @@ def check(
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     arguments = _scan_arguments(path, identity, config)
-    return last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
+    made = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
+    return _of_the_run(made, path, identity)
+
+
+def _of_the_run(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
+    """The scan. Raises `DatasetError` if a stranger's run.json names another file than its own.
+
+    A dataset outside of a received run is only used with the content that the run was made of:
+    any other file of this machine is none of its business.
+    """
+    is_inside = made.path.resolve().is_relative_to(path.resolve())
+    is_same = made.sha256 == identity["dataset"].get("sha256")
+    if is_inside or is_same or not (path / RUN_FILE).exists() or was_started_here(path):
+        return made
+    raise DatasetError(
+        f"{received(path)}, and {made.path}, which its run.json names, is not the dataset that it "
+        f"was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
+    )
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
@@ -209,7 +228,7 @@ def _verified(
         scanned = (
             scan_of(path, identity, config)
             if make is None
-            else scan(**_scan_arguments(path, identity, config))
+            else _of_the_run(scan(**_scan_arguments(path, identity, config)), path, identity)
         )
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None

@@ -459,6 +459,10 @@ def refuse_strange_files(run_dir: Path) -> None:
             raise RunDirError(
                 f"{file}: {what}; put the file of this run back, or remove it if there was none"
             )
+    for name in ("", "exports", "exports/dataset"):
+        for entry in _entries(run_dir / name):
+            if not (entry.is_file() or entry.is_dir()) and Path(entry.path).exists():
+                raise RunDirError(f"{entry.path}: a pipe or device, which no run has; remove it")
 
 
 def refuse_links(run_dir: Path) -> None:
@@ -468,6 +472,30 @@ def refuse_links(run_dir: Path) -> None:
     for path in (*(run_dir / name for name in own), *inside):
         if path.is_symlink():
             raise RunDirError(_linked(path))
+
+
+def link_out_of(run_dir: Path) -> Path | None:
+    """A symbolic link in a run directory that leads out of it; None if there is none.
+
+    Whoever gives a run away chooses where its links lead on the machine of another.
+    """
+    inside = (entry for name in ("", *_DIRECTORIES) for entry in _entries(run_dir / name))
+    for entry in inside:
+        if entry.is_symlink() and not _is_below(entry.path, run_dir):
+            return Path(entry.path)
+    return None
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as scan:
+            return list(scan)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_below(path: str, run_dir: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run_dir))
 
 
 @contextlib.contextmanager

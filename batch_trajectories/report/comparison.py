@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
@@ -123,7 +123,7 @@ def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | Non
     for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):
         values = [(getattr(before, name), getattr(after, name)) for before, after in pairs]
         known = [b - a for a, b in values if a is not None and b is not None]
-        means[name] = fmean(known) if known else None
+        means[name] = sum(known) / len(known) if known else None
     return means
 
 

@@ -103,12 +103,13 @@ class _Blocks:
 
     def _notes(self, message: StoredMessage) -> Iterator[str]:
         if message.notes:
-            names = ", ".join(message.notes)
+            names = plain(", ".join(message.notes))
             yield self._paint(f"(written into it by the runtime: {names})", dim=True)
 
     def _inside(self, inner: InnerRecord) -> Iterator[str]:
         yield ""
-        yield self._paint(f"{_STEP}conversation of {inner.name} ({inner.key})", fg="magenta")
+        title = plain(f"{_STEP}conversation of {inner.name} ({inner.key})")
+        yield self._paint(title, fg="magenta")
         blocks = _Blocks(inner, colours=self._colours).blocks()
         yield from (indent(block, _STEP) for block in blocks)
 
@@ -139,7 +140,8 @@ class ConversationText(_Blocks):
     def _head(self) -> Iterator[str]:
         record, row = self._record, row_of(self._record)
         usage = record.usage or {}
-        status = self._paint(row["status"], fg="green" if row["status"] == "completed" else "red")
+        colour = "green" if row["status"] == "completed" else "red"
+        status = self._paint(plain(row["status"]), fg=colour)
         yield f"{self._paint(one_line(record.id, _ID_CHARS), bold=True)}  {status}"
         failed = f" ({row['failed_calls']} failed)" if row["failed_calls"] else ""
         share = row["cached_share"]
@@ -215,7 +217,7 @@ def _facts(turn: StoredTurn) -> str:
     cached = f" ({count(usage.cache_read_tokens)} cached)" if usage.cache_read_tokens else ""
     return (
         f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out · "
-        f"{dollars(turn.cost_usd)} · {seconds(turn.duration_s)} · {turn.finish_reason}"
+        f"{dollars(turn.cost_usd)} · {seconds(turn.duration_s)} · {plain(str(turn.finish_reason))}"
     )
 
 

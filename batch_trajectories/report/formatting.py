@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import time
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Terminal escapes and changes of the writing direction; line ends and tabs stay."""
+from batch_trajectories.basics.text import CONTROLS
 
 
 def plain(text: str) -> str:
     """`text` with control characters shown as ⟨U+…⟩."""
-    return _CONTROLS.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text)
+    return CONTROLS.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text)
 
 
 def one_line(text: str, limit: int) -> str:
@@ -45,5 +43,8 @@ def seconds(s: float | None) -> str:
 
 
 def moment(at: float) -> str:
-    """Epoch seconds as local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    """Epoch seconds as local time, or `?` for a number that is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    except (OSError, OverflowError, ValueError):
+        return "?"

@@ -22,6 +22,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.basics.process import hide_environment
+from batch_trajectories.report.formatting import plain
 from batch_trajectories.report.status import Status, look, sections
 
 if TYPE_CHECKING:
@@ -74,16 +75,16 @@ def _drawn(status: Status, *, height: int) -> Group:
 
     shown = min(max(_MIN_IN_FLIGHT, height - _OTHER_LINES), _MAX_IN_FLIGHT)
     head, *parts = sections(status, in_flight_shown=shown)
-    drawn: list[Rule | Text | Padding] = [Text(head[0], style="bold", no_wrap=True)]
+    drawn: list[Rule | Text | Padding] = [Text(plain(head[0]), style="bold", no_wrap=True)]
     totals = status.totals
     if totals.total:
         ended = totals.done + totals.failed + totals.discarded
         bar = ProgressBar(total=totals.total, completed=ended)
         drawn.append(Padding(bar, 0))  # a bar alone does not end its line
-    drawn += [Text(line, no_wrap=False) for line in head[1:]]
+    drawn += [Text(plain(line), no_wrap=False) for line in head[1:]]
     for title, *lines in parts:
-        drawn.append(Rule(Text(title), align="left", style="dim"))
-        drawn += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+        drawn.append(Rule(Text(plain(title)), align="left", style="dim"))
+        drawn += [Text(plain(line), no_wrap=True, overflow="ellipsis") for line in lines]
     return Group(*drawn)
 
 

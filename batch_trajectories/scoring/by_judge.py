@@ -279,7 +279,7 @@ class _Asking:
 
         if self.calls.total:
             said = plural(self.calls.total, "conversation")
-            say(f"--judge: {said} to be sent to {_place_of(self._settings)}")
+            say(f"--judge: {said} to be sent to {self._settings.destination}")
 
         async def ask(work: tuple[Record, Sequence[str]]) -> _Asked:
             return await self._ask(model, work[0])
@@ -328,13 +328,6 @@ class _Asking:
         failures = [answer.failure for answer in answers if answer.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(answers)
         stop_where_useless(failures, has_answered=self._has_answered)
-
-
-def _place_of(settings: ModelSettings) -> str:
-    """Where questions go, and whose credentials go with them."""
-    client = settings.connection.client
-    place = f"client {client}" if client is not None else f"{settings.base_url}"
-    return f"{place}, model {settings.name}. {settings.key_source}"
 
 
 def _paid(completion: Completion) -> dict[str, Any]:

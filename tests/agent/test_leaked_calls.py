@@ -47,6 +47,8 @@ SAMPLES = {
     "Hermes and Qwen": f"<tool_call>\n{AS_JSON}\n</tool_call>",
     "Hunyuan (Jamba: jamba)": f"<tool_calls>\n[{AS_JSON}]\n</tool_calls>",
     "Claude": '<function_calls>\n<invoke name="echo">\n</invoke>\n</function_calls>',
+    "Grok": '<xai:function_call name="echo">\n<parameter name="text">x</parameter>\n</xai:function_call>',
+    "Qwen-Agent": '✿FUNCTION✿: echo\n✿ARGS✿: {"text": "x"}',
     "OLMo 3": '<function_calls>\necho(text="x")\n</function_calls>',
     "LongCat": f"<longcat_tool_call>\n{AS_JSON}\n</longcat_tool_call>",
     "Granite 20B": f"<function_call> {AS_JSON}",
@@ -235,3 +237,11 @@ def test_an_answer_that_explains_a_format_is_completed(tmp_path: Path) -> None:
 def test_no_message_of_the_user_follows_it(tmp_path: Path) -> None:
     played = play(tmp_path, [say(SAMPLES["Kimi K2"]), say("Bye.")], user_turns=["And now?"])
     assert (played.status, played.roles) == ("leaked_call", ["user", "assistant"])
+
+
+def test_a_call_of_llama_with_an_object_for_its_function_is_known() -> None:
+    said = '{"type": "function", "function": {"name": "echo", "parameters": {"text": "x"}}}'
+    assert leaked_call(said, None, has_calls=False, tools=OFFERED) is not None
+    for text in (said, '{"name": "echo", "parameters": {"text": "x"}}'):
+        told = f"{text}\nThat is how a call looks."
+        assert leaked_call(told, None, has_calls=False, tools=OFFERED) is None

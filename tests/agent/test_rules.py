@@ -364,6 +364,16 @@ class TestPlan:
         assert played.status == "completed"
         assert not played.results
 
+    def test_a_call_written_instead_of_a_plan_says_nothing_of_the_parser(
+        self, tmp_path: Path
+    ) -> None:
+        """vLLM parses no calls if none are allowed."""
+        leak = say('<tool_call>\n{"name": "echo", "arguments": {}}\n</tool_call>')
+        played = play(tmp_path, [leak, self.PLAN, say("a"), say("b"), ANSWER], plan=True)
+        assert played.status == "completed"
+        assert [one["discarded"] for one in played.trajectory.discarded] == ["calls_not_allowed"]
+        assert play(tmp_path, [leak]).status == "leaked_call"
+
     def test_a_final_answer_ends_it_in_any_step(self, tmp_path: Path) -> None:
         final = calls(call("final_answer", answer="42"))
         given: dict[str, Any] = {"plan": True, "completion_tools": True}

@@ -289,7 +289,7 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
 def test_limits_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> None:
     """S4.4, C1: what the peer silently replaces by its default is refused."""
     options = AgentOptions()
-    assert (options.max_turns, options.max_errors, options.expected_attempts) == (20, 5, 3)
+    assert (options.max_turns, options.max_errors, options.expected_attempts) == (20, 5, 1)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         AgentOptions.model_validate(wrong)
 

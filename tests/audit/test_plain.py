@@ -123,6 +123,13 @@ VENV = 'mkdir -p .venv/bin && ln -s "$(command -v python3)" .venv/bin/python'
 ACTIVATE = f"{VENV} && echo 'PATH=$PWD/.venv/bin:$PATH' >.venv/bin/activate"
 CHECK = {"files": {"check/t.py": TEST}}
 
+NPM = """\
+import json, subprocess, sys
+scripts = json.load(open("package.json"))["scripts"]
+sys.exit(subprocess.run(["sh", "-c", scripts["test"]]).returncode)
+"""
+"""What `npm test` does."""
+
 FROM_THE_WORKSPACE: dict[str, dict[str, Any]] = {
     "its Python": {
         "setup": VENV,
@@ -143,6 +150,16 @@ FROM_THE_WORKSPACE: dict[str, dict[str, Any]] = {
     "a script in Python": {
         "files": {**BROKEN, "tools/run.py": "exec(open('check/t.py').read())"},
         "check": {"command": "python3 tools/run.py", **CHECK},
+    },
+    "scripts of npm": {
+        "files": {
+            **BROKEN,
+            "package.json": '{"scripts": {"test": "python3 -I -S check/t.py"}}',
+        },
+        "check": {
+            "command": "npm() { python3 -I -S check/npm.py; }; npm test",
+            "files": {**CHECK["files"], "check/npm.py": NPM},
+        },
     },
     "rules of make": {
         "files": {**BROKEN, "Makefile": "judge:\n\tpython3 -I -S check/t.py\n"},

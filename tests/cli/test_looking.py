@@ -168,11 +168,11 @@ def test_a_running_run_is_listed_with_its_progress(cwd: Path, tmp_path: Path) ->
 
 def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: Path) -> None:
     rows = [*ROWS, {"id": "new", "prompt": "Hi", "script": [{"content": "Hi."}]}]
-    write_rows(tmp_path / "p.jsonl", *rows)
     copy = tmp_path / "trajectories" / "r"
     shutil.copytree(cwd / "trajectories" / "r", copy)
+    write_rows(copy / "dataset.jsonl", *rows)
     written = json.loads((copy / "run.json").read_text())
-    written["dataset"]["path"] = str(tmp_path / "p.jsonl")
+    written["dataset"]["path"] = str(tmp_path / "p.jsonl")  # which is not there
     del written["crc32"]
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]

@@ -198,11 +198,31 @@ def test_rows_that_datasets_stores_as_json_come_back(tmp_path: Path) -> None:
     assert read(tmp_path / "saved") == read(tmp_path / "p.parquet") == rows
 
 
-def test_what_is_no_json_in_a_column_of_json_is_named(tmp_path: Path) -> None:
-    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "{"]))
+def test_a_row_with_torn_json_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    """As a torn line of JSONL is: the row keeps its position."""
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1}', "{", "7"]))
     pq.write_table(pa.table({"files": column}), tmp_path / "p.parquet")
-    with pytest.raises(DatasetError, match=r"column 'files', row 2: its type is JSON"):
-        read(tmp_path / "p.parquet")
+    first, torn, last = rows_of_source(source_of(tmp_path / "p.parquet"), set())
+    assert (first, last) == ({"files": {"a": 1}}, {"files": 7})
+    assert isinstance(torn, bytes)
+    with pytest.raises(ValueError, match="column 'files': its type is JSON, but its text is not"):
+        columns_in(torn)
+    path = keep(tmp_path / "p.parquet", tmp_path / "run").path
+    assert [line[:6] for line in path.read_bytes().splitlines()] == [
+        b'{"file',
+        b"it can",
+        b'{"file',
+    ]
+
+
+def test_an_arrow_file_is_named_as_one(tmp_path: Path) -> None:
+    """Also in the form of a stream, as the cache of `datasets` holds it."""
+    table = pa.table({"prompt": ["a"]})
+    for name, new in {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}.items():
+        with new(tmp_path / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(DatasetError, match=rf"{name}\.arrow is an Arrow file; give the dir"):
+            read(tmp_path / f"{name}.arrow")
 
 
 def test_a_json_list_is_read_across_the_borders_of_blocks(

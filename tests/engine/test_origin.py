@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -37,6 +38,19 @@ def received(run_dir: Path, **changes: Any) -> None:
     identity["config"] |= changes
     identity.pop("crc32", None)
     (run_dir / "run.json").write_text(json.dumps(identity))
+
+
+def received_copy(cwd: Path) -> Path:
+    """A run of a stranger that no command has to start: made once, and copied."""
+    if not _MADE:
+        directory = TemporaryDirectory()
+        _MADE.append(directory)
+        started(Path(directory.name))
+    shutil.copytree(Path(_MADE[0].name), cwd, dirs_exist_ok=True)
+    return cwd / "trajectories" / "r"
+
+
+_MADE: list[TemporaryDirectory[str]] = []
 
 
 def said(content: str) -> dict[str, Any]:
@@ -110,114 +124,50 @@ class TestMarks:
 
 
 def test_every_option_is_known_to_act_or_not() -> None:
-    """A new option that runs code, or names a variable or an address, is to be added."""
-    harmless = {
-        "columns",
-        "rows",
-        "run_name",
-        "output_dir",
-        "model",
-        "api",
-        "system_prompt",
-        "enabled_toolsets",
-        "disabled_toolsets",
-        "distribution",
-        "forks",
-        "web_search_provider",
-        "temperature",
-        "top_p",
-        "max_tokens",
-        "reasoning_effort",
-        "token_ids",
-        "prompt_caching",
-        "script_file",
-        "require_reasoning",
-        "require_passed",
-        "accept_rows",
-        "empty_think",
-        "seed",
-        "max_samples",
-        "shard",
-        "on_bad_row",
-        "batch_size",
-        "num_workers",
-        "executor",
-        "worker_resources",
-        "ray_storage",
-        "concurrency",
-        "max_run_cost_usd",
-        "max_run_tokens",
-        "max_in_flight",
-        "rpm",
-        "tpm",
-        "start_in_flight",
-        "batch_api",
-        "batch_wait_s",
-        "batch_max_requests",
-        "max_attempts",
-        "command_timeout_s",
-        "tool_timeout_s",
-        "max_rebuild_s",
-        "attempt_timeout_s",
-        "idle_timeout_s",
-        "stream_replies",
-        "call_attempts",
-        "call_timeout_s",
-        "grace_s",
-        "heartbeat_timeout_s",
-        "log_level",
-        "models",
-        "escalate_after",
-        "model_budgets",
-        "num_samples",
-        "until_passed",
-        "also_failed",
-        "workspace",
-        "workdir",
-        "container_engine",
-        "row_setup",
-        "check_in",
-        "keep_workspaces",
-        "audit",
-        "checked_run",
-        "only_sound",
-        "reward_timeout_s",
-        "command_memory_mb",
-        "max_processes",
-        "workspace_mb",
-        "max_turns",
-        "max_errors",
-        "repeat_limit",
-        "max_reasks",
-        "max_cost_usd",
-        "max_total_tokens",
-        "max_conversation_s",
-        "parallel_tools",
-        "bad_arguments",
-        "repair_tool_names",
-        "continue_cut",
-        "final_summary",
-        "completion_tools",
-        "check_expected",
-        "expected_attempts",
-        "awaiting_input",
-        "simulated_user",
-        "result_references",
-        "observation_chars",
-        "state_max_turns",
-        "text_protocol",
-        "plan",
-        "preparation",
-        "preparation_toolsets",
-        "ephemeral_system_prompt",
-        "compact_after",
-        "summarize_over_tokens",
-        "summarize_over_messages",
-        "summarize_keep",
-        "subagents",
-        "max_subagent_depth",
-    }
-    assert RunConfig.model_fields.keys() - harmless == set(origin._ACTIVE)
+    """A new option belongs in one of the lists; what runs code or names something is active."""
+    active, harmless = set(origin.ACTIVE), set(origin.HARMLESS)
+    assert not active & harmless
+    assert RunConfig.model_fields.keys() == active | harmless
+
+
+FREE_TEXT = {
+    # Texts for a model, names of columns and of this run, and numbers by name.
+    "columns",
+    "ephemeral_system_prompt",
+    "preparation",
+    "run_name",
+    "shard",
+    "system_prompt",
+    "disabled_toolsets",
+    "model_budgets",
+    "worker_resources",
+    # A path inside of the image.
+    "workdir",
+}
+
+
+def test_an_option_that_can_hold_any_text_is_active() -> None:
+    """Names of files, modules, variables and addresses are texts; numbers and choices are none."""
+    config = RunConfig.model_json_schema()
+
+    def holds_text(schema: Any) -> bool:
+        if "$ref" in schema:
+            schema = config["$defs"][schema["$ref"].rpartition("/")[2]]
+        if "enum" in schema or "const" in schema:
+            return False
+        if schema.get("type") == "object" or not schema.get("type"):
+            inner = schema.get("anyOf") or schema.get("allOf") or schema.get("oneOf")
+            return any(map(holds_text, inner)) if inner else True
+        if schema["type"] == "array":
+            return holds_text(schema.get("items", {})) or any(
+                map(holds_text, schema.get("prefixItems", []))
+            )
+        return bool(schema["type"] == "string")
+
+    texts = {name for name, schema in config["properties"].items() if holds_text(schema)}
+    assert texts - FREE_TEXT <= set(origin.ACTIVE)
+    assert "script_file" in texts
+    assert "max_turns" not in texts
 
 
 class TestScore:
@@ -337,7 +287,21 @@ class TestFork:
             {"extra_body": {"mcp_servers": [{"url": "http://127.0.0.1:9"}]}},
             {"endpoints": {"e": {"base_url": "http://127.0.0.1:9/v1", "key_command": ["x"]}}},
             {"mirror": "s3://theirs/b"},
-            {"prefill_messages": "secrets.json"},
+            {"model": "openai:gpt-9"},
+            {"models": {"openai:gpt-9": 1}},
+            {"script_file": "secrets.yaml"},
+            {"web_search_provider": "tavily"},
+            {"enabled_toolsets": ["file", "web"]},
+            {"preparation_toolsets": ["browser"]},
+            {"distribution": "web.yaml"},
+            {"distribution": "research"},
+            {"rows": "secrets.yaml"},
+            {"only_sound": "/elsewhere"},
+            {"checked_run": "/elsewhere"},
+            {"executor": "ray"},
+            {"simulated_user": {"model": "openai:gpt-9"}},
+            {"subagents": [{"name": "a", "description": "x", "model": "openai:gpt-9"}]},
+            {"subagents": [{"name": "a", "description": "x", "enabled_toolsets": ["web"]}]},
         ],
         ids=lambda evil: next(iter(evil)),
     )
@@ -350,6 +314,61 @@ class TestFork:
         assert f"not used: {next(iter(evil))}=" in done.stderr
         assert not (tmp_path / "ran").exists()
         assert not (tmp_path / "trajectories" / "b").exists()
+
+    @pytest.mark.parametrize(
+        "evil",
+        [
+            {"agent": "secrets.yaml"},
+            {"mcp": "secrets.json"},
+            {"prefill_messages": "secrets.json"},
+            {"endpoints": "secrets.json"},
+        ],
+        ids=lambda evil: next(iter(evil)),
+    )
+    @pytest.mark.parametrize("command", ["stats", "show", "export", "check", "report", "merge"])
+    def test_no_command_opens_a_file_in_the_place_of_an_option(
+        self, tmp_path: Path, evil: dict[str, Any], command: str
+    ) -> None:
+        """As a flag such an option is the name of a file; a run holds what was in it."""
+        run_dir = received_copy(tmp_path)
+        for name in ("secrets.yaml", "secrets.json"):
+            os.mkfifo(tmp_path / name)  # whoever opens it waits for ever
+        received(run_dir, **evil)
+        more: dict[str, Any] = {"into": "m"} if command == "merge" else {}
+        done = run(tmp_path, command, "r", **more)
+        assert done.returncode == 2, done.stderr
+        assert f"config.{next(iter(evil))}" in done.stderr
+
+    def test_says_where_conversations_go_before_the_first_call(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_dir = started(tmp_path)
+        with answering(lambda *_: (200, said("y"))) as (url, bodies):
+            at = f"{url}/v1"
+            received(run_dir, model="m", base_url=at, key_env="none", max_turns=3)
+            done = run(tmp_path, *self.FORK)
+            assert done.returncode == 2
+            assert 'model="m"' in done.stderr
+            assert not bodies
+            done = run(tmp_path, *self.FORK, "--trust_run")
+            assert done.returncode == 0, done.stderr
+            sent = f"its conversations are sent to {at}, model m"
+            assert sent in done.stderr
+            assert bodies
+            given = run(
+                tmp_path,
+                "fork",
+                "r",
+                "--at_turn=1",
+                "--n=1",
+                run_name="c",
+                model="n",
+                base_url=at,
+                key_env="none",
+            )
+            assert given.returncode == 0, given.stderr
+            assert f"are sent to {at}, model n" in given.stderr
+            assert bodies[-1]["model"] == "n"
 
     def test_takes_the_rest_and_what_is_given(self, tmp_path: Path) -> None:
         run_dir = started(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +79,9 @@ def make_run(
         "config": config.to_json(),
         "dataset": {
             "path": str(dataset),
-            "sha256": hashlib.sha256(dataset.read_bytes()).hexdigest(),
+            "sha256": scanned.sha256,
+            "rows": scanned.rows,
+            "bad_rows": len(scanned.bad_rows),
         },
         "history": [],
         "versions": {},

@@ -18,8 +18,13 @@ from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.importing.conversation import time_of
-from batch_trajectories.importing.importing import ImportEnd, import_conversations
+from batch_trajectories.importing.conversation import Foreign, time_of
+from batch_trajectories.importing.importing import (
+    ImportEnd,
+    digest_of_messages,
+    import_conversations,
+)
+from batch_trajectories.importing.sources import conversations_in
 from batch_trajectories.records.reader import stored_records
 from tests.fakes.fake_hub import REPOSITORY, fake_hub
 from tests.helpers.running import ids, lines, run, write_rows
@@ -362,7 +367,11 @@ def test_a_session_of_codex_is_one_record(tmp_path: Path) -> None:
         text("user", "First"),
         text("assistant", "Hello"),
         {"timestamp": AT, "type": "compacted", "payload": {"replacement_history": [summary]}},
-        item(type="reasoning", summary=[{"type": "summary_text", "text": "Hm."}], note="Codex's"),
+        item(
+            type="reasoning",
+            summary=[{"type": "summary_text", "text": "Hm."}],
+            internal_chat_message_metadata_passthrough={"turn_id": "t"},
+        ),
         item(type="function_call", name="sh", arguments='{"n":1}', call_id="a"),
         item(type="function_call", name="sh", arguments='{"n":2}', call_id="b"),
         item(type="function_call_output", call_id="b", output="two"),
@@ -876,3 +885,157 @@ def test_a_reply_of_claude_code_with_a_part_that_no_row_holds_is_refused(
     assert (end.completed, len(end.unreadable)) == (0, 1)
     assert f"message.content[0]: a part of type {kind!r}" in str(end.unreadable[0])
     assert not lines(run_dir / "records.jsonl")
+
+
+def _answer(text: str, **columns: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": text}]
+    return {"messages": messages, **columns}
+
+
+def test_conversations_with_other_marks_and_columns_are_not_equal(tmp_path: Path) -> None:
+    marked: list[dict[str, Any]] = [
+        {"weight": 0},
+        {"weight": 1},
+        {"score": 0.1},
+        {"score": 0.9},
+        {"label": False},
+        {},
+    ]
+    write_rows(tmp_path / "a.jsonl", *[_answer("A.", **one) for one in (*marked, *marked)])
+    end, run_dir = take(tmp_path, tmp_path / "a.jsonl")
+    assert (end.completed, end.repeated) == (6, 6)
+    again, _ = take(tmp_path, tmp_path / "a.jsonl")
+    assert (again.there, again.changed) == (12, [])
+    quiet = [(record.imported or {}).get("no_loss") for record in stored_records(run_dir)]
+    assert quiet == [[1], None, None, None, [1], None]
+
+
+def test_rows_of_an_earlier_version_are_known_by_their_places(tmp_path: Path) -> None:
+    """Their digests took no marks and columns."""
+    write_rows(tmp_path / "a.jsonl", _answer("A.", score=1), _answer("B.", weight=0))
+    _, run_dir = take(tmp_path, tmp_path / "a.jsonl")
+    found = [read for _, read in conversations_in(tmp_path / "a.jsonl", None)]
+    path = run_dir / "imported/conversations.jsonl"
+    digests = [digest_of_messages(read) for read in found if isinstance(read, Foreign)]
+    old = [
+        {**row, "imported_digest": digest} for row, digest in zip(lines(path), digests, strict=True)
+    ]
+    write_rows(path, *old)
+    for file in run_dir.glob("records.*"):
+        file.unlink()
+    end, _ = take(tmp_path, tmp_path / "a.jsonl")
+    assert (end.completed, end.changed) == (2, [])
+    assert lines(path) == old
+
+
+def test_bad_examples_of_kto_are_bad_in_kto_and_in_no_other_format(tmp_path: Path) -> None:
+    """Of two equal conversations the one that is to be learnt stays."""
+    rows = [
+        _answer("Bad.", label=False, id="bad"),
+        _answer("Good.", label=True, id="good"),
+        _answer("Both.", weight=0, id="off"),
+        _answer("Both.", weight=1, id="on"),
+        {
+            "id": "tag",
+            "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "B2."}],
+            "kto_tag": False,
+        },
+    ]
+    write_rows(tmp_path / "a.jsonl", *rows)
+    done = run(tmp_path, "import", "a.jsonl", run_name="r")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ids(tmp_path / "trajectories/r.jsonl") == ["good", "on"]
+    rejected = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
+    assert {row["id"]: row["reason"] for row in rejected} == dict.fromkeys(
+        ("bad", "off", "tag"), "all_masked"
+    )
+    for name in ("openai", "hermes", "llamafactory"):
+        done = run(tmp_path, "export", "r", format=name, output=f"out/{name}")
+        assert ids(tmp_path / f"out/{name}/{name}/train.jsonl") == ["good", "on"], done.stderr
+    run(tmp_path, "export", "r", format="kto", output="out/kto")
+    assert {row["id"]: row["label"] for row in lines(tmp_path / "out/kto/kto/train.jsonl")} == {
+        "bad": False,
+        "good": True,
+        "tag": False,
+    }
+
+
+def test_a_picture_of_the_system_has_its_row_rejected(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "S"}, {"type": "image_url", "image_url": {"url": "u"}}]
+    rows = [_answer("A.", id="message"), _answer("A.", id="column", system=parts)]
+    rows[0]["messages"].insert(0, {"role": "system", "content": parts})
+    rows += [
+        _answer("A.", id=column, **{column: value})
+        for column, value in {
+            "image_path": "a",
+            "photo": {"bytes": None, "path": "a.png"},
+            "media": ["m"],
+            "video_url": "u",
+            "front": [{"bytes": None, "path": "a"}],
+            "icon": "data:image/a",
+        }.items()
+    ]
+    write_rows(tmp_path / "a.jsonl", *rows)
+    done = run(tmp_path, "import", "a.jsonl", run_name="r")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rejected = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
+    files = ("media", "video_url", "front", "icon")
+    assert {row["id"]: row["reason"] for row in rejected} == {
+        row["id"]: "has_files" if row["id"] in files else "has_images" for row in rows
+    }
+
+
+def test_a_user_says_which_columns_are_metadata(tmp_path: Path) -> None:
+    more = {"generations": ["a"], "label": "3", "weight": 0.5, "prompt": "Other.", "img": "a.png"}
+    write_rows(tmp_path / "a.jsonl", _answer("A.", **more))
+    done = run(tmp_path, "import", "a.jsonl", run_name="r")
+    assert done.returncode == 1
+    assert "a.jsonl:1: generations: the column is unknown: ['a']; so are prompt;" in done.stdout
+    columns = "generations,weight, label,prompt,img"
+    done = run(tmp_path, "import", "a.jsonl", run_name="r", metadata=columns)
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = only_record(tmp_path / "trajectories/r").row
+    kept = {"label": "3", "weight": 0.5, "img": "a.png"}
+    assert {name: row.get(name) for name in more} == {**dict.fromkeys(more), **kept, "prompt": "Q?"}
+    end, _, _ = import_conversations(
+        [tmp_path / "a.jsonl"], "api", tmp_path, metadata=["weight", "img"]
+    )
+    (said,) = end.unreadable
+    assert said.endswith("add --metadata=generations,prompt")
+
+
+def test_a_torn_value_of_a_table_spoils_its_row_only(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [json.dumps(SHORT["messages"]), '[{"role": "us', json.dumps(SHORT["messages"][:1])]
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts))
+    parquet.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
+    end, _ = take(tmp_path, tmp_path / "a.parquet")
+    assert end.completed + end.ended_early == 2
+    (said,) = end.unreadable
+    assert said.startswith(
+        f"{tmp_path}/a.parquet, row 2: column 'messages': its type is JSON, but its text is not"
+    )
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and more")
+    with pa.ipc.new_stream(tmp_path / "c.arrow", pa.schema({"messages": pa.string()})):
+        pass
+    for name in ("b.parquet", "c.arrow"):
+        end, _ = take(tmp_path, tmp_path / name, name=name)
+        (said,) = end.unreadable
+        assert said.count(name) == 1
+
+
+def test_bytes_of_a_table_are_never_dropped_unnamed(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    said = {}
+    for name, value in {
+        "photo": b"p",
+        "front": {"bytes": b"p", "path": None},
+        "blob": b"b",
+    }.items():
+        table = pa.table({"messages": [SHORT["messages"]], name: [value]})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+        end, run_dir = take(tmp_path, tmp_path / f"{name}.parquet", name=name)
+        said[name] = end.unreadable or only_record(run_dir).messages[0].provider_blocks.blocks
+    assert said["photo"] == [{"type": "image", "source": "bytes"}]
+    assert said["front"] == [{"type": "file", "source": "bytes"}]
+    assert "blob: the column is unknown" in said["blob"][0]

@@ -221,7 +221,7 @@ def test_what_says_nothing_or_is_a_note_is_left_out() -> None:
         "prefix": {},
     }
     notes = {"id": "m1", "timestamp": 7, "extra": {"cost": 1}, "model": "m", "type": "message"}
-    agents = {"agent": "main", "message_type": "action", "thought": "T", "action": "ls"}
+    agents = {"agent": "main", "message_type": "action", "thought": "y", "action": "ls"}
     reply = {"role": "assistant", "content": "y", **empty, **notes, **agents}
     assert seen(read(messages=[*chat(("user", "x")), reply])) == [("user", "x"), ("assistant", "y")]
 
@@ -265,7 +265,7 @@ def test_the_system_prompt_in_a_column_is_the_first_message() -> None:
     both = turns(("system", "Be brief."), *plain_pairs(plain))
     assert len(seen(read(conversations=both, system="Be brief."))) == 3
     assert refusal(conversations=both, system="Be long.").startswith("system: ")
-    assert refusal(conversations=plain, system=["Be brief."]) == "system: it must be text"
+    assert refusal(conversations=plain, system=7) == "system: it must be text or a list of parts"
 
 
 def plain_pairs(entries: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -508,3 +508,175 @@ def test_thoughts_that_a_provider_hides_are_no_reasoning() -> None:
     assert "reasoning" not in reply
     hidden = {"type": "redacted_thinking", "data": "c2VjcmV0"}
     assert reply["provider_blocks"]["blocks"] == [{"thinking_blocks": [hidden]}]
+
+
+OTHER = {**LOOK, "name": "other"}
+
+
+def offering(*tools: dict[str, Any]) -> str:
+    return f"Be kind.\n<tools>\n{json.dumps([*tools])}\n</tools>"
+
+
+def test_tools_of_several_places_count_together() -> None:
+    """Two blocks, two system messages, two columns, a column beside a block: each tool once."""
+    plain = (("human", "x"), ("gpt", "y"))
+    third = {**LOOK, "name": "third"}
+    for row in (
+        {"conversations": turns(("system", offering(LOOK) + offering(OTHER, LOOK)), *plain)},
+        {"conversations": turns(("system", offering(LOOK)), ("system", offering(OTHER)), *plain)},
+        {"conversations": turns(("system", offering(LOOK, OTHER)), *plain), "tools": [WRAPPED]},
+        {"conversations": turns(*plain), "tools": [LOOK], "available_tools": [WRAPPED, OTHER]},
+        {"conversations": turns(*plain), "system": offering(LOOK), "tools": [OTHER]},
+    ):
+        found = read(**row)
+        assert sorted(names(found) or ()) == ["look", "other"]
+        assert "<tools>" not in "".join(text for role, text in seen(found) if role == "system")
+    blocks = f"A.\n{offering(LOOK)}\nB.\n{offering(OTHER)}\nC.\n{offering(third)} D."
+    found = read(conversations=turns(("system", blocks), *plain))
+    assert seen(found)[0][1] == "A.\nBe kind.\nB.\nBe kind.\nC.\nBe kind.\nD."
+    assert len(found.tools or ()) == 3
+
+
+def test_tools_of_one_name_that_differ_are_refused() -> None:
+    plain = (("human", "x"), ("gpt", "y"))
+    changed = {**LOOK, "description": "Look away."}
+    system = ("system", offering(LOOK) + offering(changed))
+    said = refusal(conversations=turns(system, *plain))
+    assert said.startswith("conversations[0].value: <tools>: it has another tool 'look'")
+    said = refusal(conversations=turns(("system", offering(changed)), *plain), tools=[LOOK])
+    assert said.startswith("conversations: <tools>: it has another tool 'look'")
+    said = refusal(conversations=turns(*plain), tools=[LOOK], functions=[changed])
+    assert said.startswith("functions: it has another tool 'look'")
+    # What one of them does not say is no difference.
+    bare = {"name": "look", "parameters": {"type": "object", "required": None}}
+    found = read(conversations=turns(("system", offering(bare)), *plain), tools=[LOOK])
+    assert [tool["function"]["description"] for tool in found.tools or ()] == ["Look it up."]
+
+
+def test_tags_that_offer_no_tool_are_words() -> None:
+    text = "Write <tools>[]</tools>"
+    found = read(conversations=turns(("system", text), ("human", "x"), ("gpt", "y")), tools="")
+    assert (seen(found)[0][1], found.tools) == (text, [])
+
+
+def test_a_system_prompt_may_be_a_list_of_parts() -> None:
+    parts = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    plain = chat(("user", "x"), ("assistant", "y"))
+    for row in (
+        {"messages": plain, "system": parts},
+        {"messages": [{"role": "system", "content": parts}, *plain]},
+        {"messages": [{"role": "system", "content": parts}, *plain], "system": "Be brief."},
+        {"messages": plain, "system_message": "Be brief."},
+    ):
+        assert seen(read(**row))[0] == ("system", "Be brief.")
+    picture = {"type": "image_url", "image_url": {"url": "u"}}
+    for row in (
+        {"messages": plain, "system": [*parts, picture]},
+        {"messages": [{"role": "system", "content": [*parts, picture]}, *plain]},
+    ):
+        (system, *_) = read(**row).conversation.messages
+        assert system["provider_blocks"]["blocks"] == [picture]
+
+
+@pytest.mark.parametrize(
+    ("columns", "quiet"),
+    [
+        ({"weight": 0}, True),
+        ({"weight": 1.0}, False),
+        ({"loss": False, "train": True}, True),
+        ({"training": 0}, True),
+        ({"label": False}, True),
+        ({"label": True}, False),
+        ({"kto_tag": "false"}, True),
+        ({"label": "math"}, False),
+    ],
+)
+def test_marks_of_a_row_are_those_of_its_replies(columns: dict[str, Any], quiet: bool) -> None:
+    messages = chat(("user", "x"), ("assistant", "y"), ("user", "x"), ("assistant", "z"))
+    found = read(messages=messages, **columns)
+    assert found.conversation.no_loss == ([1, 2] if quiet else [])
+    value = columns.get("label", columns.get("kto_tag"))
+    passed = {True: True, False: False, "false": False}.get(value)
+    expected = None if passed is None else {"passed": passed, "reward": float(passed)}
+    assert found.facts.get("check") == expected
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"weight": 0.5},
+        {"loss": 1.37},
+        {"train": "no"},
+        {"label": 0},
+        {"label": [1]},
+        {"kto_tag": "bad"},
+    ],
+)
+def test_marks_of_a_row_that_say_something_else_are_refused(columns: dict[str, Any]) -> None:
+    (name,) = columns
+    said = refusal(messages=chat(("user", "x"), ("assistant", "y")), **columns)
+    assert said.startswith(f"{name}: ")
+    assert said.endswith(f"if it is no part of the conversation, add --metadata={name}")
+    both = refusal(messages=chat(("user", "x"), ("assistant", "y")), label=True, kto_tag=False)
+    assert both == "kto_tag: the row has another label"
+
+
+ASK = "How many moons has Mars, and what are they called by astronomers?"
+TOLD = "<think>\nTwo.\n</think>\n\nTwo: Phobos and Deimos."
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": ASK, "prompt_id": "f0e"},  # UltraChat
+        {"prompt": [{"role": "user", "content": ASK}]},
+        {"instruction": ASK, "response": TOLD, "gen_input_configs": {"temperature": 1}},  # Magpie
+        {"input": ASK[:50], "output": "Two: Phobos and Deimos.", "history": [[ASK, TOLD]]},
+        {"question": "q" * 999, "target_tools": "a,b", "metadata": "m" * 2000},  # Toucan
+        {"instance_id": "a__b-1", "resolved": True, "patch": "+" * 5000, "info": {"cost": 1}},
+        {"toolsets_used": ["web"], "tool_stats": {"web": {"count": 1}}, "partial": False},
+        {"docker_image": "org/image:tag", "image_name": "x", "num_images": 2, "has_image": True},
+        {"tags": ["math"], "thinking": {"type": "enabled"}, "stop": ["x"], "history": []},
+        {"answer": "x" * 5000, "ground_truth": ["2"], "score": 0.5, "images": [], "system": ""},
+    ],
+)
+def test_columns_of_public_sets_are_read(columns: dict[str, Any]) -> None:
+    for row in (
+        {"messages": chat(("user", ASK), ("assistant", TOLD))},
+        {"conversations": turns(("human", ASK), ("gpt", TOLD))},
+    ):
+        found = read(**row, **columns)
+        assert len(seen(found)) == 2
+        assert "provider_blocks" not in found.conversation.messages[0]
+        short = {name for name, value in columns.items() if isinstance(value, bool | int | float)}
+        assert short <= found.columns.keys()
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"documents": ["d"]}, "documents: the column is unknown: ['d']; if it is"),
+        ({"history": [["Hi", "Ho"]]}, "history: the column is unknown"),
+        ({"instruction": "Be brief."}, "instruction: the column is unknown: 'Be brief.'"),
+        ({"mask": "01"}, "mask: the column is unknown: '01'; if it is no part"),
+        ({"thinking": "Hm."}, "thinking: the column is unknown: 'Hm.'"),
+        ({"available_tools": ["look"]}, "available_tools[0]: not JSON"),
+        ({"notes": "n" * 1000}, "notes: the column is unknown"),
+        ({"a": [1], "b": {"c": 1}}, "a: the column is unknown: [1]; so are b; if it is no part"),
+        ({"system_message": 7}, "system_message: it must be text"),
+    ],
+)
+def test_columns_that_may_hold_content_are_refused(columns: dict[str, Any], said: str) -> None:
+    refused = refusal(messages=chat(("user", "x"), ("assistant", "y")), **columns)
+    assert refused.startswith(said)
+    assert "system_message" in columns or "--metadata=" in refused
+
+
+def test_a_result_that_names_another_tool_than_its_call_is_refused() -> None:
+    call = {"id": "c", "function": {"name": "look", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "name": "other", "content": "r"}
+    messages = [*chat(("user", "x"), ("assistant", ""), tool_calls=[call]), result]
+    assert refusal(messages=messages).startswith("messages[2].content: name: 'other', but")
+    for wrong in ({**call, "type": "mcp"}, {**call, "function": {**CALL, "type": "x"}}):
+        messages = chat(("user", "x"), ("assistant", ""), tool_calls=[wrong])
+        assert ".type: " in refusal(messages=messages)

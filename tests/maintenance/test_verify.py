@@ -490,7 +490,8 @@ def test_two_failed_records_of_one_attempt_are_a_contradiction(path: Path) -> No
 
 
 def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
-    edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
+    dataset = json.loads((path / "run.json").read_text())["dataset"]
+    edit_json(path / "run.json", dataset={**dataset, "path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
     message = checked(path).describe()
     assert "its tasks are unknown" in message

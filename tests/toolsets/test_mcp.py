@@ -441,8 +441,9 @@ def test_published_settings_are_read_as_they_stand() -> None:
             ({wrapper: {"own": {**own, "args": ["${workspaceFolder:-x}${1}"]}}}, "only"),
         ]
         for wrong, named in mistakes:
-            with pytest.raises(ValueError, match=f"(?s){named}"):
+            with pytest.raises(ValueError, match=f"(?s){named}") as caught:
                 read_servers(wrong)
+            assert "expands" not in str(caught.value)  # a key that its user never wrote
     assert read_servers({"servers": {"command": "x"}})["servers"].argv == ("x",)
     values = {"A": "", "B": "b"}
     assert expand("${A:-d}${B}${env:B} $B", values.__getitem__, values) == "dbb $B"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import socket
+import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -452,3 +453,14 @@ def test_an_agent_obeys_its_web_settings(web: Site, tmp_path: Path) -> None:
         )
         result = agent.run_conversation("What does it say?")
         assert content in result["messages"][-2]["content"]
+
+
+@pytest.mark.parametrize("element", ["<a href=x>", "<p>", "<em>x</em>", "<br>", "<h1>x</h1>"])
+def test_a_page_of_very_many_elements_does_not_hold_a_worker(element: str) -> None:
+    """Its main part is not looked for, which would take a minute and more."""
+    body = b"<title>T</title><p>Hello.</p>" + element.encode() * (1_900_000 // len(element))
+    began_at = time.process_time()
+    page = read_page("http://x/", "text/html", None, body)
+    assert time.process_time() - began_at < 8
+    assert page.title == "T"
+    assert page.text.startswith("Hello.")

@@ -16,6 +16,7 @@ from pydantic import (
     PrivateAttr,
     StringConstraints,
     TypeAdapter,
+    ValidationInfo,
     model_validator,
 )
 
@@ -78,9 +79,17 @@ class McpServer(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_type(cls, given: Any) -> Any:
-        """Take `type` out of published settings: it follows from the other keys, or is refused."""
-        if not isinstance(given, dict) or "type" not in given:
+    def _read_published(cls, given: Any, info: ValidationInfo) -> Any:
+        """Add `expands` to published settings, and take out `type`.
+
+        The type follows from the other keys, or is refused.
+        """
+        if not isinstance(given, dict):
+            return given
+        if info.context and info.context["expands"]:
+            # Not in `read_servers`: an error would then show a key that its user never wrote.
+            given = {"expands": True, **given}
+        if "type" not in given:
             return given
         kind, rest = given["type"], {key: given[key] for key in given if key != "type"}
         needs = _TYPES.get(kind) if isinstance(kind, str) else None
@@ -159,8 +168,9 @@ def read_servers(entries: dict[str, Any]) -> dict[str, McpServer]:
         others = entries.keys() - {wrapper, *(("inputs",) if wrapper == "servers" else ())}
         if others:
             raise ValueError(f"`{min(others)}`: it is unknown beside `{wrapper}`")
-        entries = {name: {"expands": True, **one} for name, one in entries[wrapper].items()}
-    return TypeAdapter(dict[ServerName, McpServer]).validate_python(entries)
+        entries = entries[wrapper]
+    context = {"expands": wrapper is not None}
+    return TypeAdapter(dict[ServerName, McpServer]).validate_python(entries, context=context)
 
 
 def _is_wrapped(entries: Mapping[str, Any], name: str) -> bool:

@@ -171,6 +171,9 @@ _PROBE_BYTES = 8192
 _MAX_MARKDOWN_CHARS = 2 * 1024 * 1024
 """Longer HTML becomes plain text: finding its main part takes seconds per million characters."""
 
+_MAX_ELEMENTS = 30_000
+"""A page of more becomes plain text, too: finding its main part takes minutes."""
+
 _LOOKS_LIKE_HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)\b", re.I)
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset=[\"']?([\w-]{1,40})", re.I)
 _CODECS_WITH_ZEROS = ("utf-16-le", "utf-16-be")
@@ -252,7 +255,7 @@ def _from_html(url: str, html: str) -> Page:
         return Page("", "")
     title = " ".join(str(tree.findtext(".//title") or "").split())
     text = None
-    if len(html) <= _MAX_MARKDOWN_CHARS:
+    if len(html) <= _MAX_MARKDOWN_CHARS and sum(1 for _ in tree.iter()) <= _MAX_ELEMENTS:
         text = trafilatura.extract(
             tree, url=url, output_format="markdown", include_links=True, include_formatting=True
         )

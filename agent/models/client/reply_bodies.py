@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from agent.models.client.relayed import OnEvent
-from agent.models.dialects.dialect import Assembly
+from agent.models.dialects.dialect import Assembly, is_usable, paid_in
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -31,7 +31,8 @@ from batch_trajectories.basics.exact_json import objects_among
 _LINE_END = rb"(?:\r\n|\r(?!\n|\Z)|\n)"
 """A trailing carriage return may be half of a line end."""
 _EVENT_END = re.compile(_LINE_END + _LINE_END)
-_LINES = re.compile("\r\n|\r|\n")
+_COMMENT = b":\n\n"
+_LINES = re.compile("(?<=\n)|(?<=\r)(?!\n)")
 
 
 class ServerEvent(NamedTuple):
@@ -40,7 +41,7 @@ class ServerEvent(NamedTuple):
     raw: bytes
     """Its bytes, with the empty line at its end."""
     data: str | None
-    """None for events without data, such as comments that keep a connection alive."""
+    """None for events without data, such as those that keep a connection alive."""
 
 
 class EventTooLarge(Exception):
@@ -48,7 +49,11 @@ class EventTooLarge(Exception):
 
 
 class EventSplitter:
-    """Splits a stream into its events; the bytes of all events are those of the stream."""
+    """Splits a stream into its events.
+
+    The bytes of all events are those of the stream. What stricter readers would trip over is
+    mended: the empty line after an event is added, and empty data is a comment.
+    """
 
     def __init__(self, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
@@ -74,30 +79,64 @@ class EventSplitter:
         text = b"".join(self._parts)
         if b"\r" in text:
             starts = [0, *(end.end() for end in _EVENT_END.finditer(text))]
-            events = [_event(text[a:b]) for a, b in pairwise(starts)]
+            raws = [text[a:b] for a, b in pairwise(starts)]
             rest = text[starts[-1] :]
         else:
             *whole, rest = text.split(b"\n\n")
-            events = [_event(piece + b"\n\n") for piece in whole]
+            raws = [piece + b"\n\n" for piece in whole]
         self._parts, self._size, self._tail = [rest], len(rest), rest[-1:]
         if self._size > self._max_event_bytes:
             raise EventTooLarge
-        return events
+        return [event for raw in raws for event in _events_in(raw)]
 
-    def check_text(self) -> None:
-        """Raise `UnicodeDecodeError` if what came after the last event is not UTF-8."""
-        b"".join(self._parts).decode()
+    def end(self) -> list[ServerEvent]:
+        """The last event, if the stream ended without the empty line that ends an event.
+
+        Its bytes have that line, so that other readers take the event too. Raises
+        `UnicodeDecodeError` if it is not UTF-8.
+        """
+        rest = b"".join(self._parts)
+        self._parts, self._size, self._tail = [], 0, b""
+        return _events_in(rest.rstrip(b"\r\n") + b"\n\n") if rest.strip() else []
 
 
-def _event(raw: bytes) -> ServerEvent:
-    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
-        return ServerEvent(raw, raw[6:-2].decode())
-    data_lines = []
+def _events_in(raw: bytes) -> list[ServerEvent]:
+    """The event in these bytes; several if only single line ends separate them, as some servers
+    send them."""
+    if raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+        return [ServerEvent(raw, raw[6:-2].decode())]
+    parts: list[tuple[str, str]] = []
+    """Lines up to one with data, and the data."""
+    begun = ""
+    is_empty = False
     for line in _LINES.split(raw.decode()):
-        name, _, value = line.partition(":")
-        if name == "data":
-            data_lines.append(value.removeprefix(" "))
-    return ServerEvent(raw, "\n".join(data_lines) if data_lines else None)
+        begun += line
+        name, _, value = line.rstrip("\r\n").partition(":")
+        if name == "data" and value.strip():
+            parts.append((begun, value.removeprefix(" ")))
+            begun = ""
+        else:
+            is_empty |= name == "data"
+    if len(parts) > 1 and all(_is_whole(data) for _, data in parts):
+        return [ServerEvent(lines.rstrip("\r\n").encode() + b"\n\n", data) for lines, data in parts]
+    data = "\n".join(data for _, data in parts)
+    # Proxies keep connections alive by empty data, and by comments that they wrap into data.
+    if data.lstrip().startswith(":") or (is_empty and not data):
+        return [ServerEvent(_COMMENT, None)]
+    return [ServerEvent(raw, data or None)]
+
+
+def _is_whole(data: str) -> bool:
+    """Whether a line is a JSON object, or an end: the lines of one event are none of these."""
+    if data.startswith("[DONE]"):
+        return True
+    if not (data.startswith("{") and data.rstrip().endswith("}")):
+        return False
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 log = logging.getLogger(__name__)
@@ -166,12 +205,12 @@ def begins_as_json(first: bytes) -> bool:
     return first.lstrip()[:1] in _JSON_STARTS
 
 
-def to_json(body: bytes, assembly: Callable[[], Assembly] | None) -> bytes:
+def to_json(body: bytes, assembly: Callable[[], Assembly] | None, api: str) -> bytes:
     """The body of a whole reply as one JSON document, from the forms in which servers send one.
 
     Those are JSON, events, JSON with events after it, and one object a line, each perhaps after a
-    byte order mark. `assembly` makes what puts the parts of a stream together; None: they are
-    left as they are. Raises `ModelError`.
+    byte order mark. `assembly` makes what puts the parts of a stream of `api` together; None: they
+    are left as they are. Raises `ModelError`.
     """
     # As nearly always. A compact or indented reply has no object that begins a line.
     end = body[-1:] if body[-1:] == b"}" else body.rstrip()[-1:]
@@ -180,21 +219,36 @@ def to_json(body: bytes, assembly: Callable[[], Assembly] | None) -> bytes:
     body = body.removeprefix(_BYTE_ORDER_MARK)
     if assembly is None or _is_document(body):
         return body
-    try:
-        parts = list(_parts_in(body))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(
-            "malformed", f"in the stream: {type(error).__name__}: {error}: {quote(body)}"
-        ) from error
-    if not parts:
-        return body
     whole = assembly()
-    for number, part in enumerate(parts):
-        if (reported := _error_in(part)) is not None:
-            reported.had_begun = number > 0 or reported.kind == "overloaded"
-            raise reported
-        whole.add(part)
-    return whole.finish()
+    has_parts = False
+    try:
+        for part in _parts_in(body):
+            if (reported := _error_in(part)) is not None:
+                reported.had_begun = has_parts or reported.kind == "overloaded"
+                raise reported
+            whole.add(part)
+            has_parts = True
+    except (ValueError, RecursionError, ModelError) as error:
+        if not isinstance(error, ModelError):
+            error = ModelError(
+                "malformed", f"in the stream: {type(error).__name__}: {error}: {quote(body)}"
+            )
+        return finish_broken(whole, error, api)
+    return whole.finish() if has_parts else body
+
+
+def finish_broken(assembly: Assembly, error: ModelError, api: str) -> bytes:
+    """The body of a reply whose stream ended with `error`.
+
+    Raises `error` unless the reply was whole before it, with what the parts say that they cost.
+    """
+    has_reason = assembly.has_reason
+    body = assembly.finish()
+    if not (has_reason and is_usable(api, body)):
+        error.paid = paid_in(api, body)
+        raise error
+    log.debug("a stream was broken after the end of its reply: %s", error)
+    return body
 
 
 def _is_document(body: bytes) -> bool:
@@ -348,7 +402,8 @@ class StreamReader:
             raise ModelError(
                 "malformed", f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
             ) from error
-        splitter.check_text()
+        for event in splitter.end():
+            yield event
 
 
 def _too_large() -> ModelError:

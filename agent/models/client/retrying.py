@@ -14,6 +14,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from agent.models.admission import CallAdmission, CostEstimate
 from agent.models.client.relayed import RelayRequest
+from agent.models.endpoint_words import ending_of
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request, StreamEvent
@@ -29,6 +30,10 @@ _MAX_WAIT_FOR_REPLY_S = 8.0
 
 _SHORT_WAIT_S = 0.5
 """Longest such pause while the endpoint answers other calls."""
+
+_LONE_WAIT_S = 5.0
+"""Longest pause after the first refusal of a call that asks for one, while the endpoint answers
+other calls. A limit that holds refuses the call again, and then the whole pause is kept."""
 
 _RECENTLY_S = 1.0
 """Another call's answer counts as simultaneous if it came at most so long before the attempt."""
@@ -177,10 +182,11 @@ class RetryingModel:
         return priced(completion, self.asked)
 
     def _doubt(self, completion: Completion, request: Request, patience: _Patience) -> None:
-        """Raise `ModelError("malformed")` for the first reply that ended with an unknown word.
+        """Raise `ModelError("malformed")` for the first reply that ended with a doubtful word.
 
-        The server may have broken it off. A second reply with such a word is taken, as are later
-        ones with the same word. Agents get every reply: they have its parts already.
+        The server may have broken it off, or have lost its calls. A second reply with such a word
+        is taken, as are later ones with the same word. Agents get every reply: they have its parts
+        already.
         """
         word = completion.unknown_ending
         assert word is not None
@@ -189,14 +195,15 @@ class RetryingModel:
         if patience.has_doubted:
             self._usual_endings.add(word)
             log.warning(
-                "%s ends replies with %r, which is not known here: they are taken as complete, and "
-                "the records have the word",
+                "%s ends replies with %r, %s: they are taken as complete, and the records have the "
+                "word",
                 self.asked.reference or self.asked.name,
                 word,
+                _why_doubted(word),
             )
             return
         patience.has_doubted = True
-        error = ModelError("malformed", f"the reply ended for an unknown reason: {word!r}")
+        error = ModelError("malformed", f"the reply ended with {word!r}, {_why_doubted(word)}")
         error.paid = completion
         raise error
 
@@ -206,6 +213,12 @@ class RetryingModel:
         has_answered = self._answered_at > -math.inf
         answered = has_answered or (self._gate is not None and self._gate.has_answered)
         return min(limit, _LASTING_ATTEMPTS) if error.is_lasting and not answered else limit
+
+
+def _why_doubted(word: str) -> str:
+    if ending_of(word) == "tool_calls":
+        return "although it holds no tool call (does the server's parser for calls fit the model?)"
+    return "which is not known here"
 
 
 def _discard(event: StreamEvent) -> None:
@@ -222,6 +235,8 @@ class _Patience:
         self._failures = 0
         self._pauses = {True: 1.0, False: 1.0}
         """The next pause after a failure that load may have caused, and after any other."""
+        self._was_told = False
+        """The endpoint has said before how long this call is to wait."""
         self._began_at = time.monotonic()
         self.has_doubted = False
         """A reply of this call was asked for again because of the word with which it ended."""
@@ -241,14 +256,17 @@ class _Patience:
     def pause_s(self, state: RetryCallState) -> float:
         """What the endpoint asked for, or a growing pause; never the same for two callers.
 
-        Call it once per failure. A broken reply of an endpoint that answers others is soon asked
-        for again. A failure by load (5xx) that others do not meet is waited for half as long as in
-        an outage: from 0.25 to 0.5 s, then doubling. In an outage nobody is answered, and the
-        pauses grow. A rate limit (429) is for all calls, whoever else was answered.
+        Call it once per failure. A long pause that the endpoint asks for while it answers others is
+        kept only if it refuses the call again. A broken reply of an endpoint that answers others is
+        soon asked for again. A failure by load (5xx) that others do not meet is waited for half as
+        long as in an outage: from 0.25 to 0.5 s, then doubling. In an outage nobody is answered,
+        and the pauses grow. A rate limit (429) is for all calls, whoever else was answered.
         """
         error = _error(state)
         if error.retry_after_s is not None:
-            return min(error.retry_after_s, MAX_WAIT_S) + random.uniform(0, 1)
+            pause_s = self._told_pause_s(error)
+            self._was_told = True
+            return pause_s + random.uniform(0, 1)
         if error.has_answered_others and not error.is_by_load:
             return random.uniform(0, _SHORT_WAIT_S)
         pause_s = self._pauses[error.is_by_load]
@@ -256,6 +274,12 @@ class _Patience:
         if error.has_answered_others and error.kind != "rate_limited":
             return pause_s * random.uniform(0.25, 0.5)
         return pause_s + random.uniform(0, 1)
+
+    def _told_pause_s(self, error: ModelError) -> float:
+        """The pause that the endpoint asked for, as far as it is believed."""
+        assert error.retry_after_s is not None
+        is_lone = error.has_answered_others and not self._was_told
+        return min(error.retry_after_s, _LONE_WAIT_S if is_lone else MAX_WAIT_S)
 
     def retry(self, state: RetryCallState) -> Retry:
         """The report of a failure that will be retried."""

@@ -34,13 +34,14 @@ from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
     StreamReader,
     begins_as_json,
+    finish_broken,
     read_first,
     read_parts,
     read_whole,
     to_json,
 )
 from agent.models.connection import proxy_for
-from agent.models.dialects.dialect import Assembly, dialect_of
+from agent.models.dialects.dialect import Assembly, dialect_of, paid_in
 from agent.models.error_bodies import refusal_of
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -355,16 +356,25 @@ class Transport:
                             clean=self.clean,
                             request=body,
                         )
-                        await reader.read(first, on_event)
+                        try:
+                            await reader.read(first, on_event)
+                        except ModelError as error:
+                            return self.clean(finish_broken(assembly, error, settings.api), key)
                         return self.clean(assembly.finish(), key)
                 whole = first + await read_whole(response)
-                return self.clean(to_json(whole, unasked), key)
+                return self.clean(to_json(whole, unasked, settings.api), key)
         except (aiohttp.ClientError, OSError) as error:
+            failure: ModelError | HostError
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-                raise ModelError(
+                failure = ModelError(
                     "timeout", f"no complete reply within {settings.attempt_timeout_s:g} s"
-                ) from error
-            raise await self._of_the_connection(error, key) from error
+                )
+            else:
+                failure = await self._of_the_connection(error, key)
+            if assembly is not None and isinstance(failure, ModelError):
+                # The parts that came may say what they cost.
+                failure.paid = paid_in(settings.api, assembly.finish())
+            raise failure from error
         finally:
             self._timeouts.end(timeout)
 

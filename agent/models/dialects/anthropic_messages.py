@@ -17,6 +17,7 @@ from agent.models.dialects.dialect import (
     to_body,
     uncounted_in,
     unknown_in,
+    update_counts,
 )
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
@@ -100,6 +101,7 @@ class MessagesAssembly:
                 if (stopped := self._latest.get(_index_of(part))) is not None:
                     self._stop(stopped)
             case {"type": "message_stop"}:
+                self._take_head({}, part.get("usage"))
                 self.is_over = True
             case {"type": "error"}:  # without an `error` in it, which would have been seen before
                 self._message["error"] = dict(part)
@@ -122,7 +124,7 @@ class MessagesAssembly:
     def _take_head(self, fields: Mapping[str, Any], usage: Any) -> None:
         self._message.update({key: value for key, value in fields.items() if value is not None})
         if isinstance(usage, dict):
-            _update_counts(self._usage, usage)
+            update_counts(self._usage, usage)
 
     def _take_whole(self, message: Mapping[str, Any]) -> None:
         """Take the blocks of a message that comes in one piece."""
@@ -186,13 +188,21 @@ class MessagesAssembly:
                     block.append("thinking", text)
                     self._tell({"type": "thinking_delta", "text": text})
             case "input_json_delta":
-                if text := _text(delta, _INPUT):
+                given = delta.get(_INPUT)
+                # Some servers send the object itself, as they do where nothing is streamed.
+                text = (
+                    _text(delta, _INPUT)
+                    if given is None or isinstance(given, str)
+                    else json.dumps(given)
+                )
+                if text:
                     block.append(_INPUT, text)
                     if block.fields.get("type") == "tool_use":
                         self._tell_input(block.fields, text)
             case "signature_delta":
                 known, text = _text(block.fields, "signature"), _text(delta, "signature")
-                block.fields["signature"] = known if text in known else known + text
+                # It comes in one piece, in several, or again as at the start of its block.
+                block.fields["signature"] = text if text.startswith(known) else known + text
             case "citations_delta":
                 if not isinstance(block.fields.get("citations"), list):
                     block.fields["citations"] = []
@@ -283,15 +293,6 @@ def _built(block: Growing) -> dict[str, Any]:
             given = text
         built["input"] = given if isinstance(given, dict) else text
     return built
-
-
-def _update_counts(known: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Later counts are totals and win; but some servers leave out or zero what they said before."""
-    for key, value in given.items():
-        if isinstance(value, dict) and isinstance(known.get(key), dict):
-            _update_counts(known[key], value)
-        elif value or known.get(key) is None:
-            known[key] = value
 
 
 def _text(fields: Mapping[str, Any], key: str) -> str:

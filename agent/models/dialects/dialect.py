@@ -80,6 +80,18 @@ def to_body(reply: Mapping[str, Any]) -> bytes:
         return json.dumps(reply).encode()
 
 
+def update_counts(known: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Add the counts of a part to those of the parts before it.
+
+    Later counts are totals and win; but some servers leave out or zero what they said before.
+    """
+    for key, value in given.items():
+        if isinstance(value, dict) and isinstance(known.get(key), dict):
+            update_counts(known[key], value)
+        elif value or known.get(key) is None:
+            known[key] = value
+
+
 class Dialect(NamedTuple):
     """Requests and replies of one API."""
 
@@ -149,6 +161,21 @@ def read_reply(api: str, body: bytes) -> Completion:
         raise error from None
 
 
+def is_usable(api: str, body: bytes) -> bool:
+    """Whether the body of a reply can be read, and ends for a known reason."""
+    try:
+        return dialect_of(api).read(body).unknown_ending is None
+    except ModelError:
+        return False
+
+
+def paid_in(api: str, body: bytes) -> Completion | None:
+    """What the body of a reply that cannot be used says that it cost; None if it says nothing."""
+    with suppress(ModelError):
+        return _paid(dialect_of(api), load_object(body))
+    return None
+
+
 def _explained(error: ModelError, body: bytes) -> ModelError:
     """The error that the body itself reports, else the error with a quote of the body."""
     try:
@@ -190,26 +217,30 @@ class ReplyEnding(NamedTuple):
 
     reason: FinishReason
     unknown: Mapping[str, Any]
-    """The API's own word under its own name, if the table of words lacks it; else empty."""
+    """The API's own word under its own name, if the table of words lacks it, or if the reply has
+    no call although it says so; else empty."""
 
     @property
     def word(self) -> str | None:
-        """The unknown word; None if it is known."""
+        """The word, if it is in `unknown`."""
         return next(iter(self.unknown.values()), None)
 
 
 def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
     """Read the word with which an API says why `message` ended; `field` is where it stood.
 
-    A word that the table of words lacks counts as a usual end, and is kept. Raises
+    A word that the table of words lacks counts as a usual end, and is kept; so does one that
+    speaks of calls where the reply has a text alone: its server has lost the calls. Raises
     `ModelError("malformed")` if there is no word, which is how a cut reply looks, if the word says
     that the server broke the reply off, or if the reply has nothing beside an unknown word.
     """
     ending = ending_of(word)
-    if ending is not None and ending != "cut":
-        return ReplyEnding(ending, {})
     has_calls = bool(message.get("tool_calls"))
     is_empty = not (has_calls or message["content"].strip())
+    if ending == "tool_calls" and not (has_calls or is_empty):
+        return ReplyEnding("stop", {field: word})
+    if ending is not None and ending != "cut" and ending != "open":
+        return ReplyEnding(ending, {})
     if ending == "cut":
         raise ModelError("malformed", f"the server broke the reply off: its {field} is {word!r}")
     if not isinstance(word, str) or not word.strip() or is_empty:
@@ -227,7 +258,14 @@ def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
 _TOKENS = frozenset({"logprobs", "token_ids", "completion_token_ids", "output_token_ids"})
 """Where each part of a stream brings the tokens of that part."""
 
-_PIECES = frozenset({("audio", "data"), ("audio", "transcript"), ("function_call", "arguments")})
+_PIECES = frozenset(
+    {
+        ("audio", "data"),
+        ("audio", "transcript"),
+        ("function_call", "arguments"),
+        ("custom", "input"),
+    }
+)
 """Texts that come in pieces, by the object that they belong to."""
 
 

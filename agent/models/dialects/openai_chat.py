@@ -27,8 +27,10 @@ from agent.models.dialects.dialect import (
     to_body,
     uncounted_in,
     unknown_in,
+    update_counts,
 )
 from agent.models.dialects.token_ids import request_fields, without_outer_newlines
+from agent.models.endpoint_words import ending_of
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
@@ -116,9 +118,11 @@ class ChatAssembly:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """See `Assembly.add`."""
-        for key in ("id", "model", "usage"):
+        for key in ("id", "model"):
             if part.get(key):
                 self._reply[key] = part[key]
+        if usage := part.get("usage"):
+            self._add_usage(usage)
         if not part.keys() <= _PART_FIELDS:
             merge(self._reply, unknown_in(part, _PART_FIELDS))
         for choice in objects_among(part.get("choices")):
@@ -137,10 +141,18 @@ class ChatAssembly:
                 self._finish_reason = reason
                 self._update_reason()
 
+    def _add_usage(self, usage: Any) -> None:
+        known = self._reply.get("usage")
+        if isinstance(usage, dict) and isinstance(known, dict):
+            update_counts(known, usage)
+        else:
+            self._reply["usage"] = dict(usage) if isinstance(usage, dict) else usage
+
     def _update_reason(self) -> None:
         """Several choices have ended once each of them has."""
         self.has_reason = (
             self._finish_reason is not None
+            and ending_of(self._finish_reason) != "open"
             and not self._goes_on
             and all(other.has_reason for other in self._others.values())
         )
@@ -151,14 +163,23 @@ class ChatAssembly:
         before = self._message.build()
         if len(before) == 1 and not (self._calls or self._content or self._details):
             self._add_delta(message)
-        elif any(before.get(key) != text for key, text in texts.items()):
-            self._flaw = "the parts of the stream say something else than the whole message in it"
+            return
+        for key, text in texts.items():
+            if key not in before:  # the parts have left it out
+                self._message.append(key, text)
+            elif before[key] != text:
+                self._flaw = "the parts of the stream say something else than the whole message"
+        calls = message.get("tool_calls")
+        if calls and not self._calls:
+            self._add_calls(calls)
+        elif calls and len(calls) != len(self._calls):
+            self._flaw = "the parts of the stream have other calls than the whole message in it"
 
     def finish(self) -> bytes:
         """See `Assembly.finish`. The calls end here: nothing in the stream marks their ends."""
         self._sort_calls()
-        self._calls = [call for call in self._calls if call.name or call.arguments]
-        if any(not call.is_named for call in self._calls):
+        self._calls = [call for call in self._calls if not call.is_empty]
+        if any(not (call.is_named or call.is_custom) for call in self._calls):
             self._flaw = self._flaw or "arguments for a call that has no name"
         if self._flaw:
             return to_body(incomplete(self._flaw, self._reply))
@@ -202,7 +223,7 @@ class ChatAssembly:
             merge(self._unknown, unknown_in(delta, _DELTA_FIELDS))
         texts = {key: text for key in _TEXTS if key in delta and (text := _text_at(key, delta))}
         thought, content = "", delta.get("content")
-        if self._content or isinstance(content, list):
+        if self._content or isinstance(content, list | dict):
             thought = self._add_content(content, texts.get("content", ""))
         for key, text in texts.items():
             self._message.append(key, text)
@@ -220,22 +241,39 @@ class ChatAssembly:
             if key in texts:
                 self._tell({"type": "text_delta", "text": texts[key]})
         if parts := delta.get("tool_calls"):
-            self._add_calls(list(objects_among(parts)))
+            self._add_calls(parts)
 
     def _add_content(self, content: Any, text: str) -> str:
-        """Take a part of a content that is a list with thoughts; returns the new thought.
+        """Take a part of a content that is a list; returns the new thought.
 
-        Before its first thought a content is a text.
+        Until there are several parts, or one that is no text, a content is a text.
         """
         thought = thought_in(content)
-        if thought and not self._content and (before := self._message.build().get("content")):
+        parts = content if isinstance(content, list) else [content or ""]
+        if not self._content and len(parts) < 2 and all(map(is_text, parts)):
+            return thought
+        if not self._content and (before := self._message.build().get("content")):
             self._content.append(Growing({"type": "text", "text": before}))
-        for kind, piece in (("thinking", thought), ("text", text)):
-            if piece and (thought or self._content):
-                if not self._content or self._content[-1].fields["type"] != kind:
-                    self._content.append(Growing({"type": kind}))
-                self._content[-1].append(kind, piece)
+        for place, part in enumerate(parts):
+            self._add_part(part, is_first=place == 0)
         return thought
+
+    def _add_part(self, part: Any, *, is_first: bool) -> None:
+        """Take a part of a content: the first one of a chunk may continue a text or a thought, and
+        a part that is neither is kept as it is."""
+        if isinstance(part, dict) and is_thought(part):
+            kind, piece = "thinking", thought_text(part)
+        elif is_text(part):
+            kind, piece = "text", _text_of(part)
+        else:
+            self._content.append(Growing(part if isinstance(part, dict) else {"text": part}))
+            return
+        if not piece:
+            return
+        last = self._content[-1].fields.get("type") if self._content else None
+        if last != kind or not is_first:
+            self._content.append(Growing({"type": kind}))
+        self._content[-1].append(kind, piece)
 
     def _add_detail(self, detail: Mapping[str, Any]) -> str:
         """Take a part of `reasoning_details`; returns its text."""
@@ -266,8 +304,11 @@ class ChatAssembly:
         if "thinking" in part:
             block.append("thinking", _text_of(part["thinking"]))
 
-    def _add_calls(self, parts: Sequence[Mapping[str, Any]]) -> None:
+    def _add_calls(self, parts: Any) -> None:
         """Take the parts of calls in one chunk; two with a name in one chunk are two calls."""
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            self._flaw = "the tool_calls of a part are not a list of objects"
+            return
         begun: list[_Call] = []
         for part in parts:
             given = part.get("function")
@@ -359,12 +400,31 @@ class _Call:
 
         Some servers begin with an empty object, and send the real arguments after it.
         """
-        if len(self.arguments) == 1 and self.arguments[0] == "{}" and text.lstrip()[:1] == "{":
+        if len(self.arguments) == 1 and self.arguments[0] in _NONE and text.lstrip()[:1] == "{":
             self.arguments.clear()
-        elif text[0] == "{" and "".join(self.arguments) == text and self.has_whole_arguments():
-            return False
+        elif text[0] == "{" and self._is_repeated_by(text):
+            is_more = len(text) > sum(map(len, self.arguments))
+            self.arguments = [text]
+            return is_more
         self.arguments.append(text)
         return True
+
+    def _is_repeated_by(self, text: str) -> bool:
+        """Whether a piece says all that is known so far: no JSON repeats its own beginning."""
+        known = "".join(self.arguments)
+        if not known or not text.startswith(known):
+            return False
+        return len(known) >= _TELLING or (known == text and self.has_whole_arguments())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was said of it but an id."""
+        return not (self.name or self.arguments or self.unknown or self.unknown_of_function)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether its tool takes free text."""
+        return isinstance(self.unknown.get("custom"), dict) and not (self.name or self.arguments)
 
     def has_whole_arguments(self) -> bool:
         """Whether the arguments so far are a JSON value, to which nothing can be added."""
@@ -377,10 +437,18 @@ class _Call:
         return True
 
     def build(self) -> dict[str, Any]:
+        if self.is_custom:
+            return {"id": self.id, "type": "custom", **self.unknown}
         function = {"name": self.name, "arguments": "".join(self.arguments)}
         function |= self.unknown_of_function
         return {"id": self.id, "type": "function", "function": function, **self.unknown}
 
+
+_NONE = ("{}", "null")
+"""What some servers begin with, before the arguments themselves."""
+
+_TELLING = 3
+"""So many characters at the beginning of an object stand nowhere else in it."""
 
 _ENDS_OF_VALUES = tuple('}]"')
 """Last characters of a JSON value that arguments can be."""
@@ -421,6 +489,13 @@ def thought_in(content: Any) -> str:
     return "".join(thought_text(part) for part in objects_among(content) if is_thought(part))
 
 
+def is_text(part: Any) -> bool:
+    """Whether a part of a content is text, and nothing else."""
+    if isinstance(part, dict):
+        return isinstance(part.get("text"), str) and not is_thought(part)
+    return isinstance(part, str)
+
+
 def is_thought(part: Mapping[str, Any]) -> bool:
     """Whether a part of a content is reasoning."""
     return "thinking" in part or part.get("type") in ("thinking", "reasoning", "reasoning_text")
@@ -446,7 +521,7 @@ _TEXTS_OF_THOUGHT = ("thinking", "reasoning", "text", "content", "summary")
 def _built_part(part: Growing) -> dict[str, Any]:
     """A part of a content in the form of Mistral: a thought is a list of texts."""
     built = part.build()
-    if built["type"] != "thinking":
+    if built.get("type") != "thinking" or not isinstance(built.get("thinking"), str):
         return built
     return {**built, "thinking": [{"type": "text", "text": built["thinking"]}]}
 
@@ -460,6 +535,8 @@ def _text_at(key: str, delta: Mapping[str, Any]) -> str:
 
 def _text_of(value: Any) -> str:
     """Text as it is, or that of a list of parts, without the thoughts in it."""
+    if isinstance(value, dict):
+        value = [value]
     if isinstance(value, list):
         parts = (part for part in value if isinstance(part, str) or not _is_thought(part))
         return "".join(
@@ -485,6 +562,8 @@ _REASONING_FIELDS = (*THOUGHTS, "reasoning_details")
 
 _VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
 """What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
+
+_THOUGHT_FIELDS = frozenset(_VERBATIM_FIELDS)
 
 
 _MESSAGE_FIELDS = frozenset({"role", "type", "content", "tool_calls", "refusal", *_VERBATIM_FIELDS})
@@ -645,10 +724,22 @@ def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, A
     """Two user messages are paragraphs; an assistant continues where it was interrupted."""
     between = "\n\n" if later["role"] == "user" else ""
     said = [content for content in (earlier["content"], later["content"]) if content]
+    joined = {**earlier, **later}
+    for key in earlier.keys() & later.keys() & _THOUGHT_FIELDS:
+        joined[key] = _both(earlier[key], later[key])
     if any(isinstance(content, list) for content in said):
-        return {**earlier, **later, "content": [part for one in said for part in _as_parts(one)]}
+        return {**joined, "content": [part for one in said for part in _as_parts(one)]}
     content = between.join(said)
-    return {**earlier, **later, "content": content or later["content"]}
+    return {**joined, "content": content or later["content"]}
+
+
+def _both(earlier: Any, later: Any) -> Any:
+    """Two thoughts of one field, in the form that they have; the later one if they have none."""
+    if isinstance(earlier, str) and isinstance(later, str):
+        return "\n\n".join(filter(None, (earlier, later)))
+    if isinstance(earlier, list) and isinstance(later, list):
+        return [*earlier, *later]
+    return later
 
 
 def _as_parts(content: Any) -> list[Any]:
@@ -745,8 +836,10 @@ def read_message(raw: Mapping[str, Any]) -> Message:
         message["tool_calls"] = [make_call("", call["name"], call.get("arguments"))]
     verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
     verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
-    if thought or inline is not None:
-        verbatim["content"] = given if thought else received
+    if isinstance(given, list) and not all(map(is_text, given)):
+        verbatim["content"] = given
+    elif inline is not None:
+        verbatim["content"] = received
     if verbatim:
         message["provider_blocks"] = {"api": API, "blocks": [verbatim]}
     return message

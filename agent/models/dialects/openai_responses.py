@@ -50,9 +50,15 @@ from batch_trajectories.basics.exact_json import objects_among
 # without a last event was cut.
 
 _ENDS = frozenset(
-    {"response.completed", "response.incomplete", "response.failed", "response.cancelled"}
+    {
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+        "response.cancelled",
+        "response.done",
+    }
 )
-"""Types of the events that end a stream."""
+"""Types of the events that end a stream; `response.done` is that of OpenRouter and of relays."""
 
 _STATUSES = frozenset({"completed", "incomplete", "failed"})
 
@@ -119,6 +125,16 @@ class ResponsesAssembly:
             return to_body(incomplete("arguments for a call that never began", self._reply))
         is_less = not given or (isinstance(given, list) and len(given) < len(items))
         output = [item.build() for item in items] if is_less else given
+        if isinstance(output, list) and self._reply:
+            known = _texts_in(output)
+            missing = [item for item in items if not item.is_repeated_in(known)]
+            if missing and len(output) != len(items):
+                return to_body(incomplete("its end lacks what its parts said", self._reply))
+            if missing:
+                output = [
+                    item.build_from_parts(end) if item in missing else end
+                    for item, end in zip(items, output, strict=True)
+                ]
         return to_body({**self._reply, "output": output})
 
     def _item(self, part: Mapping[str, Any], kind: str) -> _Item:
@@ -238,23 +254,57 @@ class _Item:
     def is_repeated_in(self, known: Sequence[str]) -> bool:
         """Whether the `known` texts have all that the parts of this item say."""
         texts = ["".join(pieces) for pieces in self._texts.values()]
-        return all(any(text in one for one in known) for text in texts)
+        return all(any(_says(one, text) for one in known) for text in texts)
+
+    def build_from_parts(self, end: Any) -> Any:
+        """The item as its parts have it, if its `end` only leaves out what they say.
+
+        An end that says something else is what the API means to be the reply.
+        """
+        whole = {} if self.whole is None else self.whole
+        if self.is_repeated_in(_texts_in(whole)):
+            return whole
+        built = self._build({**self.fields, **whole, **(end if isinstance(end, dict) else {})})
+        said = _texts_in(built)
+        is_less = all(any(_says(one, text) for one in said) for text in _texts_said(end))
+        return built if is_less else end
 
     def build(self) -> dict[str, Any]:
         """The item; from its parts if no event brought it whole."""
-        if self.whole is not None:
-            return self.whole
-        built = dict(self.fields)
+        return self._build(self.fields) if self.whole is None else self.whole
+
+    def _build(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The item with these fields, and the texts of its parts."""
+        built = dict(fields)
+        for key in {_LISTS[kind] for kind, _ in self._texts if kind in _LISTS}:
+            built[key] = [part for part in built.get(key) or () if not _is_text_part(part)]
         for (kind, _), pieces in sorted(self._texts.items(), key=lambda entry: entry[0]):
             if kind == "arguments":
                 built["arguments"] = "".join(pieces)
                 continue
             key = "refusal" if kind == "refusal" else "text"
-            listed = built[_LISTS[kind]] if isinstance(built.get(_LISTS[kind]), list) else []
-            # Parts that an event announced are empty there.
-            known = [part for part in listed if isinstance(part, dict) and part.get(key)]
-            built[_LISTS[kind]] = [*known, {"type": kind, key: "".join(pieces)}]
+            built[_LISTS[kind]].append({"type": kind, key: "".join(pieces)})
         return built
+
+
+def _is_text_part(part: Any) -> bool:
+    """Whether a part of an item is a text; the parts that an event announced are empty there."""
+    return isinstance(part, dict) and part.get("type") in _LISTS
+
+
+def _texts_said(item: Any) -> list[str]:
+    """What an item says to a reader: its texts, or the arguments of its call."""
+    if not isinstance(item, dict):
+        return []
+    parts = [part for key in ("content", "summary") for part in objects_among(item.get(key))]
+    texts = [part.get("text") or part.get("refusal") for part in parts]
+    return [text for text in (*texts, item.get("arguments")) if isinstance(text, str)]
+
+
+def _says(text: str, part: str) -> bool:
+    """Whether a text holds another one, whatever the white space: some servers strip it, or write
+    arguments again."""
+    return part in text or "".join(part.split()) in "".join(text.split())
 
 
 API = "openai_responses"

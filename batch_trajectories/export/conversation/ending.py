@@ -46,7 +46,7 @@ def plain_ending(
 
     A conversation without an answer keeps all its calls, also those of the reserved tools.
     """
-    may_be_by_call = answered and messages[-1].role == "tool"
+    may_be_by_call = answered and bool(messages) and messages[-1].role == "tool"
     call = final_answer_call(messages) if may_be_by_call else None
     invented: Sequence[str] = ()
     if call is not None:

@@ -90,6 +90,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         or record.agent is not None
         or last != len(record.turns)
         or len(messages) == place
+        or messages[0].provider_blocks is not None
     ):
         return None
     opening = messages[place]
@@ -293,6 +294,18 @@ def _without_loss(conversation: Conversation, turns: Sequence[int]) -> Conversat
         for entry in conversation.entries
     ]
     return msgspec.structs.replace(conversation, entries=entries)
+
+
+def refuse_all_masked(conversation: Conversation) -> None:
+    """Raise Rejected for an imported conversation of which its source says: learn no turn.
+
+    Not for kto, whose rows hold conversations that are not to be learnt.
+    """
+    if conversation.record.imported is None:
+        return
+    turns = [entry for entry in conversation.entries if isinstance(entry, Turn)]
+    if any(turn.masked for turn in turns) and not any(turn.has_loss for turn in turns):
+        raise Rejected(Reason.ALL_MASKED, "its source says that none of its turns carries loss")
 
 
 class _Read(NamedTuple):

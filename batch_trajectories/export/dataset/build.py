@@ -24,6 +24,7 @@ from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.dataset.recipe_origin import recipe_mac
 from batch_trajectories.export.dataset.runs import Read, Source, SourceRecords
 from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
 from batch_trajectories.export.filters.contamination import NearDuplicates, said_in
@@ -81,7 +82,8 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
         **{key: sum(one[key] for one in counts) for key in ("discarded", "failed", "pending")},
         **made,
         "gone": sum(one["gone"] for one in counts),
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": (stored := recipe.model_dump(mode="json")),
+        **recipe_mac(stored),
         "versions": _versions(recipe),
     }
 

@@ -11,22 +11,38 @@ import orjson
 from pydantic import ValidationError
 
 from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
+from batch_trajectories.engine.origin import FLAG
 from batch_trajectories.export.dataset.directory import derive, listed_files, read_manifest
+from batch_trajectories.export.dataset.recipe_origin import strange_parts
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.records.names import MANIFEST_FILE
 
+_SHOWN = 100
+
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 
 
-def findings(source: Source, directory: Path) -> Iterator[str]:
+def findings(source: Source, directory: Path, *, trusted: bool = False) -> Iterator[str]:
     """The problems of a dataset, one line each.
 
     Every file is read, and made again from the records with the recipe of the manifest. Raises
-    `ConfigError` without a dataset.
+    `ConfigError` without a dataset, and if its recipe calls functions or opens files although
+    neither this user wrote it nor it is `trusted`.
     """
     manifest = read_manifest(directory)
+    if not trusted and (parts := strange_parts(manifest)):
+        named = ", ".join(
+            f"{key}={clip(str(value), max_chars=_SHOWN)}" for key, value in parts.items()
+        )
+        raise ConfigError(
+            f"{directory / MANIFEST_FILE}: you did not write this recipe here, and it has "
+            f"functions called or files opened: {named}; export the dataset again, or add {FLAG} "
+            "to use them"
+        )
     if manifest.get("unfinished"):
         yield "an export into this directory was interrupted; export again"
         return

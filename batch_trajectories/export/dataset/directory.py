@@ -196,6 +196,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{directory / MANIFEST_FILE}: {mistakes_in(error)[0].describe()}; it was changed "
             "since it was written. Put it back, or remove the directory and export again"
         ) from error
+    root = directory.resolve()
+    # `Path.resolve` raises a RuntimeError at a link that leads to itself.
+    real = {path: Path(os.path.realpath(root / path)) for path in paths_in(manifest)}
+    if out := [path for path in real if not real[path].is_relative_to(root)]:
+        raise ConfigError(
+            f"{directory / MANIFEST_FILE}: lists {out[0]!r}, which is outside; name another "
+            "--output"
+        )
     return manifest
 
 
@@ -264,16 +272,7 @@ def _old_paths(directory: Path) -> set[str]:
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
             raise ConfigError(f"{directory}: holds files but no dataset; name another --output")
         return set()
-    paths = paths_in(read_manifest(directory))
-    root = directory.resolve()
-    # `Path.resolve` raises a RuntimeError at a link that leads to itself.
-    real = {path: Path(os.path.realpath(root / path)) for path in paths}
-    if out := [path for path in paths if not real[path].is_relative_to(root)]:
-        raise ConfigError(
-            f"{directory / MANIFEST_FILE}: lists {out[0]!r}, which is outside; name another "
-            "--output"
-        )
-    return paths
+    return paths_in(read_manifest(directory))
 
 
 def _remove(directory: Path, paths: set[str]) -> None:

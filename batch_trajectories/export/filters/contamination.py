@@ -341,8 +341,10 @@ _SEED = 1
 
 
 def said_in(record: Record) -> tuple[str, ...]:
-    """All texts of a conversation, without ids and times."""
-    return tuple(_said(record, with_results=True))
+    """All texts of a conversation, without ids and times; also which turns its source masks."""
+    quiet = None if record.imported is None else record.imported.get("no_loss")
+    # Where one of two copies is not to be learnt, the other one still is.
+    return (*_said(record, with_results=True), *map(str, quiet or ()))
 
 
 class NearDuplicates:

@@ -13,6 +13,7 @@ import msgspec
 import orjson
 
 from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import refuse_all_masked
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import (
@@ -349,6 +350,7 @@ class _RowFiles(CandidateFiles):
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         masks, conversation = self._masks, candidate.parsed
+        refuse_all_masked(conversation)
         if masks is None:
             return self._add(split, candidate.record, conversation, seen)
         conversation = masks.applied(conversation)

@@ -107,7 +107,9 @@ class Staging:
         folders = set()
         for path, final in self._paths.items():
             target = self._directory / final
-            make_directory(target.parent, parents=True)
+            # Each by itself, as any of them can be a link that leads out of the export.
+            for above in reversed(Path(final).parents[:-1]):
+                make_directory(self._directory / above)
             temporary = self._root / path
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())

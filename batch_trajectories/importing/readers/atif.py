@@ -19,9 +19,13 @@ from agent.wires.wire import WireError
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
+    PartKinds,
     Reader,
     Unreadable,
+    check_parts,
+    is_blank,
     of_metadata,
+    refuse_unknown,
     time_of,
     usage,
 )
@@ -95,6 +99,14 @@ class _Document(msgspec.Struct):
 
 _OURS = "batch-trajectories"
 
+_OF_DOCUMENTS = frozenset({*_Document.__struct_fields__, "notes", "continued_trajectory_ref"})
+_OF_AGENTS = frozenset({*_Agent.__struct_fields__, "extra"})
+_OF_STEPS = frozenset({*_Step.__struct_fields__, "step_id", "reasoning_effort", "llm_call_count"})
+_OF_CALLS = frozenset({*_Call.__struct_fields__, "extra"})
+_OF_RESULTS = frozenset(_Result.__struct_fields__)
+_OF_REFERENCES = frozenset({"trajectory_id", "session_id", "trajectory_path", "extra"})
+_PARTS: PartKinds = {"text": frozenset({"text"}), "image": None, "audio": None}
+
 _MOST_NESTED = 20
 """Subagents of subagents: more would exceed what Python can call."""
 
@@ -129,7 +141,31 @@ def _typed(row: Mapping[str, Any], place: str) -> _Document:
         raise Unreadable(f"{field or 'the document'}: {what}") from error
     if not document.steps:
         raise Unreadable(f"{place}steps: it is empty")
+    refuse_unknown(row, _OF_DOCUMENTS, place.removesuffix("."))
+    refuse_unknown(row["agent"], _OF_AGENTS, f"{place}agent")
+    for n, step in enumerate(row["steps"]):
+        _check_step(step, f"{place}steps[{n}]")
     return document
+
+
+def _check_step(step: Mapping[str, Any], place: str) -> None:
+    """Raise `Unreadable` for what a record would lose of a step."""
+    refuse_unknown(step, _OF_STEPS, place)
+    check_parts(step["message"], _PARTS, f"{place}.message")
+    if step["source"] != "agent":
+        for field in ("tool_calls", "reasoning_content"):
+            if not is_blank(step.get(field)):
+                raise Unreadable(f"{place}.{field}: the source of the step is no agent")
+    for n, call in enumerate(step.get("tool_calls") or ()):
+        refuse_unknown(call, _OF_CALLS, f"{place}.tool_calls[{n}]")
+    observation = step.get("observation") or {}
+    refuse_unknown(observation, ("results",), f"{place}.observation")
+    for n, result in enumerate(observation.get("results", ())):
+        where = f"{place}.observation.results[{n}]"
+        refuse_unknown(result, _OF_RESULTS, where)
+        check_parts(result.get("content"), _PARTS, f"{where}.content")
+        for m, reference in enumerate(result.get("subagent_trajectory_ref") or ()):
+            refuse_unknown(reference, _OF_REFERENCES, f"{where}.subagent_trajectory_ref[{m}]")
 
 
 def _conversation(
@@ -161,7 +197,9 @@ def _conversation(
             if n > last_given:
                 kept = {key: raw_steps[n][key] for key in KEPT_OF_STEPS if key in raw_steps[n]}
                 replies.append(_reply(step, at, document.agent.model_name, kept))
-                if (step.extra or {}).get("loss") is False:
+                # A step without a call of the model is the program's.
+                calls = raw_steps[n].get("llm_call_count")
+                if (step.extra or {}).get("loss") in (False, 0) or calls == 0:
                     quiet.append(len(replies))
         else:
             messages.append(_said(step.source, step.message, f"{at}.message"))
@@ -174,7 +212,8 @@ def _conversation(
             where = f"{at}.observation.results[{number}]"
             if id is not None or result.content:
                 messages.append(_result(result, id, names, where))
-            for reference in result.subagent_trajectory_ref or ():
+            for m, reference in enumerate(result.subagent_trajectory_ref or ()):
+                _check_reference(reference, document, f"{where}.subagent_trajectory_ref[{m}]")
                 references[str(reference.get("trajectory_id"))] = id or ""
     conversation = Dialogue(messages, replies, no_loss=quiet, sums=_sums(document))
     keys: set[str] = set()
@@ -196,6 +235,14 @@ def _conversation(
     return conversation
 
 
+def _check_reference(reference: _Object, document: _Document, place: str) -> None:
+    """Raise `Unreadable` for a subagent that is neither in the document nor in a file."""
+    inside = {inner.get("trajectory_id") for inner in document.subagent_trajectories or ()}
+    id = reference.get("trajectory_id")
+    if id is not None and id not in inside and not reference.get("trajectory_path"):
+        raise Unreadable(f"{place}.trajectory_id: no trajectory in the document is {id!r}")
+
+
 def _sums(document: _Document) -> dict[str, Any]:
     if (totals := document.final_metrics) is None:
         return {}
@@ -207,7 +254,7 @@ def _sums(document: _Document) -> dict[str, Any]:
 
 
 def _assistant(step: _Step, place: str) -> Message:
-    message = _said("assistant", step.message, f"{place}.message")
+    message = _said("assistant", _joined(step.message), f"{place}.message")
     if step.reasoning_content:
         message["reasoning"] = step.reasoning_content
     if step.tool_calls:
@@ -216,6 +263,13 @@ def _assistant(step: _Step, place: str) -> Message:
             for call in step.tool_calls
         ]
     return message
+
+
+def _joined(text: _Text) -> _Text:
+    """What a model wrote, in one text if all its parts are texts."""
+    if isinstance(text, str) or any(part["type"] != "text" for part in text):
+        return text
+    return "".join(str(part.get("text")) for part in text)
 
 
 def _said(role: Any, text: _Text, place: str) -> Message:
@@ -240,6 +294,11 @@ def _owners(step: _Step, results: Sequence[_Result]) -> list[str | None]:
 def _result(result: _Result, id: str | None, names: Mapping[str, str], place: str) -> Message:
     """A result; one of no call is what the model read next, as from a user."""
     content = result.content or ""
+    if id is not None and result.content is None and result.subagent_trajectory_ref:
+        raise Unreadable(
+            f"{place}.content: it is missing, and subagent_trajectory_ref does not say what the "
+            "model read"
+        )
     if id is None:
         return _said("user", content, f"{place}.content")
     if id not in names:

@@ -19,12 +19,20 @@ from agent.models.parsing import object_of, text_or_none
 from agent.models.usage import NOTHING_USED
 from agent.wires.lines import BEFORE_COMPACTION, SUBAGENT
 from batch_trajectories.basics import exact_json
+from batch_trajectories.importing.claude_code_fields import (
+    LOCAL_COMMAND,
+    OF_REPLIES,
+    check_said,
+    prepared,
+    queued_in,
+)
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
     Reader,
     SourceRow,
     Unreadable,
+    check_parts,
     read_messages,
 )
 
@@ -39,15 +47,15 @@ _INTERRUPTED = "[Request interrupted by user"
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
+    rows = prepared(rows)
     problems: list[Unreadable] = []
     main = [row for row in rows if not row.content.get("isSidechain")]
     if not any("message" in row.content for row in main):
         main = list(rows)  # the file of a subagent, given by itself
     *before, last = [_conversation(part, _kept_in(part, main)) for part in _parts(main)]
     aside = [row for row in rows if row.content.get("isSidechain")] if main != rows else []
-    sides = [
-        _conversation(part, _Kept()) for part in (*_by_root(aside), *_files_of(path, problems))
-    ]
+    sides = [_conversation(part, _Kept()) for part in _by_root(aside)]
+    sides += _subagents(path, problems)
     last.inner = [
         *_named(BEFORE_COMPACTION, before),
         *_named(SUBAGENT, [side for side in sides if side.messages]),
@@ -105,7 +113,9 @@ def _kept_in(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
 
 
 def _has_messages(rows: Sequence[SourceRow]) -> bool:
-    return any(isinstance(row.content.get("message"), dict) for row in rows)
+    return any(
+        isinstance(row.content.get("message"), dict) or queued_in(row.content) for row in rows
+    )
 
 
 def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
@@ -119,8 +129,8 @@ def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
     return list(roots.values())
 
 
-def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow]]:
-    """The lines of each subagent that has a file of its own.
+def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
+    """The conversation of each subagent that has a file of its own.
 
     One with a line that cannot be read is left out whole: it would be another conversation.
     """
@@ -130,9 +140,10 @@ def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow
             is_beside = file.parent == path.parent
             if is_beside and _session_of(_lines_of(file)) != path.stem:
                 continue
-            yield [*_lines_of(file)]
+            yield _conversation(prepared([*_lines_of(file)]), _Kept())
         except Unreadable as error:
-            problems.append(Unreadable(f"{error}; the whole subagent is left out"))
+            place = "" if error.line is None else f"{file.name}:{error.line}: "
+            problems.append(Unreadable(f"{place}{error}; the whole subagent is left out"))
         except OSError as error:
             problems.append(Unreadable(f"{file.name}: {error.strerror}"))
 
@@ -169,39 +180,28 @@ def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
     return session.with_name(f"{session.name}.jsonl").exists()
 
 
-_PARTS = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
-"""Types of the parts of a reply that a conversation can hold. Those of tools that the provider runs
-(`server_tool_use`, `mcp_tool_use` and their results) are none: a row would lack what they did."""
-
-
-def _check_parts(content: Sequence[Any], number: int | None) -> None:
-    """Raise `Unreadable` for a part of a reply that would be lost."""
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _PARTS:
-            raise Unreadable(
-                f"message.content[{place}]: a part of type {kind!r}; known: "
-                + ", ".join(sorted(_PARTS)),
-                number,
-            )
-
-
 def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     items: list[tuple[int, str, dict[str, Any]]] = []
     replies: dict[str, dict[str, Any]] = {}
     blocks: dict[str, list[Any]] = {}
     for row in _with_kept(_not_rewound(rows), kept):
         message, kind = row.content.get("message"), row.content.get("type")
+        if queued := _said_otherwise(row.content):
+            items.append((row.number, "its message", {"role": "user", "content": queued}))
+            continue
         if not isinstance(message, dict):
             if kind in ("user", "assistant"):
                 raise Unreadable("message: it must be an object", row.number)
             continue
+        if row.content.get("isVirtual"):
+            continue  # only people see it
         if kind == "user":
             is_shown = row.content.get("isCompactSummary") or not row.content.get(
                 "isVisibleInTranscriptOnly"
             )
             if is_shown:
                 content = message.get("content")
+                check_said(content, row.number)
                 if _text_of(content).startswith(_INTERRUPTED):
                     _mind_cut(items, blocks, replies, is_retried=False)
                 item = {"role": "user", "content": content}
@@ -216,7 +216,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                 content = [{"type": "text", "text": content}]
             if not isinstance(content, list):
                 raise Unreadable("message.content: it must be a list of objects", row.number)
-            _check_parts(content, row.number)
+            check_parts(content, OF_REPLIES, "message.content", row.number)
             if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
                 continue
             if id not in blocks:
@@ -229,15 +229,18 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                 replies[id]["usage"] = NOTHING_USED  # no call was made
             else:
                 replies[id] |= {"response_id": message.get("id"), **_facts(message)}
-        else:
-            raise Unreadable(
-                f"type: {kind!r} with a message is none of user, assistant", row.number
-            )
     read = read_messages(_API, items)
     given = {_key(row.content) for row in kept.rows}
     told = [reply for id, reply in replies.items() if id not in given]
     cut = [n for n, reply in enumerate(told, start=1) if reply.pop("is_cut")]
     return Dialogue([one for messages in read for one in messages], told, cut=cut)
+
+
+def _said_otherwise(line: Mapping[str, Any]) -> Any:
+    """What a line that is no message shows the model as one of the user."""
+    if line.get("type") == "system" and line.get("subtype") == LOCAL_COMMAND:
+        return line["content"]
+    return queued_in(line)
 
 
 def _with_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
@@ -320,10 +323,18 @@ def _with_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iter
         if _reply_id(row.content) in replies
         for block in _blocks(row.content)
     } - {None}
+    is_taken = False
     for row, on in zip(rows, is_led, strict=True):
+        if "uuid" not in row.content and queued_in(row.content):
+            if is_taken:  # one that only the queue has follows the line before it
+                yield row
+            continue
         results = (text_or_none(block.get("tool_use_id")) for block in _blocks(row.content))
-        if on or _reply_id(row.content) in replies or any(id in calls for id in results):
+        is_here = on or _reply_id(row.content) in replies or any(id in calls for id in results)
+        if is_here:
             yield row
+        if "uuid" in row.content:
+            is_taken = is_here
 
 
 def _key(line: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from agent.wires.lines import BEFORE_COMPACTION
 from agent.wires.openai_responses import is_assistants
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among
+from batch_trajectories.importing.codex_fields import ASIDE, check_event, checked_item, has_failed
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
@@ -27,30 +28,12 @@ from batch_trajectories.importing.conversation import (
     SourceRow,
     Unreadable,
     read_messages,
+    refuse_unknown,
     usage,
 )
 
 _API = "openai_responses"
-_ITEM_FIELDS = frozenset(
-    {
-        "type",
-        "id",
-        "role",
-        "content",
-        "name",
-        "arguments",
-        "call_id",
-        "output",
-        "input",
-        "summary",
-        "encrypted_content",
-        "status",
-        "action",
-        "namespace",
-        "phase",
-    }
-)
-"""Of items; others are Codex's own notes on them."""
+_OF_LINES = frozenset({"type", "timestamp", "ordinal", "metadata", "record_type"})
 _ENDED = "aborted"
 """The result that Codex 0.171 sends for a call without one."""
 
@@ -75,12 +58,16 @@ class _Part:
     replies: list[_Reply] = field(default_factory=list)
     has_ended: bool = True
     """The last reply: the next item of a model begins another."""
+    failed: set[str] = field(default_factory=set)
+    """The ids of calls whose results say that they failed."""
 
-    def add(self, row: SourceRow, item: Mapping[str, Any], model: str | None) -> None:
-        """Take an item that the session recorded."""
-        plain = {
-            key: value for key, value in item.items() if key in _ITEM_FIELDS and value is not None
-        }
+    def add(self, row: SourceRow, item: Mapping[str, Any], place: str, model: str | None) -> None:
+        """Take an item that the session recorded. Raises `Unreadable`."""
+        plain = checked_item(item, place, row.number)
+        if plain is None:
+            return
+        if has_failed(item):
+            self.failed.add(str(plain.get("call_id")))
         self.items.append((row.number, plain))
         if not is_assistants(plain):
             self.has_ended = True
@@ -149,8 +136,12 @@ class _Part:
                 next(lines)
             placed.append((line, "payload", piece))
         read = read_messages(_API, placed)
+        messages = [one for messages in read for one in messages]
+        for message in messages:
+            if message["role"] == "tool" and message["tool_call_id"] in self.failed:
+                message["is_error"] = True
         return Dialogue(
-            [one for messages in read for one in messages],
+            messages,
             [reply.facts for reply in self.replies],
             cut=[n for n, reply in enumerate(self.replies, start=1) if reply.is_cut],
         )
@@ -161,31 +152,39 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     meta: Mapping[str, Any] = {}
     model: str | None = None
     total: Any = None
+    thoughts = _thoughts_of_events(rows)
     for row in rows:
-        # The first versions wrote items without anything around them.
-        kind = row.content.get("type") if "payload" in row.content else "response_item"
-        payload = row.content.get("payload", row.content)
-        if not isinstance(payload, dict):
-            raise Unreadable("payload: it must be an object", row.number)
+        kind, payload = _kind_and_payload(row)
+        if thought := thoughts.get(row.number):
+            payload = {**payload, "content": [{"type": "reasoning_text", "text": thought}]}
         match kind:
             case "session_meta":
                 meta = meta or payload
             case "turn_context":
                 model = payload.get("model") or model
-            case "response_item" if "type" in payload:
-                parts[-1].add(row, payload, model)
+            case "response_item":
+                parts[-1].add(row, payload, "payload", model)
             case "compacted":
                 parts.append(_after_compaction(row, payload))
-            case "token_usage_record" if parts[-1].replies:
+            case "token_usage_record":
+                if not parts[-1].replies:
+                    continue
                 facts = parts[-1].replies[-1].facts
                 facts["response_id"] = text_or_none(payload.get("response_id"))
                 _add_usage(facts, object_of(payload, "usage"))
                 parts[-1].has_ended = True
             case "event_msg":
+                check_event(payload, row.number)
                 info = object_of(payload, "info")
                 before, total = total, info.get("total_token_usage")
                 if parts[-1].replies and (total is None or total != before):  # else no call is new
                     _add_usage(parts[-1].replies[-1].facts, object_of(info, "last_token_usage"))
+            case _ if kind not in ASIDE:
+                try:
+                    refuse_unknown(row.content, _OF_LINES, "", row.number, only_text=True)
+                except Unreadable as error:
+                    what = f"type: {kind!r} is unknown"
+                    raise Unreadable(f"{what}, and the line has {error}", row.number) from None
     if any("response_id" in reply.facts for part in parts for reply in part.replies):
         for part in parts:
             part.mind_cut()
@@ -208,14 +207,61 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     )
 
 
+def _kind_and_payload(row: SourceRow) -> tuple[str, Mapping[str, Any]]:
+    """What a line is, and what it holds. Raises `Unreadable`."""
+    if "payload" in row.content:
+        payload = row.content["payload"]
+        if not isinstance(payload, dict):
+            raise Unreadable("payload: it must be an object", row.number)
+        refuse_unknown(row.content, _OF_LINES | {"payload"}, "", row.number, only_text=True)
+        return str(row.content.get("type")), payload
+    # The first versions wrote items without anything around them, after a line of facts.
+    if "type" in row.content or "role" in row.content:
+        return "response_item", row.content
+    kind = "session_meta" if "instructions" in row.content else str(row.content.get("record_type"))
+    return kind, row.content
+
+
+def _thoughts_of_events(rows: Sequence[SourceRow]) -> dict[int, str]:
+    """The reasoning that only events hold, by the line of the item that lacks it.
+
+    Codex leaves reasoning that is no summary out of items, and shows that of open models as events,
+    in the same order. Raises `Unreadable` where an item cannot be told.
+    """
+    shown: list[tuple[int, str]] = []
+    known: list[str] = []
+    lacking: list[int] = []
+    for row in rows:
+        kind, payload = _kind_and_payload(row)
+        match kind, payload:
+            case "event_msg", {"type": "agent_reasoning_raw_content", "text": str(text)} if text:
+                shown.append((row.number, text))
+            case "response_item", {"type": "reasoning"}:
+                texts = [
+                    text_or_none(one.get("text")) for one in objects_among(payload.get("content"))
+                ]
+                known += filter(None, texts)
+                lacking += [] if any(texts) else [row.number]
+    missing = [(line, text) for line, text in shown if text not in known]
+    if missing and len(missing) != len(lacking):
+        raise Unreadable("payload.text: reasoning of an event that no item has", missing[0][0])
+    return {line: text for line, (_, text) in zip(lacking, missing, strict=False)}
+
+
 def _after_compaction(row: SourceRow, payload: Mapping[str, Any]) -> _Part:
+    """What the model reads from then on. Raises `Unreadable`."""
     part = _Part()
-    history = objects_among(payload.get("replacement_history"))
+    history, place = payload.get("replacement_history"), "payload.replacement_history"
     if not history:
-        text = {"type": "input_text", "text": str(payload.get("message"))}
+        message = payload.get("message")
+        if not isinstance(message, str) or not message:
+            raise Unreadable("payload.message: it must be text", row.number)
+        text = {"type": "input_text", "text": message}
         history = [{"type": "message", "role": "user", "content": [text]}]
-    for item in history:
-        part.add(row, item, None)
+    if not isinstance(history, list) or not all(isinstance(item, dict) for item in history):
+        raise Unreadable(f"{place}: it must be a list of objects", row.number)
+    for n, item in enumerate(history):
+        part.add(row, item, f"{place}[{n}]", None)
     part.replies, part.has_ended = [], True  # they are those of the part before
     return part
 

@@ -379,7 +379,8 @@ def _is_page(path: Path) -> bool:
 def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | None:
     """What masks turns in the dataset of a run, at its usual place; None without one that does.
 
-    Unless it `calls_functions`, without what a function of the user masks.
+    Unless it `calls_functions`, without what a function of the user masks; also without it if
+    somebody else wrote the recipe, whose function may be anything.
     """
     try:
         manifest = orjson.loads((run_dir / EXPORTS / "dataset" / MANIFEST_FILE).read_bytes())
@@ -387,10 +388,18 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
         return None  # the funnel says that it cannot be read
     if not isinstance(manifest, dict) or not manifest.get("recipe", {}).get("mask"):
         return None
+    from batch_trajectories.export.dataset.recipe_origin import strange_parts
     from batch_trajectories.export.rows.recipe import Recipe
 
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
+        is_called = recipe.mask is not None and recipe.mask.function and calls_functions
+        if is_called and strange_parts(manifest):
+            calls_functions = False
+            say(
+                f"warning: {run_dir}/exports/dataset/manifest.json: you did not write this recipe "
+                "here: the page does not show what its function masks"
+            )
         if recipe.mask is not None and not calls_functions:
             mask = recipe.mask.model_copy(update={"function": None})
             recipe = recipe.model_copy(update={"mask": mask})

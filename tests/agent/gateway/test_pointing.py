@@ -9,7 +9,7 @@ import pytest
 
 from agent.gateway.pointing import MOST_PER_PICTURE, check_pointed, pointed_at
 from agent.messages.message import ExchangeEvent
-from agent.models.model import ModelSettings, Pointed
+from agent.models.model import ModelSettings, Pointed, replies_asked_for
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
 
@@ -249,6 +249,45 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "priority": (RESPONSES, {"service_tier": "priority"}, "service_tier"),
     "fast": (MESSAGES, {"speed": "fast"}, "speed"),
     "container": (MESSAGES, {"container": {"skills": [{}]}}, "container"),
+    "reference without its type": (RESPONSES, {"input": [{"id": "msg_9"}]}, "msg_9"),
+    "Azure's data": (CHAT, {"data_sources": [{"type": "azure_search"}]}, "data_sources"),
+    "connectors": (CHAT, {"connectors": [{"id": "web-search"}]}, "connectors"),
+    "Qwen's search": (CHAT, {"enable_search": True}, "enable_search"),
+    "files beside": (CHAT, {"file_ids": ["file-1"]}, "file_ids"),
+    "template": (CHAT, {"chat_template": "{{ 'x' * 10**9 }}"}, "chat_template"),
+    "size of pictures": (CHAT, {"mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs"),
+    "dearer providers": (CHAT, {"provider": {"order": ["fast"]}}, "provider"),
+    "dearer place": (MESSAGES, {"inference_geo": "us"}, "inference_geo"),
+    "another call": (
+        MESSAGES,
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        r"context_management\[0\]",
+    ),
+    "compaction": (RESPONSES, {"context_management": [{"type": "compaction"}]}, "context_man"),
+    "pictures of a message": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x", "images": ["AA"]}]},
+        r"messages\[0\]\.images",
+    ),
+    "nested parts": (CHAT, user(CHAT, [{"type": "image_url"}]), "list in a list"),
+    "part without a type": (
+        CHAT,
+        user(CHAT, {"text": "x", "file_id": "f"}),
+        "file_id",
+    ),
+    "pictures, snake": (
+        GEMINI,
+        {"generation_config": {"response_modalities": ["IMAGE"]}},
+        "responseModalities",
+    ),
+    "one part of a result": (
+        GEMINI,
+        user(
+            GEMINI,
+            {"functionResponse": {"name": "f", "parts": {"fileData": {"mimeType": "video/mp4"}}}},
+        ),
+        "fileData",
+    ),
     "plugins": (CHAT, {"plugins": [{"id": "web"}]}, "plugins"),
     "live search": (CHAT, {"search_parameters": {"mode": "on"}}, "search_parameters"),
     "prediction": (CHAT, {"prediction": {"content": "x"}}, "prediction"),
@@ -287,3 +326,29 @@ def test_a_model_that_searches_by_itself_is_refused(name: str) -> None:
 def test_a_reply_without_its_tokens_has_no_bound() -> None:
     with pytest.raises(WireError, match="without its number of tokens"):
         most(RESPONSES, {"previous_response_id": "resp_1"}, said("resp_1", None, 5))
+
+
+def test_other_fields_stay_allowed() -> None:
+    """Whose names only resemble those of files, or that make a request cheaper."""
+    edits = [{"type": "clear_tool_uses_20250919"}, {"type": "clear_thinking_20251015"}]
+    assert most(MESSAGES, {"context_management": {"edits": edits}, "messages": []}) == 0
+    message = {"role": "assistant", "content": "x", "profile": "a", "annotations": [{"url": "x"}]}
+    assert most(CHAT, {"messages": [message]}) == 0
+    part = {"image_url": {"url": JPEG}}
+    assert most(CHAT, user(CHAT, part)) == MOST_PER_PICTURE, "servers take it without a type"
+
+
+def test_limits_of_gemini_hold_in_both_spellings() -> None:
+    for config in (
+        {"generation_config": {"max_output_tokens": 9000, "candidate_count": 4}},
+        {"generationConfig": {"max_output_tokens": 9000, "candidateCount": 4}},
+    ):
+        body = {"contents": [], **config}
+        wire, path = WIRES[GEMINI], "/v1beta/models/m:generateContent"
+        assert wire.asked(path, body).max_tokens == 9000
+        assert replies_asked_for(body) == 4
+        _, sent = wire.rewritten(path, body, max_tokens=100)
+        assert sent == {
+            "contents": [],
+            "generationConfig": {"maxOutputTokens": 100, "candidateCount": 4},
+        }

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from agent.messages.message import AgentRestartedEvent
 from agent.models.client import reply_bodies, retrying
+from agent.models.dialects.dialect import read_reply
 from agent.models.errors import ModelError
 from agent.wires.wires import WIRES
 from tests.agent.gateway.relaying import (
@@ -293,6 +294,47 @@ def test_a_stream_that_is_cut_is_asked_for_again_before_the_agent_sees_any_of_it
             assert len(world.endpoint.asked) == 2
             assert len(world.exchanges) == 1
             assert not world.gateway.relay.ended.is_set()
+
+    asyncio.run(run())
+
+
+LOOSE = {
+    "no last empty line": lambda events: b"".join(events).rstrip(b"\n"),
+    "single line ends": lambda events: b"".join(events).replace(b"\n\n", b"\n"),
+    "empty data": lambda events: b"data: \n\n".join(events),
+    "wrapped comments": lambda events: b"data: : PROCESSING\n\n".join(events),
+    "an error after it": lambda events: b"".join(events) + b'data: {"error": {"message": "x"}}\n\n',
+}
+"""Forms of a stream that stricter readers refuse."""
+
+
+@EACH
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize("form", LOOSE)
+def test_a_stream_in_a_looser_form_is_mended_for_the_agent(
+    api: str, form: str, is_live: bool
+) -> None:
+    """It is paid for: the agent reads the same reply that the record has."""
+    body = LOOSE[form](events_of(api, reply_of(api)))
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return await stream(request, [body])
+
+    async def run() -> None:
+        async with relayed(api, play, is_live=is_live) as world:
+            status, said = await world.read(ask(stream=True))
+            assert status == 200
+            assert len(world.endpoint.asked) == 1
+            assert world.exchanges[0]["reply"]["message"]["content"] == "Done."
+            assembly = WIRES[api].assembly()
+            for event in said.removesuffix(b"\n\n").split(b"\n\n"):
+                lines = event.split(b"\n")
+                data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data")]
+                assert len(data) == 1 or event == b":"
+                for one in data:
+                    if one != b"[DONE]":
+                        assembly.add(orjson.loads(one))
+            assert read_reply(api, assembly.finish()).message["content"] == "Done."
 
     asyncio.run(run())
 

@@ -63,7 +63,7 @@ MISTRAL = [thinking("Count them."), text("Three.")]
         ),
         (
             [{"content": "A"}, {"content": [text("h. "), thinking("Count")]}, {"content": "3"}],
-            [text("A"), thinking("Count"), text("h. 3")],
+            [text("Ah. "), thinking("Count"), text("3")],
         ),
         ([{"content": [thinking("Call f.")]}, {"tool_calls": [call("{}")]}], [thinking("Call f.")]),
     ],
@@ -83,6 +83,29 @@ def test_thoughts_in_the_content_are_reasoning_and_go_back(
     assert to_api(message) == {"role": "assistant", "content": given, **calls}
     heard = [event["text"] for event in events if event["type"] == "thinking_delta"]
     assert "".join(heard) == "".join(thoughts)
+
+
+@pytest.mark.parametrize(
+    ("field", "earlier", "later", "both"),
+    [
+        ("reasoning_content", "First.", "Second.", "First.\n\nSecond."),
+        ("reasoning_details", [{"text": "1"}], [{"text": "2"}], [{"text": "1"}, {"text": "2"}]),
+        (
+            "thinking_blocks",
+            [{"thinking": "1"}],
+            [{"thinking": "2"}],
+            [{"thinking": "1"}, {"thinking": "2"}],
+        ),
+    ],
+)
+def test_a_reply_that_goes_on_keeps_its_first_thoughts(
+    field: str, earlier: Any, later: Any, both: Any
+) -> None:
+    cut = whole({"content": "One, ", field: earlier}).message
+    rest = whole({"content": "two.", field: later}).message
+    (joined,) = to_api_messages([cut, rest])
+    assert joined["content"] == "One, two."
+    assert joined[field] == both
 
 
 def test_a_text_that_follows_thoughts_and_texts_joins_them() -> None:

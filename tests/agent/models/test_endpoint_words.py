@@ -35,7 +35,7 @@ def raw(message: str, **more: Any) -> JSON:
 
 def test_every_word_has_a_source_and_a_meaning_that_exists() -> None:
     tables = load_tables()
-    assert tables["ends"].keys() == {*get_args(FinishReason), "cut"}
+    assert tables["ends"].keys() == {*get_args(FinishReason), "cut", "open"}
     for table in ("codes", "phrases"):
         assert tables[table].keys() <= RULES.keys()
     for table in ("ends", "codes", "phrases"):
@@ -74,11 +74,16 @@ CHAT_END: JSON = {"message": {"role": "assistant", "content": "text"}}
     ],
 )
 def test_endings_mean_the_same_in_every_dialect(word: str, reason: str) -> None:
-    block = {"type": "text", "text": "text"}
+    block: JSON = {"type": "text", "text": "text"}
+    part, message = block, CHAT_END["message"]
+    if reason == "tool_calls":
+        block = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+        part = {"functionCall": {"name": "f", "args": {}}}
+        message = {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
     replies = {
-        "openai_chat": {"choices": [{**CHAT_END, "finish_reason": word}]},
+        "openai_chat": {"choices": [{"message": message, "finish_reason": word}]},
         "anthropic_messages": {"content": [block], "stop_reason": word},
-        "gemini": {"candidates": [{"content": {"parts": [block]}, "finishReason": word}]},
+        "gemini": {"candidates": [{"content": {"parts": [part]}, "finishReason": word}]},
     }
     for api, reply in replies.items():
         assert read_reply(api, json.dumps(reply).encode()).finish_reason == reason
@@ -325,6 +330,50 @@ REFUSALS: list[tuple[int, Any, str]] = [
     (400, nested("x", code="base_resp:1008x"), "bad_request"),
     (404, nested("maximum context length"), "not_found"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind"),
+    [
+        (400, "Prompt tokens (9000) exceeds context size (8192)", "context_exceeded"),
+        (400, "tokens in request more than max tokens allowed", "context_exceeded"),
+        (
+            400,
+            "The prompt (total length 9000) is too long to fit into the model (context length 8192)",
+            "context_exceeded",
+        ),
+        (
+            400,
+            "The sum of prompt length (9000.0), query length (0) should not exceed max_num_tokens (8192)",
+            "context_exceeded",
+        ),
+        (
+            400,
+            "Too many input tokens. Max input tokens: 8000, request input token count: 9000",
+            "context_exceeded",
+        ),
+        (400, "Requested max_tokens exceeds the model output limit", "bad_request"),
+        (429, "Too many tokens, please wait before trying again.", "rate_limited"),
+        (
+            429,
+            "Your account org-x<ak-y> is suspended, please check your plan and billing details",
+            "no_credit",
+        ),
+        (403, "用户额度不足, 剩余额度: ¥0.01", "no_credit"),
+        (403, "user quota is not enough", "no_credit"),
+        (403, "token quota is not enough, token remain quota: $0.1", "no_credit"),
+        (403, "Your account has been suspended due to unpaid invoices", "no_credit"),
+        (
+            400,
+            "The request failed because the input text may contain sensitive information.",
+            "filtered",
+        ),
+        (400, "This request has been flagged for possible cybersecurity risk.", "filtered"),
+    ],
+)
+def test_the_words_of_further_servers(status: int, message: str, kind: str) -> None:
+    """A star in a phrase stands for a space alone, too, and for other marks."""
+    assert refusal_of(status, {}, json.dumps({"error": {"message": message}}).encode()).kind == kind
 
 
 @pytest.mark.parametrize(("status", "body", "kind"), REFUSALS)

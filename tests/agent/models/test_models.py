@@ -178,7 +178,6 @@ def test_half_an_emoji_in_a_reply_is_replaced() -> None:
     ("finish", "means"),
     [
         ("stop", "stop"),
-        ("tool_calls", "tool_calls"),
         ("length", "length"),
         ("content_filter", "refusal"),
     ],
@@ -412,7 +411,10 @@ def test_consecutive_messages_of_a_role_are_merged_for_openai() -> None:
     before = orjson.dumps([first, second])
     sent = sent_to_openai(user("a"), user("b"), first, second, result("1"))
     assert sent[0] == {"role": "user", "content": "a\n\nb"}
-    assert (sent[1]["content"], sent[1]["reasoning_content"]) == ("one two", "because")
+    assert (sent[1]["content"], sent[1]["reasoning_content"]) == (
+        "one two",
+        "why\n\nbecause",
+    )
     assert sent[1]["tool_calls"] == second["tool_calls"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
     assert orjson.dumps([first, second]) == before, "what is recorded is not altered"

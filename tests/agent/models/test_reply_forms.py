@@ -109,8 +109,10 @@ async def served(play: Play) -> AsyncIterator[tuple[str, list[JSON]]]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
-        await asyncio.gather(*serving)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+        finally:
+            await asyncio.gather(*serving)
 
 
 def settings_of(api: str, root: str, **given: Any) -> ModelSettings:
@@ -167,6 +169,32 @@ FORMS: dict[str, Callable[[str], list[Piece]]] = {
         head(kind="text/event-stream"),
         sse([whole_of(api)]),
         b"data: [DONE]\n\n",
+    ],
+    "events without the last empty line": lambda api: [
+        head(kind="text/event-stream"),
+        sse(parts_of(api)).rstrip(b"\n"),
+    ],
+    "events that single line ends separate": lambda api: [
+        head(kind="text/event-stream"),
+        sse(parts_of(api), end=b"\n"),
+        b"data: [DONE]\n",
+    ],
+    "events, then an error page": lambda api: [
+        head(kind="text/event-stream"),
+        sse(parts_of(api)),
+        b"data: <html>\n\n",
+    ],
+    "events, then an error": lambda api: [
+        head(kind="text/event-stream"),
+        sse([*parts_of(api), {"error": {"message": "no counts"}}]),
+    ],
+    "events and what keeps alive": lambda api: [
+        head(kind="text/event-stream"),
+        *(
+            piece
+            for part in parts_of(api)
+            for piece in (sse([part]), b"data:\n\ndata: : PROCESSING\n\n")
+        ),
     ],
     "a part a line": lambda api: [
         head(kind="application/x-ndjson"),
@@ -344,3 +372,99 @@ def test_an_unknown_ending_is_asked_for_again_once(api: str, streamed: bool) -> 
             assert "'weary'" in retry
 
     asyncio.run(run())
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("api", "word"), [("openai_chat", "tool_calls"), ("anthropic_messages", "tool_use")]
+)
+def test_a_reply_whose_calls_were_lost_is_asked_for_again(
+    api: str, word: str, streamed: bool
+) -> None:
+    """It says that it ended in calls, and has a text alone: the server's parser has lost them."""
+
+    async def run() -> None:
+        words = [word, {"openai_chat": "stop", "anthropic_messages": "end_turn"}[api], word, word]
+        async with served(
+            lambda body, n: [head(), dumped(with_ending(api, words[n - 1]))],
+        ) as (root, asked):
+            retries: list[str] = []
+            model: RetryingModel = open_model(
+                settings_of(api, root, stream_replies=streamed),
+                api_key="sk-test",
+                on_retry=lambda retry: retries.append(retry.message),
+            )
+            try:
+                said = Request([Message(role="user", content="Hi.")])
+                first = await model.complete(said)
+                assert (first.unknown_ending, len(asked)) == (None, 2)
+                # A server that ends all replies so is believed.
+                second = await model.complete(said)
+                assert (second.unknown_ending, second.finish_reason, len(asked)) == (
+                    word,
+                    "stop",
+                    4,
+                )
+            finally:
+                await model.close()
+            assert all("holds no tool call" in retry for retry in retries)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("api", "begun"),
+    [
+        (
+            "openai_chat",
+            {
+                "choices": [{"delta": {"content": "a"}}],
+                "usage": {"prompt_tokens": 100, "completion_tokens": 7},
+            },
+        ),
+        (
+            "anthropic_messages",
+            {
+                "type": "message_start",
+                "message": {"content": [], "usage": {"input_tokens": 100, "output_tokens": 7}},
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize("end", ["error", "cut", "silence", "no JSON"])
+def test_a_broken_stream_says_what_its_parts_cost(api: str, begun: JSON, end: str) -> None:
+    """However a stream breaks, the counts that came are those of a reply that was paid for."""
+    size = b"%x\r\n"
+    part = sse([begun])
+    chunked = head(kind="text/event-stream", transfer_encoding="chunked")
+    pieces: dict[str, list[Piece]] = {
+        "error": [
+            head(kind="text/event-stream"),
+            part,
+            sse([{"error": {"message": "busy", "code": 503}}]),
+        ],
+        "cut": [chunked, size % len(part) + part + b"\r\n", size % 9, RESET],
+        "silence": [head(kind="text/event-stream"), part, HOLD],
+        "no JSON": [head(kind="text/event-stream"), part, b"data: Internal error\n\n"],
+    }
+    with pytest.raises(ModelError) as raised:
+        ask(api, lambda body, number: pieces[end], streamed=True, idle_timeout_s=0.3)
+    assert raised.value.paid is not None
+    assert raised.value.paid.usage is not None
+    assert raised.value.paid.usage["input_tokens"] == 100
+    assert raised.value.paid.usage["output_tokens"] == 7
+
+
+def test_an_error_after_an_end_that_is_none_counts() -> None:
+    """A router ends a stream with the reason "error", and says after it what that was."""
+    parts = [
+        {"choices": [{"delta": {"content": "a"}, "finish_reason": "error"}]},
+        {"error": {"code": "insufficient_quota", "message": "You have no credit."}},
+    ]
+    with pytest.raises(ModelError) as raised:
+        ask(
+            "openai_chat",
+            lambda body, number: [head(kind="text/event-stream"), sse(parts)],
+            streamed=True,
+        )
+    assert raised.value.kind == "no_credit"

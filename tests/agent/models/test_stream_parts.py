@@ -217,8 +217,18 @@ def test_calls_that_are_numbered_alike_are_two(chunks: list[list[JSON]]) -> None
         [at(0, "x", "f", ONE), at(0, "x", "f", ONE)],
         [at(0, "x", "f", HALF), at(0, "y", None, "1}")],
         [at(0, None, "f", {"a": 1})],
+        [at(0, "x", "f", "null"), at(0, None, None, ONE)],
+        [at(0, "x", "f", '{"a'), at(0, "x", "f", HALF), at(0, "x", "f", ONE)],
     ],
-    ids=["first an empty object", "repeated heads", "sent again", "an id a part", "an object"],
+    ids=[
+        "first an empty object",
+        "repeated heads",
+        "sent again",
+        "an id a part",
+        "an object",
+        "first a null",
+        "all so far in each part",
+    ],
 )
 def test_the_parts_of_one_call_stay_one(calls: list[JSON]) -> None:
     parts = [chat_part({"tool_calls": [part]}) for part in calls]
@@ -229,6 +239,82 @@ def test_the_parts_of_one_call_stay_one(calls: list[JSON]) -> None:
 def test_arguments_that_no_name_belongs_to_are_malformed() -> None:
     parts = [chat_part({"tool_calls": [call_part(index=3, arguments='{"a": 1}')]})]
     assert is_malformed("openai_chat", [*parts, chat_part({}, "tool_calls")])
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"index": 0, "id": "x", "function": {"name": "f", "arguments": ONE}},
+        ["f"],
+        [{"index": 0, "id": "x", "name": "f", "arguments": ONE}],
+    ],
+    ids=["an object", "a text", "no function"],
+)
+def test_calls_of_another_form_are_malformed_in_parts_as_in_one_piece(calls: Any) -> None:
+    """They are not left out beside a text."""
+    said = {"content": "I look.", "tool_calls": calls}
+    assert is_malformed("openai_chat", [chat_part(said), chat_part({}, "tool_calls")])
+    message = {"role": "assistant", **said}
+    assert is_malformed("openai_chat", [{"choices": [{"message": message, "finish_reason": "x"}]}])
+
+
+def test_a_call_with_free_text_is_put_together() -> None:
+    def custom(name: str | None, text: str) -> JSON:
+        given = {"name": name, "input": text} if name else {"input": text}
+        head = {"id": "x", "type": "custom"} if name else {}
+        return chat_part({"tool_calls": [{"index": 0, **head, "custom": given}]})
+
+    parts = [custom("patch", ""), custom(None, "a b"), custom(None, " c")]
+    got = streamed("openai_chat", [*parts, chat_part({}, "tool_calls")])
+    assert got.calls == [("patch", {"input": "a b c"})]
+
+
+def test_calls_and_thoughts_that_only_the_whole_message_of_a_stream_has_are_kept() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": ONE}}
+    for content in ("hello", None):
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        whole = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+        got = streamed("openai_chat", [chat_part({"content": "hello"}), whole])
+        assert (got.content, got.calls) == ("hello", [("f", {"a": 1})])
+    message = {"role": "assistant", "content": "hello", "reasoning_content": "why"}
+    whole = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    got = streamed("openai_chat", [chat_part({"content": "hello"}), whole])
+    assert (got.content, got.reasoning) == ("hello", "why")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        [{"type": "text", "text": "a"}, {"type": "reference", "reference_ids": [1]}, "b"],
+        {"type": "text", "text": "ab"},
+    ],
+    ids=["texts", "a reference", "an object"],
+)
+def test_parts_of_a_content_are_the_same_whole_and_streamed(content: Any) -> None:
+    """What is no text is kept as it came, and goes back."""
+    message = {"role": "assistant", "content": content}
+    body = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    whole = read_reply("openai_chat", json.dumps(body).encode()).message
+    assembly = dialect_of("openai_chat").assembly(ignored)
+    for part in (chat_part({"content": content}), chat_part({}, "stop")):
+        assembly.add(part)
+    parts = read_reply("openai_chat", assembly.finish()).message
+    text = "a\nb" if isinstance(content, list) else "ab"
+    assert whole["content"] == parts["content"] == text
+    assert ("reference" in json.dumps(whole)) == ("reference" in json.dumps(content))
+    assert ("reference" in json.dumps(parts)) == ("reference" in json.dumps(content))
+
+
+def test_a_reason_that_is_null_in_words_is_no_end() -> None:
+    """A pause after it is none after the reply."""
+    assembly = dialect_of("openai_chat").assembly(ignored)
+    has_reason = []
+    for part in (chat_part({"content": "a"}, "null"), chat_part({}, "stop")):
+        assembly.add(part)
+        has_reason.append(assembly.has_reason)
+    assert has_reason == [False, True]
+    assert read_reply("openai_chat", assembly.finish()).unknown_ending is None
 
 
 def test_a_whole_message_in_a_stream_counts_once() -> None:
@@ -423,3 +509,119 @@ def test_text_for_an_index_that_no_item_has_is_kept_once() -> None:
         reply = {"status": "completed", "output": output}
         last = {"type": "response.completed", "response": reply}
         assert streamed("openai_responses", [delta, last]).content == text
+
+
+MESSAGE: JSON = {"type": "message", "content": [{"type": "output_text", "text": "one two"}]}
+CALL: JSON = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ONE}
+
+
+def without_text(item: JSON) -> JSON:
+    return {**item, "content": []} if "content" in item else {**item, "arguments": ""}
+
+
+def parts_of_item(n: int, item: JSON, done: JSON) -> list[JSON]:
+    """The events that bring an item, of which the last one has it as `done`."""
+    at_item = {"output_index": n}
+    kind = "output_text" if "content" in item else "function_call_arguments"
+    text = item["content"][0]["text"] if "content" in item else item["arguments"]
+    return [
+        {"type": "response.output_item.added", "item": without_text(item), **at_item},
+        *(
+            {"type": f"response.{kind}.delta", "delta": piece, **at_item}
+            for piece in (text[:3], text[3:])
+        ),
+        {"type": "response.output_item.done", "item": done, **at_item},
+    ]
+
+
+@pytest.mark.parametrize("end", ["response.completed", "response.done"])
+@pytest.mark.parametrize("is_done_whole", [True, False], ids=["ends whole", "ends empty"])
+@pytest.mark.parametrize("lacks", [0, 1], ids=["a text", "arguments"])
+def test_what_the_end_of_a_stream_leaves_out_of_an_item_is_kept(
+    end: str, is_done_whole: bool, lacks: int
+) -> None:
+    items = [MESSAGE, CALL]
+    ends = [without_text(item) if n == lacks else item for n, item in enumerate(items)]
+    dones = items if is_done_whole else ends
+    events = [e for n, item in enumerate(items) for e in parts_of_item(n, item, dones[n])]
+    last = {"type": end, "response": {"status": "completed", "output": ends}}
+    assert streamed("openai_responses", [*events, last]) == Said("one two", "", [("f", {"a": 1})])
+
+
+def test_an_end_that_says_something_else_than_its_parts_counts() -> None:
+    def last(*output: JSON) -> JSON:
+        return {
+            "type": "response.completed",
+            "response": {"status": "completed", "output": [*output]},
+        }
+
+    other = {"type": "message", "content": [{"type": "output_text", "text": "three"}]}
+    events = parts_of_item(0, MESSAGE, without_text(MESSAGE))
+    assert streamed("openai_responses", [*events, last(other)]).content == "three"
+    assert is_malformed("openai_responses", [*events, last(other, CALL)])
+    spaced = {**CALL, "arguments": '{"a": 1}'}
+    same = [*parts_of_item(0, CALL, CALL), last(spaced)]
+    assert streamed("openai_responses", same).calls == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("api", ["openai_chat", "anthropic_messages", "openai_responses"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_arguments_that_are_encoded_twice_are_read(api: str, is_streamed: bool) -> None:
+    """Parsers of servers write the JSON of a text that the model wrote as JSON."""
+    twice = json.dumps(json.dumps({"a": 1}))
+    call = {"index": 0, "id": "x", "function": {"name": "f", "arguments": twice}}
+    item = {**CALL, "arguments": twice}
+    use = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+    events: dict[str, list[JSON]] = {
+        "openai_chat": [chat_part({"tool_calls": [call]}), chat_part({}, "tool_calls")],
+        "anthropic_messages": [
+            block_start(0, use),
+            block_delta(0, {"type": "input_json_delta", "partial_json": twice}),
+            {"type": "message_delta", "delta": {"stop_reason": "tool_use"}},
+        ],
+        "openai_responses": [
+            *parts_of_item(0, item, item),
+            {"type": "response.completed", "response": {"status": "completed", "output": [item]}},
+        ],
+    }
+    wholes: dict[str, JSON] = {
+        "openai_chat": {"choices": [{"message": {"tool_calls": [call]}, "finish_reason": "stop"}]},
+        "anthropic_messages": {
+            "content": [{**use, "input": json.dumps({"a": 1})}],
+            "stop_reason": "tool_use",
+        },
+        "openai_responses": {"status": "completed", "output": [item]},
+    }
+    if is_streamed:
+        assert streamed(api, events[api]).calls == [("f", {"a": 1})]
+        return
+    message = read_reply(api, json.dumps(wholes[api]).encode()).message
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+
+
+def test_pieces_of_a_block_in_other_forms_are_read() -> None:
+    """A signature in pieces that repeat, an input that is an object, and counts at the very end."""
+    events = [
+        block_start(0, {"type": "thinking", "thinking": "why", "signature": ""}),
+        *(
+            block_delta(0, {"type": "signature_delta", "signature": text})
+            for text in ("abab", "ab")
+        ),
+        block_start(1, {"type": "tool_use", "id": "x", "name": "f", "input": {}}),
+        block_delta(1, {"type": "input_json_delta", "partial_json": {"a": 1}}),
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "tool_use"},
+            "usage": {"output_tokens": 1},
+        },
+        {"type": "message_stop", "usage": {"input_tokens": 100, "output_tokens": 10}},
+    ]
+    assembly = dialect_of("anthropic_messages").assembly(ignored)
+    for event in events:
+        assembly.add(event)
+    completion = read_reply("anthropic_messages", assembly.finish())
+    message = completion.message
+    assert message["provider_blocks"]["blocks"][0]["signature"] == "ababab"
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a":1}'
+    assert completion.usage is not None
+    assert (completion.usage["input_tokens"], completion.usage["output_tokens"]) == (100, 10)

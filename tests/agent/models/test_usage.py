@@ -310,6 +310,43 @@ def test_usage_in_a_choice_or_in_x_groq_is_read_if_there_is_none_at_the_top() ->
         assert counts(read)[:2] == (1000, 10)
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_several_choices_with_a_usage_each_cost_their_sum(streamed: bool) -> None:
+    """They have the prompt in common."""
+    usages = [{**BASE, "completion_tokens": made, "total_tokens": 1000 + made} for made in (10, 7)]
+    said = "delta" if streamed else "message"
+    choices = [
+        {"index": n, said: {"content": "Yes."}, "finish_reason": "stop", "usage": usage}
+        for n, usage in enumerate(usages)
+    ]
+    body = json.dumps({"choices": choices}).encode()
+    if streamed:
+        assembly = dialect_of(CHAT).assembly(lambda _: None)
+        for choice in choices:
+            assembly.add({"choices": [choice]})
+        body = assembly.finish()
+    assert counts(read_reply(CHAT, body))[:2] == (1000, 17)
+
+
+@pytest.mark.parametrize(
+    ("usages", "right"),
+    [
+        ([BASE, {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}], (1000, 10)),
+        ([{"prompt_tokens": 1000, "completion_tokens": 0}, {"completion_tokens": 10}], (1000, 10)),
+        ([{"prompt_tokens": 1000, "completion_tokens": 1}, BASE], (1000, 10)),
+    ],
+    ids=["zeros at the end", "one count a part", "totals so far"],
+)
+def test_the_parts_of_a_chat_stream_do_not_take_counts_back(
+    usages: list[Any], right: tuple[int, int]
+) -> None:
+    assembly = dialect_of(CHAT).assembly(lambda _: None)
+    for usage in usages:
+        delta = {"delta": {"content": "a"}, "finish_reason": "stop"}
+        assembly.add({"choices": [delta], "usage": usage})
+    assert counts(read_reply(CHAT, assembly.finish()))[:2] == right
+
+
 @pytest.mark.parametrize("place", ["choice", "x_groq"])
 def test_the_same_in_the_last_part_of_a_stream(place: str) -> None:
     events = SAMPLES[CHAT].events(["Yes."])

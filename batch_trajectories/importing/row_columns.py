@@ -1,0 +1,414 @@
+"""What the columns of a row of messages mean, beside the conversation itself.
+
+Every column is one of these: part of the conversation (system prompt, tools, pictures), a mark for
+all of its replies, a verdict, a short value to filter by, a copy of a text of the conversation, or
+metadata by its name. Any other column is refused by name: it may hold what a model is to learn, or
+is not to learn. A user says with `--metadata` that it does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from agent.messages.message import Message, ProviderBlocks
+from batch_trajectories.basics.text import clip
+from batch_trajectories.importing.call_forms import parsed, tools_of
+from batch_trajectories.importing.conversation import Unreadable, is_blank
+
+MARKS = ("weight", "loss", "loss_weight", "train", "training")
+"""Keys of a message or of a row: 0 or false where nobody is to learn the replies."""
+
+_SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "system_instructions")
+_TOOLS = ("tools", "functions", "available_tools", "tool_definitions", "tool_schemas")
+_PAIRS = (
+    "chosen",
+    "rejected",
+    "chosen_response",
+    "rejected_response",
+    "chosen_messages",
+    "rejected_messages",
+    "rejected_images",
+    "preferred_output",
+    "non_preferred_output",
+)
+_VERDICTS = ("label", "kto_tag")
+"""KTO's marks: of ms-swift and TRL, and of LLaMA-Factory."""
+
+METADATA = frozenset(
+    {
+        "metadata",
+        "meta",
+        "extra",
+        "extra_info",
+        "info",
+        "stats",
+        "usage",
+        "costs",
+        "tags",
+        "timestamps",
+        "annotations",
+        "provenance",
+        "license",
+        "annotator",
+        "config",
+        # What became of a task: patches, logs and tests.
+        "patch",
+        "model_patch",
+        "generated_patch",
+        "gold_patch",
+        "test_patch",
+        "git_diff",
+        "eval_logs",
+        "eval_log",
+        "eval_report",
+        "report",
+        "test_result",
+        "test_results",
+        "test_output",
+        "tests",
+        "test_cases",
+        "FAIL_TO_PASS",
+        "PASS_TO_PASS",
+        "submission",
+        "instance",
+        "answer",
+        "solution",
+        "ground_truth",
+        "target",
+        "expected",
+        "reward_model",
+        # Judgements of texts and of their prompts, as Magpie, Toucan and OpenR1-Math have them.
+        "question_quality_assessment",
+        "response_quality_assessment",
+        "gen_input_configs",
+        "input_quality_explanation",
+        "other_task_category",
+        "is_reasoning_complete",
+        "correctness_math_verify",
+        "correctness_llama",
+        "finish_reasons",
+        # Of hermes-agent.
+        "toolsets_used",
+        "tool_stats",
+        "tool_error_counts",
+        # Settings of requests.
+        "tool_choice",
+        "stop",
+        "stop_sequences",
+        "stream_options",
+        "logit_bias",
+        "reasoning_effort",
+        "parallel_tool_calls",
+        # Of tables that pandas writes.
+        "__index_level_0__",
+    }
+)
+"""Columns that are left out if they are lists, objects or long: no model reads or writes them."""
+
+_OF_SWE_AGENT = frozenset({"environment", "trajectory", "replay_config", "attempts", "review"})
+"""Beside its `history`, which holds what the model read and wrote."""
+
+_PART_OF_PROMPT = frozenset(
+    {
+        "prompt",
+        "user_prompt",
+        "instruction",
+        "instructions",
+        "input",
+        "context",
+        "history",
+        "document",
+        "documents",
+        "passage",
+        "response",
+        "output",
+        "completion",
+        "developer",
+        "thinking",
+        "thought",
+        "thoughts",
+        "reasoning_content",
+        "rationale",
+        "cot",
+        "chain_of_thought",
+        "mask",
+        "masks",
+        "loss_mask",
+    }
+)
+"""Columns that are parts of a conversation, also short ones, unless its messages say the same."""
+
+_NOT_OF_ROWS = frozenset({"id", "messages", "conversations", "metadata", "prompt"})
+
+_MEDIA: Mapping[str, str] = {
+    **dict.fromkeys(("image", "img", "picture", "pic", "photo", "screenshot", "frame"), "image"),
+    **dict.fromkeys(("figure", "thumbnail", "jpg", "jpeg", "png", "webp", "gif"), "image"),
+    **dict.fromkeys(("video", "clip", "mp4"), "video"),
+    **dict.fromkeys(("audio", "sound", "speech", "wav", "mp3", "flac"), "audio"),
+    **dict.fromkeys(("media", "pdf", "attachment"), "file"),
+}
+_MEDIA_NAME = re.compile(
+    rf"(?:[a-z0-9]+_)*?({'|'.join(_MEDIA)})(?:e?s)?"
+    r"(?:_?(?:path|url|uri|src|source|link|file|filename|bytes|b64|base64|data|list|content)s?)*"
+    r"(?:_?\d+)?"
+)
+_NO_MEDIA = re.compile(r"(?:docker|container|sandbox|base|env|vm|oci|num|n|has|is|with)_|.*_count")
+"""Images of containers, and numbers and signs of pictures."""
+_DATA_URL = re.compile(r"data:(?:image|video|audio)/")
+_FILE_KEYS = frozenset({"bytes", "path", "url"})
+"""What pictures and sounds are in tables that `datasets` writes."""
+
+_LONGEST = 1000
+_COPY_CHARS = 40
+"""A text from here on that stands within a message is a copy, not a coincidence."""
+_SHOWN = 60
+
+
+def kind_of_media(name: str) -> str | None:
+    """What a column of this name holds if it is a picture, a video or a sound; else None."""
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_")
+    match = _MEDIA_NAME.fullmatch(plain)
+    return None if match is None or _NO_MEDIA.match(plain) else _MEDIA[match[1]]
+
+
+def is_short(value: Any) -> bool:
+    """Whether a value is a column to filter by: a number, true, false or a short text."""
+    if isinstance(value, bool | int | float):
+        return True
+    return isinstance(value, str) and len(value) < _LONGEST
+
+
+def columns_of(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict[str, Any]:
+    """Short columns of a row, to filter by; `are_metadata`: whatever their names mean."""
+    apart = _NOT_OF_ROWS if are_metadata else {*_NOT_OF_ROWS, *_SYSTEM, *_TOOLS}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in apart and is_short(value) and (are_metadata or not _holds_media(name, value))
+    }
+
+
+def refuse_pairs(row: Mapping[str, Any]) -> None:
+    """Raise `Unreadable` for a row with two answers, one of which is the better one."""
+    if pair := next((name for name in _PAIRS if not is_blank(row.get(name))), None):
+        raise Unreadable(
+            f"{pair}: the row is a pair for preferences, which are not read: `import` takes rows "
+            "with one conversation"
+        )
+
+
+def system_columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of the columns with a system prompt."""
+    return ((name, row[name]) for name in _SYSTEM if not is_blank(row.get(name)))
+
+
+def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools of a row; None where it has no such column. Raises `Unreadable`."""
+    named = [name for name in _TOOLS if row.get(name) is not None]
+    tools: list[dict[str, Any]] = []
+    for name in named:
+        if not is_blank(row[name]):
+            try:
+                offered = tools_of(row[name], name)
+            except Unreadable as error:
+                raise Unreadable(f"{error}; {way_out([name])}") from error
+            tools = union_of(tools, offered, name)
+    return tools if named else None
+
+
+def union_of(
+    known: Sequence[dict[str, Any]], added: Sequence[dict[str, Any]], place: str
+) -> list[dict[str, Any]]:
+    """Tools of two places, each once. Raises `Unreadable` where two of one name differ."""
+    if not known:
+        return [*added]
+    tools = {tool["function"]["name"]: tool for tool in known}
+    for tool in added:
+        name = tool["function"]["name"]
+        if name in tools:
+            if (both := _joined(tools[name], tool)) is None:
+                raise Unreadable(f"{place}: it has another tool {name!r} than the rest of the row")
+            tool = both
+        tools[name] = tool
+    return [*tools.values()]
+
+
+def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """A tool with what either says of it; None where they say different things."""
+    function = dict(one["function"])
+    for key, value in other["function"].items():
+        if _says_nothing(value):
+            continue
+        if _says_nothing(function.get(key)):
+            function[key] = value
+        elif _bare(function[key]) != _bare(value):
+            return None
+    return {**one, "function": function}
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a value is blank, or the schema that a tool without one has."""
+    return is_blank(value) or value == {"type": "object", "properties": {}}
+
+
+def _bare(value: Any) -> Any:
+    """A value without what is blank in it, and without white space around texts."""
+    if isinstance(value, dict):
+        return {key: _bare(one) for key, one in value.items() if not is_blank(one)}
+    if isinstance(value, list):
+        return [_bare(one) for one in value]
+    return value.strip() if isinstance(value, str) else value
+
+
+def media_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A part for each picture, video and sound in columns of a row."""
+    return [
+        {"type": kind_of_media(name) or "file", "source": _source_of(one)}
+        for name, value in row.items()
+        if _holds_media(name, value)
+        for one in (value if isinstance(value, list) else [value])
+        if one is not None
+    ]
+
+
+def _source_of(value: Any) -> str:
+    """Where a picture comes from, as far as its row says."""
+    if isinstance(value, dict):
+        value = value.get("path") or value.get("url")
+    return value if isinstance(value, str) else "bytes"
+
+
+def _holds_media(name: str, value: Any) -> bool:
+    if value is None or value in ("", []) or isinstance(value, bool | int | float):
+        return False
+    if kind_of_media(name) is not None or (isinstance(value, str) and _DATA_URL.match(value)):
+        return True
+    return any(
+        isinstance(one, dict) and {"bytes", "path"} <= one.keys() <= _FILE_KEYS
+        for one in (value if isinstance(value, list) else [value])
+    )
+
+
+def add_media(row: Mapping[str, Any], messages: Sequence[Message], api: str) -> None:
+    """Add pictures, videos and sounds in columns of a row to its first message of a user."""
+    if not (parts := media_in(row)):
+        return
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if first is None:
+        raise Unreadable("no message of a user")
+    known = first.get("provider_blocks") or ProviderBlocks(api=api, blocks=[])
+    first["provider_blocks"] = {**known, "blocks": [*known["blocks"], *parts]}
+
+
+def is_quiet(marked: Mapping[str, Any], place: str, hint: str = "") -> bool:
+    """Whether nobody is to learn what a message or a row holds, by its `MARKS`.
+
+    Raises `Unreadable` for shares of a loss, with `hint` behind the reason.
+    """
+    found = {mark: marked[mark] for mark in MARKS if marked.get(mark) is not None}
+    for mark, value in found.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            shown = clip(repr(value), max_chars=_SHOWN)
+            raise Unreadable(f"{place}{mark}: {shown} is none of 0, 1, false, true{hint}")
+    return any(value == 0 for value in found.values())
+
+
+def is_quiet_row(row: Mapping[str, Any]) -> bool:
+    """Whether nobody is to learn any reply of a row. Raises `Unreadable`."""
+    for mark in MARKS:
+        if row.get(mark) is not None:
+            is_quiet({mark: row[mark]}, "", f"; {way_out([mark])}")
+    return is_quiet(row, "")
+
+
+def verdict_in(row: Mapping[str, Any]) -> bool | None:
+    """Whether a row is a good example, as rows for KTO say; None if it does not say.
+
+    Raises `Unreadable`.
+    """
+    found: dict[str, bool] = {}
+    for name in _VERDICTS:
+        value = row.get(name)
+        if is_blank(value):
+            continue
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            value = value.strip().lower() == "true"
+        if isinstance(value, bool):
+            found[name] = value
+        elif name == "kto_tag" or not isinstance(value, str):
+            shown = clip(repr(value), max_chars=_SHOWN)
+            raise Unreadable(f"{name}: {shown} is neither true nor false; {way_out([name])}")
+    if len(set(found.values())) > 1:
+        raise Unreadable("kto_tag: the row has another label")
+    return next(iter(found.values()), None)
+
+
+def way_out(names: Sequence[str]) -> str:
+    """How a user says that columns hold nothing of a conversation."""
+    return f"if it is no part of the conversation, add --metadata={','.join(names)}"
+
+
+def refuse_unknown_columns(
+    row: Mapping[str, Any], column: str, raw: Iterable[str], messages: Sequence[Message]
+) -> None:
+    """Raise `Unreadable` for columns of which nobody says what they are.
+
+    `column` is that of the conversation, `raw` are its texts as they stand there, `messages` what
+    was read of it.
+    """
+    known = {column, "id", "messages", "conversations", *_SYSTEM, *_TOOLS, *METADATA}
+    if column == "history":
+        known |= _OF_SWE_AGENT
+    if isinstance(row.get("thinking"), dict):
+        known.add("thinking")  # a setting of requests to Anthropic; as text it is reasoning
+    texts = [text.strip() for text in raw]
+    texts += [text for message in messages for text in _texts_of(message)]
+    unknown = [
+        name
+        for name, value in row.items()
+        if name not in known
+        and not is_blank(value)
+        and not _holds_media(name, value)
+        and not (is_short(value) and name not in _PART_OF_PROMPT)
+        and not _is_copy(value, texts)
+    ]
+    if unknown:
+        name, more = unknown[0], unknown[1:]
+        shown = clip(repr(row[name]), max_chars=_SHOWN)
+        also = f"; so are {', '.join(more)}" if more else ""
+        raise Unreadable(f"{name}: the column is unknown: {shown}{also}; {way_out(unknown)}")
+
+
+def _texts_of(message: Message) -> Iterator[str]:
+    yield message["content"].strip()
+    if reasoning := message.get("reasoning"):
+        yield reasoning.strip()
+
+
+def _is_copy(value: Any, texts: Sequence[str]) -> bool:
+    """Whether all that a column says stands in the messages, too."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text in texts or (len(text) >= _COPY_CHARS and any(text in one for one in texts)):
+            return True
+        if not text.startswith("["):
+            return False
+        try:
+            value = parsed(text, "")
+        except Unreadable:
+            return False
+    said = [*_said_in(value)]
+    return bool(said) and all(isinstance(one, str) and one.strip() in texts for one in said)
+
+
+def _said_in(value: Any) -> Iterator[Any]:
+    """The texts in pairs of texts or in messages, and whatever else is among them."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _said_in(one)
+    elif isinstance(value, dict) and value.keys() in ({"role", "content"}, {"from", "value"}):
+        yield value.get("content", value.get("value"))
+    else:
+        yield value
