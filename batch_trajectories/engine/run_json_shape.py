@@ -63,6 +63,8 @@ _NEEDED = (
     ("dataset",),
     ("history",),
     ("dataset", "path"),
+    ("dataset", "rows"),
+    ("dataset", "bad_rows"),
     ("dataset", "sha256"),
     ("config", "num_samples"),
     ("config", "run_name"),
