@@ -104,7 +104,7 @@ class Completion:
     unknown_ending: str | None = None
     """The API's word for why the reply ended, if nothing is known of it; `extra` has it, too."""
     batch_item: str | None = None
-    """The item of a provider batch that was to bring it; see `runs.batch_api.service`."""
+    """The item of a provider batch that was to bring it; see `batch_api.service`."""
     hour_cache_writes: int = 0
     """How many tokens of `cache_write_tokens` are kept for an hour, which costs more."""
 

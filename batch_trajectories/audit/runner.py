@@ -200,7 +200,7 @@ class AuditRunner(TaskRunner):
     """Carries out the steps of one worker."""
 
     async def do(self, work: Work) -> None:
-        """Carry out one step; `work.audit` gets what `runs.audit.verdicts` reads."""
+        """Carry out one step; `work.audit` gets what `audit.verdicts` reads."""
         step = step_of(work.task.sample)
         row = work.row
         reference, unusable = None, None

@@ -6,7 +6,7 @@ A dataset is a directory of task directories, at any depth, or a single one. A r
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
 `collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
 files); where the verifier has a container of its own also `verifier` (see `_verifier`); for audits
-also `solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row
+also `solution` (see `audit.reference`). A task that needs what is not supported becomes a row
 with `row_error`: it is refused before anything runs.
 """
 

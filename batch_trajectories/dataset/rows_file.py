@@ -1,10 +1,10 @@
 """A rows file: how the rows of a kind of dataset become rows of a run.
 
     options: {row_setup: true}   options of the run, unless they are given
-    columns: {prompt: "{{problem_statement}}", ...}   see `runs.sources.templates`
+    columns: {prompt: "{{problem_statement}}", ...}   see `dataset.rows_file`
     keep: [repo]                 columns of the dataset that stay; without it, all others do
     reference: {patch: ...}      the solution, which only `check_tasks` reads; see
-                                 `runs.audit.reference`
+                                 `audit.reference`
 
 `--rows` takes the path of a rows file or the name of one in configs/rows.
 """

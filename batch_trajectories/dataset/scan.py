@@ -7,7 +7,7 @@ one sample of one prompt.
 
 `scan` reads the file once and keeps the offset of each row and the key of each task, in 8 bytes
 per row (12 if ids repeat) and 16 per task. Keys alone say which tasks need work; rows are read one
-at a time. `runs.dataset.scan_cache` saves the scan for the next start.
+at a time. `dataset.scan_cache` saves the scan for the next start.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns; see
-`runs.store.row_texts` for long ones), then
+`records.record_types` for long ones), then
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `inner_tools` (only with
 subagents or a preparation: what was offered in conversations inside it, by their names), `check`
 (null, or the result of the row's check; see `run_check`), `scores` (only with `--reward`; see
-`runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diffs`; only
+`records.checks`), `diff` (what changed in the image's repository; see `engine.worker.diffs`; only
 with `--workspace=image`), `workspace` (only with `--keep_workspaces`: the `name` of the file in
 kept_workspaces/, or the `error` why it is not kept), `audit` (only of `check_tasks`; see
-`runs.audit.verdicts`), `tools` (schemas as offered), `options` (those of the conversation that are
+`audit.verdicts`), `tools` (schemas as offered), `options` (those of the conversation that are
 not defaults), `view_compacted` (the model saw parts shortened or as a summary), `view_trimmed`
 (only with `--token_ids`: it saw earlier replies without the newlines around their text), and the
 provenance: `model` (as requested),
@@ -17,7 +17,7 @@ provenance: `model` (as requested),
 `tools_called` if what was on offer is unknown, the numbers of turns with `no_loss`, and `documents`
 with what ATIF says beside steps), `image` (with `--workspace=image`: its `reference` in the
 row and its `digest`, that of the configuration), `seed`, `config_digest`, `versions`, `finished_at`
-(epoch seconds), `schema_version`. On disk a checksum follows (see `runs.store.checksum`).
+(epoch seconds), `schema_version`. On disk a checksum follows (see `records.files`).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class RunTotals:
     statuses: Mapping[str, int] = field(default_factory=dict)
     """Records by status."""
     completed_passed: int = 0
-    """Completed conversations that passed; see `runs.store.checks.has_passed`."""
+    """Completed conversations that passed; see `records.checks.has_passed`."""
     completed_not_passed: int = 0
     """Completed conversations that did not; the others were neither checked nor scored."""
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class RunTotals:
     judges_unknown: int
     """Replies of judges of unknown cost; `judges_usd` leaves them out."""
     checks: Checks
-    """Results of checks over the records that count; see `runs.store.checks`."""
+    """Results of checks over the records that count; see `records.checks`."""
     prompts_checked: int = 0
     """Prompts with a sample that was checked or scored."""
     prompts_passed: int = 0

@@ -267,7 +267,7 @@ class Samples(NamedTuple):
     """The samples of a run by task number."""
 
     outcomes: bytearray
-    """See `runs.stopping.rule`."""
+    """See `engine.stopping`."""
     states: bytearray
     """`NOT_NEEDED`, `ENDED` or `TO_RUN`."""
     met: int

@@ -177,7 +177,7 @@ _DIRECTORIES = (
 
 
 def has_batches(run_dir: Path) -> bool:
-    """Whether a start of this run has used the Batch API; see `runs.batch_api.batch_log`."""
+    """Whether a start of this run has used the Batch API; see `batch_api.batch_log`."""
     return (run_dir / BATCHES_FILE).exists()
 
 

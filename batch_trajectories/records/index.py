@@ -86,7 +86,7 @@ class IndexEntry(NamedTuple):
     error_class: str | None
     """Why the task failed; `CHECK_FAILED` if only its check did."""
     verdict: bool | None
-    """Of its check; see `runs.store.checks`."""
+    """Of its check; see `records.checks`."""
     reward: float | None
     """To seven digits."""
 
@@ -470,7 +470,7 @@ def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[
     return buckets
 
 
-# Which bytes of `records.idx` can be trusted; see `runs.store.index` for its rows.
+# Which bytes of `records.idx` can be trusted; see `records.index` for its rows.
 
 
 def mark_for(size: int, checksum: int) -> bytes:

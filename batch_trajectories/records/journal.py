@@ -1,7 +1,7 @@
 """The turn journal: every model reply and tool result, on disk before it is used.
 
 A worker appends the events of its tasks to segments `inflight/worker-<n>-<k>.jsonl`, one event
-per line (`journal_writer`). A segment is deleted once all its tasks have durable records. After a
+per line (`JournalWriter`). A segment is deleted once all its tasks have durable records. After a
 crash, the events that are left are read here and assigned with their tasks, which continue from
 there. The key `deal` of a line is the number of the task's assignment.
 """

@@ -341,7 +341,7 @@ class CheckResult(StoredPart):
 
 
 class Score(StoredPart):
-    """A score of a function or a judge; see `runs.store.checks`."""
+    """A score of a function or a judge; see `records.checks`."""
 
     source: str
     version: str | None
@@ -361,7 +361,7 @@ class Score(StoredPart):
 
 
 class Label(StoredPart):
-    """What one reviewer decided about a record; see `runs.store.scores`."""
+    """What one reviewer decided about a record; see `records.scores`."""
 
     who: str
     at: Number | None = None
@@ -486,7 +486,7 @@ class Record(StoredConversation, kw_only=True):
     agent: AgentFacts | None = None
     versions: dict[str, Any] | None = None
     imported: dict[str, Any] | None = None
-    """Where it comes from; see `runs.importing`."""
+    """Where it comes from; see `importing`."""
     schema_version: Any = None
     labels: Sequence[Label] = msgspec.field(default=(), name="(labels)")
     """What people decided about it; no key of the line."""

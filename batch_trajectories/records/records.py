@@ -1,6 +1,6 @@
 """`records.jsonl`, the checkpoint of a run: one finished trajectory per line, only appended.
 
-`records.idx` (see `runs.store.index`) is derived from it: used as far as it matches the records,
+`records.idx` (see `records.index`) is derived from it: used as far as it matches the records,
 extended if it is behind, and rebuilt if it is missing or wrong. The last record of a task counts.
 """
 

@@ -1,7 +1,7 @@
 """What was given after the run: `scores.jsonl` and `labels.jsonl` in the run directory.
 
 Scores come from functions, judges and checks. The file only grows. Each line has the keys of a
-score (see `runs.store.checks`), and `record` (see `score_key`), `id` and `at`; those of a judge
+score (see `records.checks`), and `record` (see `score_key`), `id` and `at`; those of a judge
 also `question`, `reply`, `model`, `usage` and `cost_usd`; those of `check` (`CHECK`) also `check`,
 its result, `image`, and what `with_later_checks` reads. Of several scores of a record by one source
 the last counts.

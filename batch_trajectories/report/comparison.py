@@ -85,7 +85,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
 def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     """The number of records, statuses and sums of one run; tokens and dollars as far as known.
 
-    `checks` are those of `runs.store.checks`.
+    `checks` are those of `records.checks`.
     """
     checks = CheckSums()
     for entry in entries:

@@ -78,7 +78,7 @@ class RecheckRunner(TaskRunner):
 
 
 def patch_in(diff: dict[str, Any]) -> bytes:
-    """The exact bytes of a diff in a record; see `runs.worker.diffs`."""
+    """The exact bytes of a diff in a record; see `engine.worker.diffs`."""
     if (encoded := diff.get("base64")) is not None:
         return base64.b64decode(encoded)
     return str(diff["patch"]).encode()

@@ -1,4 +1,4 @@
-"""`scores.jsonl` of a run: what has a score, and appending; see `runs.store.scores`."""
+"""`scores.jsonl` of a run: what has a score, and appending; see `records.scores`."""
 
 from __future__ import annotations
 

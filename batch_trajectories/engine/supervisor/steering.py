@@ -1,4 +1,4 @@
-"""Carries out what people ask of a running run; see `runs.directory.control`."""
+"""Carries out what people ask of a running run; see `engine.control`."""
 
 from __future__ import annotations
 

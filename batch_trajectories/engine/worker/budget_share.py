@@ -1,7 +1,7 @@
 """A worker's share of the run's budget.
 
 The worst case of a call is reserved before it is made, and settled with its cost at the end. The
-parent grants shares of the budget (see `runs.supervisor.budget`) that never sum to more than is
+parent grants shares of the budget (see `engine.supervisor.budget`) that never sum to more than is
 left, so the budget cannot be exceeded.
 """
 

@@ -150,7 +150,7 @@ class Calls:
         return message
 
     def receive(self, header: dict[str, Any], payload: bytes) -> None:
-        """A message of the parent that is about calls; see `runs.protocol.messages`."""
+        """A message of the parent that is about calls; see `engine.messages`."""
         match header["type"]:
             case "limits":
                 limits = dict(header["limits"])

@@ -128,7 +128,7 @@ def _send(replies: IO[bytes], reply: dict[str, Any]) -> None:
 
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
-"""Makes a request to the worker; see `answer` of `runs.scoring.functions`."""
+"""Makes a request to the worker; see `answer` of `engine.worker.reward_functions`."""
 
 
 class ImagePath(PurePosixPath):

@@ -158,7 +158,7 @@ async def run_check(
 
     It has passed if its exit code is 0, or as its tests or its reward say. Keys: `passed`,
     `reward`, `exit_code` (None if it did not end), `stdout` and `stderr` (shortened), `duration_s`;
-    `tests`, `rewards` and `turn_rewards` where the check has them (see `runs.store.checks`). If it
+    `tests`, `rewards` and `turn_rewards` where the check has them (see `records.checks`). If it
     timed out, could not run, or gave no reward or rewards for another number of turns, `passed` and
     `reward` are None, and `error` is why. Raises `SetupFailed` if no sandbox could be opened.
     """

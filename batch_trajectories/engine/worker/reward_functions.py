@@ -84,7 +84,7 @@ class RewardFunctions:
     async def scores(
         self, record: Mapping[str, Any], workspace: Path | Inside | None
     ) -> list[dict[str, Any]]:
-        """The scores of a record, in the order of the functions; see `runs.store.checks`.
+        """The scores of a record, in the order of the functions; see `records.checks`.
 
         `workspace` is its directory, or None if it is gone. Raises `HostError`.
         """

@@ -71,7 +71,7 @@ class Work:
     audit: dict[str, Any] | None = None
     """What a step of `check_tasks` found."""
     workspace: dict[str, Any] | None = None
-    """Where its workspace is kept; see `rechecks.keeping`."""
+    """Where its workspace is kept; see `engine.worker.workspaces`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A recipe can name functions to call, and files and tokenizers to open. The recipe in a manifest that
 came with somebody else's files is used by commands that the user gives no recipe. So a manifest
 whose recipe has such parts also has a MAC of the recipe, by the same key as run.json; see
-`runs.directory.origin`.
+`engine.origin`.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Statistics:
 
         `hidden` counts turns whose reasoning the API hides; it is absent without such turns.
 
-        `checks` are sums of `runs.store.checks.Checks`.
+        `checks` are sums of `records.checks.Checks`.
 
         `failed_scores` counts reward functions that failed, `failed_score_reasons` why; they are
         absent if none did.
