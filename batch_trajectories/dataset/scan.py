@@ -33,7 +33,9 @@ from batch_trajectories.dataset.shards import Shard
 from batch_trajectories.records.checks import EXPECTED
 from batch_trajectories.records.tasks import BadRow, Task, task_key
 
-TELLTALE_COLUMNS = ("check", "files", "setup", "base_commit")
+SETUP = ("check", "files", "setup")
+"""Columns that set up a workspace or judge it; rows with them need `row_setup`."""
+TELLTALE_COLUMNS = (*SETUP, "base_commit")
 """Columns whose names other datasets hardly use: rows with them may need `row_setup`."""
 
 PROGRAMS = "check.programs"

@@ -27,7 +27,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import problem_of_sandbox, warning_of_sandbox
 from batch_trajectories.config.toolsets import catalog_of, with_listed_servers
 from batch_trajectories.dataset.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
-from batch_trajectories.dataset.scan import PROGRAMS, Scan
+from batch_trajectories.dataset.scan import PROGRAMS, SETUP, Scan
 from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
@@ -39,7 +39,7 @@ from batch_trajectories.engine.run_dir import (
 )
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
-from batch_trajectories.records.names import DATASET_INDEX
+from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -153,6 +153,7 @@ def make_plan(
         raise DatasetError(
             str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
         ) from error
+    _refuse_unused_setup(config, scan, fresh=fresh)
     return Plan(
         config=config,
         setups=setups,
@@ -160,6 +161,27 @@ def make_plan(
         script=script,
         dataset=dataset,
         scan=scan,
+    )
+
+
+def _refuse_unused_setup(config: RunConfig, scan: Scan, *, fresh: bool) -> None:
+    """Raise `ConfigError` if rows set up or judge workspaces and nobody said whether to do so.
+
+    Such columns mean nothing else, and a run without them is paid for and judged by nothing. A run
+    that has begun without them goes on.
+    """
+    if config.row_setup or "row_setup" in config.model_fields_set:
+        return
+    if not fresh and (config.run_dir / RUN_FILE).exists():
+        return
+    columns = {name: scan.setup_columns[name] for name in SETUP if name in scan.setup_columns}
+    if not columns:
+        return
+    named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
+    raise ConfigError(
+        f"{config.dataset_file}: its rows set up or judge their workspace: {named}; add "
+        "--row_setup to use these columns, which runs their commands in the sandbox, or "
+        "--no_row_setup to leave them out (docs/tools.md)"
     )
 
 
