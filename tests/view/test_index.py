@@ -23,6 +23,7 @@ from batch_trajectories.view.index.parts import extend, merge, open_part, origin
 from batch_trajectories.view.index.table import Table
 from batch_trajectories.view.runs import RunPlace
 from batch_trajectories.view.state import OpenRun
+from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer, viewing
@@ -314,3 +315,13 @@ def test_the_next_undecided_row_is_found_without_a_look_at_each(
     for id in (first, last):
         looking.post("/runs/r/labels", {"id": id, "verdict": "reject", "who": "ann"})
     assert undecided(ids[2]) is None
+
+
+def test_runs_are_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
+    first, second = (
+        make_run(tmp_path, worked(), last, name=name).run_dir
+        for name, last in (("a", worked()), ("b", worked("No.")))
+    )
+    compared = orjson.loads(run_index.made_by("compare", first, second))
+    assert [run["records"] for run in compared["runs"]] == [2, 2]
+    assert compared["more"]["changed"] == 0

@@ -11,14 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import orjson
-
-from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show
 from batch_trajectories.basics.errors import RunError, RunLocked, machine_failures_as_stops
-from batch_trajectories.report.comparison import compare
 from batch_trajectories.view.index.parts import cache_of, extend, origin_of
 
 _NICE = 10
@@ -50,6 +45,7 @@ def facts(run_dir: Path) -> None:
 
 def compare_runs(first: Path, second: Path) -> None:
     """Print how two runs differ."""
+    from batch_trajectories.view.index.differences import differences
 
     show(differences(first, second))
 
@@ -78,21 +74,3 @@ _MAKES: Mapping[str, Callable[..., None]] = {
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))
-
-
-# How two runs differ, short enough for a page.
-
-_MOST = 200
-_LISTS = ("changed", "judged_otherwise", "labelled_otherwise")
-
-
-def differences(first: Path, second: Path) -> str:
-    """JSON of `compare`, its lists of ids cut; `more` has how many are left out, by list."""
-    found = compare(StoredRun(first), StoredRun(second))
-    more: dict[str, Any] = {}
-    for name in _LISTS:
-        more[name] = max(0, len(found[name]) - _MOST)
-        found[name] = found[name][:_MOST]
-    more["only"] = [max(0, len(ids) - _MOST) for ids in found["only"]]
-    found["only"] = [ids[:_MOST] for ids in found["only"]]
-    return orjson.dumps({**found, "more": more}).decode()
