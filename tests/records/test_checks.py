@@ -323,16 +323,16 @@ class TestWhatIsRequired:
 @pytest.mark.slow
 def test_columns_without_the_option_are_named(tmp_path: Path) -> None:
     write_dataset(tmp_path)
-    for args in (("--dry_run",), ()):
-        done = run(tmp_path, *args, **SCRIPTED)
+    for flags in (["--dry_run"], []):
+        done = run(tmp_path, *flags, **SCRIPTED)
         assert done.returncode == 2, done.stderr
         assert "p.jsonl: its rows set up or judge their workspace: check (3 rows)" in done.stderr
         assert "--row_setup" in done.stderr
         assert "--no_row_setup" in done.stderr
     named = "p.jsonl: columns ignored without --row_setup: check (3 rows); see "
     # The last one reads what the start kept, and the run has begun without them.
-    for args in (("--dry_run", "--no_row_setup"), ("--no_row_setup",), ("--dry_run",)):
-        done = run(tmp_path, *args, **SCRIPTED)
+    for flags in (["--dry_run", "--no_row_setup"], ["--no_row_setup"], ["--dry_run"]):
+        done = run(tmp_path, *flags, **SCRIPTED)
         assert done.returncode == 0, done.stderr
         assert f"warning: {named}" in done.stderr
     assert (
