@@ -26,7 +26,7 @@ def records_of(
 ) -> list[Any]:
     script = [READ, ANSWER]
     write_rows(tmp_path / "p.jsonl", *({"prompt": "x", "script": script, **row} for row in rows))
-    flags = ("--row_setup",) if with_setup else ()
+    flags = ("--row_setup",) if with_setup else ("--no_row_setup",)
     done = run(tmp_path, *flags, **{**SCRIPTED, "sandbox": "local", **options})
     assert done.returncode in (0, 1), done.stderr
     return lines(tmp_path / "trajectories" / "r" / "records.jsonl")
