@@ -164,6 +164,11 @@ def make_plan(
     )
 
 
+def _with_counts(columns: Mapping[str, int]) -> str:
+    """Name columns, each with how many rows have it."""
+    return ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
+
+
 def _refuse_unused_setup(config: RunConfig, scan: Scan, *, fresh: bool) -> None:
     """Raise `ConfigError` if rows set up or judge workspaces and nobody said whether to do so.
 
@@ -177,7 +182,7 @@ def _refuse_unused_setup(config: RunConfig, scan: Scan, *, fresh: bool) -> None:
     columns = {name: scan.setup_columns[name] for name in SETUP if name in scan.setup_columns}
     if not columns:
         return
-    named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
+    named = _with_counts(columns)
     raise ConfigError(
         f"{config.dataset_file}: its rows set up or judge their workspace: {named}; add "
         "--row_setup to use these columns, which runs their commands in the sandbox, or "
@@ -357,9 +362,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
             "writable for a strict limit"
         )
     if plan.config.token_ids and plan.config.agent is None:
-        # asks servers
-
-        for message in on_logprobs(plan.setups):
+        for message in on_logprobs(plan.setups):  # asks servers
             say(message)
     for message in _refused_wishes(plan):
         say(f"warning: {plan.config.dataset_file}: {message}")
@@ -367,7 +370,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if not plan.config.is_inside:
         columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
     if columns and not plan.config.row_setup:
-        named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
+        named = _with_counts(columns)
         say(
             f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
             f"{named}; see docs/tools.md"

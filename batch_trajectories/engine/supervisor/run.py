@@ -147,8 +147,7 @@ def _work(
     with ExitStack() as files:
         records = files.enter_context(closing(RecordFile(run_dir.path, run_dir.quarantine)))
         damaged = set_aside_damaged(run_dir.path)
-        if has_batches(run_dir.path):
-            earlier: EarlierBatches = find_feature("batch_api_log")
+        if (earlier := _earlier_batches(run_dir)) is not None:
             damaged += earlier.set_aside_damaged_steps(run_dir.path)
         failures = files.enter_context(closing(FailureFile(run_dir.path, run_dir.quarantine)))
         inflight = Inflight(run_dir.inflight, damaged=damaged)
@@ -185,14 +184,14 @@ def _work(
             cost_usd=state.cost_usd,
         )
         makes_batches = config.batch_api
-        if not makes_batches and has_batches(run_dir.path):
-            earlier = find_feature("batch_api_log")
-            if earlier.has_open_batches(run_dir.path, run_dir.quarantine, state.settled):
-                config = config.model_copy(update={"batch_api": True})
-                plan = replace(plan, config=config)
-                progress.say(
-                    "waiting for the batches of earlier starts; all other calls are made live"
-                )
+        if (
+            earlier is not None
+            and not makes_batches
+            and earlier.has_open_batches(run_dir.path, run_dir.quarantine, state.settled)
+        ):
+            config = config.model_copy(update={"batch_api": True})
+            plan = replace(plan, config=config)
+            progress.say("waiting for the batches of earlier starts; all other calls are made live")
         with ExitStack() as stack:
             executor = stack.enter_context(closing(open_executor(config, run_dir)))
             keys: KeyService | None = None
@@ -297,6 +296,14 @@ class EarlierBatches(Protocol):
         ...
 
 
+def _earlier_batches(run_dir: RunDir) -> EarlierBatches | None:
+    """Return the reader of the batches that earlier starts made; None if they made none."""
+    if not has_batches(run_dir.path):
+        return None
+    reader: EarlierBatches = find_feature("batch_api_log")
+    return reader
+
+
 class RunState(NamedTuple):
     """Finished and remaining work when a start begins."""
 
@@ -339,8 +346,7 @@ def _state_of(
     remove_leftover_containers(plan.config)
     spent = Cost()
     held: dict[bytes, dict[str, list[Any]]] = {}
-    if has_batches(run_dir.path):
-        earlier: EarlierBatches = find_feature("batch_api_log")
+    if (earlier := _earlier_batches(run_dir)) is not None:
         # Freed first: after a crash between the two the amount stays granted, never freed twice.
         if freed := earlier.free_unsent(run_dir.path, run_dir.quarantine):
             budget_log.append("returned", sum(freed, Cost()))
