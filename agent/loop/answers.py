@@ -22,10 +22,10 @@ TOLERANCE = 1e-6
 """Largest relative difference of two numbers, if at least one of them is no whole number."""
 
 _READ_CHARS = 20_000
-"""Of an answer, so much of its end is read: the work stays small, whatever a model writes."""
+"""Characters that are read at the end of an answer, so that a long one costs little work."""
 
 _GSM8K = "####"
-"""What stands before the result in answers of GSM8K."""
+"""The mark before the result in answers of GSM8K."""
 
 _GROUPED = r"\d{1,3}(?:,\d{3})+"
 _NUMBER = re.compile(
@@ -40,7 +40,7 @@ _SAYS = re.compile(
     r"|\banswer\b|\\therefore)\s*[:=]?\s*",
     re.IGNORECASE,
 )
-"""What stands before an answer in a sentence."""
+"""Words that introduce an answer in a sentence."""
 
 _CHOICES = "A-J"
 _CHOICE = re.compile(rf"[(\[]?([{_CHOICES}])[)\]]?[.:]?")
@@ -206,7 +206,7 @@ def _without_layout(text: str) -> str:
     text = re.sub(r"\^\s*\{?\\circ\}?", "°", text)
     text = re.sub(r"\\[dt]?frac\s*\{\s*([-+]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1/\2", text)
     text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2", text)
-    return re.sub(r"\*\*|__|`", "", text)
+    return _without_emphasis(text)
 
 
 # Letters of multiple-choice questions.
@@ -297,7 +297,7 @@ def _formula(text: str) -> str:
     """A text in one form: without layout, units in words, spaces and letters' case."""
     text = " ".join(unicodedata.normalize("NFKC", text).replace("−", "-").split())
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text, flags=re.DOTALL).strip().strip("$").strip()
-    text = re.sub(r"\*\*|__|`", "", text)
+    text = _without_emphasis(text)
     text = text.replace("\\\\", ";")  # rows of a matrix
     text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])", "", text)
     text = re.sub(
@@ -343,13 +343,13 @@ def _places(answer: str) -> Iterator[str]:
 
 
 def _after_marks(answer: str) -> Iterator[str]:
-    """What follows the marks of an answer: `####`, the last box, "answer is"; the best first."""
+    """Yield the texts after the marks of an answer: `####`, the last box, "answer is"."""
     if _GSM8K in answer:
         yield answer.rpartition(_GSM8K)[2].strip().partition("\n")[0]
     boxed = _in_last_box(answer)
     if boxed is not None:
         yield boxed
-    plain = re.sub(r"\*\*|__|`", "", answer)
+    plain = _without_emphasis(answer)
     if said := list(_SAYS.finditer(plain)):
         line = plain[said[-1].end() :].strip().partition("\n")[0].strip()
         if line:
@@ -359,7 +359,7 @@ def _after_marks(answer: str) -> Iterator[str]:
 
 
 def _in_last_box(text: str) -> str | None:
-    """What the last `\\boxed{...}` of a text holds; None if there is none that is closed."""
+    """Return the content of the last `\\boxed{...}` of a text; None if no box is closed."""
     begins = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
     if not begins:
         return None
@@ -371,13 +371,18 @@ def _in_last_box(text: str) -> str | None:
     return None
 
 
+def _without_emphasis(text: str) -> str:
+    """Remove the marks of Markdown for bold text and code."""
+    return re.sub(r"\*\*|__|`", "", text)
+
+
 def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
 
 
 def _unmarked(line: str) -> str:
     """A line without what introduces an answer, and without emphasis."""
-    line = re.sub(r"\*\*|__|`", "", line).strip()
+    line = _without_emphasis(line).strip()
     return re.sub(
         r"^(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*)", "", line, flags=re.I
     ).strip()

@@ -253,6 +253,11 @@ def _checked(record: Record) -> Judgement:
     return _by_expected_answer(record)
 
 
+def question_of(record: Record) -> str:
+    """Return the first message of the user, which is the task; "" if there is none."""
+    return next((message.content for message in record.messages if message.role == "user"), "")
+
+
 def ended_by_wrong_answer(record: Record) -> bool:
     """Whether a conversation ended because its answer was not the expected one.
 

@@ -31,7 +31,7 @@ from batch_trajectories.dataset.row_workspace import (
 )
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.export.conversation.ending import answer_of, is_answered
-from batch_trajectories.records.checks import expected_text
+from batch_trajectories.records.checks import expected_text, question_of
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.record_types import Record, Score
 from batch_trajectories.records.scores import CHECK, score_key
@@ -144,7 +144,7 @@ class Rechecks:
             return LeftOut("no_answer")
         answer = answer_of(record) or ""
         match = (record.options or {}).get("expected_match", self._config.expected_match)
-        question = next((m.content for m in record.messages if m.role == "user"), "")
+        question = question_of(record)
         passed = matches(answer, expected, match, question)
         check = {"passed": passed, "reward": float(passed), "answer": answer[:200]}
         return Judging(_digest({"expected": expected, "match": match}), None, check)

@@ -26,6 +26,7 @@ from batch_trajectories.records.checks import (
     ended_by_wrong_answer,
     expected_column,
     is_right_now,
+    question_of,
 )
 from batch_trajectories.records.record_types import Record, StoredError
 from batch_trajectories.records.scores import verdict_of
@@ -389,7 +390,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         if (expected := record.row.get(column)) is None:
             return f"the row has no {column!r}"
         try:
-            question = next((m.content for m in record.messages if m.role == "user"), "")
+            question = question_of(record)
             right = is_right(answer, str(expected), question)
         except re.error as error:
             raise ConfigError(
