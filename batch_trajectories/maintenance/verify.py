@@ -39,6 +39,7 @@ from batch_trajectories.records.index import (
     ROW_BYTES,
     Index,
     IndexEntry,
+    IndexFields,
     RowMaker,
     checked_bytes,
     column_of,
@@ -265,7 +266,7 @@ def _check_repeated(
 class _Facts(NamedTuple):
     """What is checked of a whole record."""
 
-    fields: list[Any]
+    fields: IndexFields
     """Its `index_fields`."""
     problems: Sequence[str]
 

@@ -10,16 +10,15 @@ row of zeros is detected because its offset is wrong.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice
 from math import isnan, nan
-from struct import Struct, error
-from sys import intern
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
@@ -34,23 +33,38 @@ FORMAT = f"batch records index {VERSION}, {sys.byteorder}".encode()
 MARK = FORMAT.ljust(ROW_BYTES - 1) + b"\n"
 """Row 0 of an index without a checksum."""
 
-_RECORD = Struct("=16sQIHHIIHHIIfd")
+_RECORD = struct.Struct("=16sQIHHIIHHIIfd")
 """Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out (the high 16 bits
 of each, then the low 32 bits of each), reward, dollars."""
-_ENDING = Struct("=16xQI2x34s")
+_ENDING = struct.Struct("=16xQI2x34s")
 """Offset of the next record, 0, and the ending: status, check result and error class, separated
 by NUL."""
-_Column = tuple[Literal["Q", "I", "H", "f", "d"], int, int]
-"""A column of the rows: type, place in the row, and items of this type per row."""
-OFFSETS: _Column = ("Q", 2, 8)
-LENGTHS: _Column = ("I", 6, 16)
-ENDINGS: _Column = ("H", 14, 32)
-_BUCKETS: _Column = ("H", 0, 32)
-_TURNS: _Column = ("I", 8, 16)
-_CALLS: _Column = ("I", 9, 16)
-_TOKENS: tuple[_Column, ...] = (("H", 20, 32), ("I", 11, 16), ("H", 21, 32), ("I", 12, 16))
-_REWARDS: _Column = ("f", 13, 16)
-_COSTS: _Column = ("d", 7, 8)
+
+
+class Column(NamedTuple):
+    """A column of the rows: where a row has its value, to read all of them without a loop."""
+
+    kind: Literal["Q", "I", "H", "f", "d"]
+    """The type of the values, as `array` and `memoryview` name it."""
+    first: int
+    """Number of the value in a row, if the whole row had this type."""
+    per_row: int
+    """Values of this type in a whole row."""
+
+
+OFFSETS = Column("Q", 2, 8)
+LENGTHS = Column("I", 6, 16)
+ENDINGS = Column("H", 14, 32)
+_BUCKETS = Column("H", 0, 32)
+_TURNS = Column("I", 8, 16)
+_CALLS = Column("I", 9, 16)
+_INPUT_HIGH = Column("H", 20, 32)
+_INPUT_LOW = Column("I", 11, 16)
+_OUTPUT_HIGH = Column("H", 21, 32)
+_OUTPUT_LOW = Column("I", 12, 16)
+_REWARDS = Column("f", 13, 16)
+_COSTS = Column("d", 7, 8)
+
 _MOST_ATTEMPTS = 2**16 - 1
 _LOW = 2**32 - 1
 _NO_TOKENS = 2**48 - 1
@@ -64,6 +78,17 @@ _SHORT_WORDS = {None: "", True: "+", False: "-"}
 """Where these do not fit."""
 _SHORT_CHECK_FAILED = "!"
 _VERDICTS = {word: verdict for words in (_WORDS, _SHORT_WORDS) for verdict, word in words.items()}
+_SUMMED = (
+    ENDINGS,
+    _TURNS,
+    _CALLS,
+    _INPUT_HIGH,
+    _INPUT_LOW,
+    _OUTPUT_HIGH,
+    _OUTPUT_LOW,
+    _COSTS,
+)
+"""Columns that `Index.sums` reads."""
 CHUNK = 1 << 13
 _FINE = 2**16 - 1
 """Buckets in which a key is found at once."""
@@ -130,29 +155,47 @@ class Sums:
     """Records with turns of unknown cost."""
 
 
-def outcome_in(fields: list[Any]) -> tuple[bool | None, float | None]:
-    """Whether the record with these `index_fields` passed, and its dollars."""
-    return has_passed(*fields[10:]), fields[8]
+class IndexFields(NamedTuple):
+    """Facts of a record that its row in the index holds; workers send them as a JSON list."""
+
+    id: str
+    input_digest: str
+    status: str
+    attempt: int
+    turns: int
+    tool_calls: int
+    input_tokens: int | None
+    output_tokens: int | None
+    cost_usd: float | None
+    error_class: str | None
+    """See `IndexEntry`."""
+    verdict: bool | None
+    reward: float | None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the conversation passed; see `has_passed`."""
+        return has_passed(self.verdict, self.reward)
 
 
-def index_fields(record: Record) -> list[Any]:
-    """The fields of a record for the index, without its place: id, input digest, then numbers."""
+def index_fields(record: Record) -> IndexFields:
+    """The facts of a record that the index holds."""
     usage = record.usage or {}
     judgement = judgement_of(record)
-    return [
-        record.id,
-        record.input_digest,
-        record.status,
-        record.attempt,
-        len(record.own_turns),
-        len(record.own_tool_calls),
-        usage.get("input_tokens"),
-        usage.get("output_tokens"),
-        record.cost_usd,
-        _error_class(record, judgement),
-        judgement.verdict,
-        judgement.reward,
-    ]
+    return IndexFields(
+        id=record.id,
+        input_digest=record.input_digest,
+        status=record.status,
+        attempt=record.attempt,
+        turns=len(record.own_turns),
+        tool_calls=len(record.own_tool_calls),
+        input_tokens=usage.get("input_tokens"),
+        output_tokens=usage.get("output_tokens"),
+        cost_usd=record.cost_usd,
+        error_class=_error_class(record, judgement),
+        verdict=judgement.verdict,
+        reward=judgement.reward,
+    )
 
 
 def _error_class(record: Record, judgement: Judgement) -> str | None:
@@ -168,42 +211,44 @@ class RowMaker:
         """`rows` are the rows so far."""
         endings = endings_in(memoryview(rows))
         self._numbers = {ending: number for number, ending in enumerate(endings)}
-        self._known: dict[tuple[Any, ...], int] = {}
-        """A cache of these numbers by status, error class and verdict: it saves encoding them."""
+        self._known: dict[Ending, int] = {}
+        """The numbers by ending: a cache, which saves encoding the endings."""
 
-    def rows(self, fields: list[Any], offset: int, length: int) -> bytes:
+    def rows(self, fields: IndexFields, offset: int, length: int) -> bytes:
         """The row of a record, preceded by a row for its ending if that is new.
 
-        `fields` are its `index_fields`. Raises `ValueError` if a type is wrong.
+        Raises `ValueError` if a field has another type than it should.
         """
-        task_id, digest, status, attempt, turns, calls, read, written, cost, *more = fields
-        failure, verdict, reward = more
+        reward, cost = fields.reward, fields.cost_usd
+        ending = Ending(fields.status, fields.verdict, fields.error_class)
         try:
-            if (number := self._known.get((status, failure, verdict), -1)) < 0:
-                ending = _ending_text(status, verdict, failure)
-                number = self._numbers.get(ending, len(self._numbers))
+            if (number := self._known.get(ending, -1)) < 0:
+                text = _ending_text(ending)
+                number = self._numbers.get(text, len(self._numbers))
+            input_tokens = _stored_tokens(fields.input_tokens)
+            output_tokens = _stored_tokens(fields.output_tokens)
             row = _RECORD.pack(
-                task_key(task_id, digest),
+                task_key(fields.id, fields.input_digest),
                 offset,
                 length,
                 number,
-                min(attempt, _MOST_ATTEMPTS),
-                turns,
-                calls,
-                (read := _storable(read)) >> 32,
-                (written := _storable(written)) >> 32,
-                read & _LOW,
-                written & _LOW,
+                min(fields.attempt, _MOST_ATTEMPTS),
+                fields.turns,
+                fields.tool_calls,
+                input_tokens >> 32,
+                output_tokens >> 32,
+                input_tokens & _LOW,
+                output_tokens & _LOW,
                 nan if reward is None else max(-_MAX_REWARD, min(reward, _MAX_REWARD)),
                 nan if cost is None else cost,
             )
-        except (error, TypeError, KeyError, AttributeError, OverflowError) as wrong:
-            raise ValueError(fields) from wrong
+        except (struct.error, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise ValueError(fields) from error
         if number < len(self._numbers):
-            self._known[status, failure, verdict] = number
+            self._known[ending] = number
             return row
-        self._numbers[ending] = number
-        return _ENDING.pack(offset, 0, ending) + row
+        self._numbers[text] = number
+        return _ENDING.pack(offset, 0, text) + row
 
 
 class Index(Mapping[bytes, IndexEntry]):
@@ -239,9 +284,23 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def entry(self, row: int) -> IndexEntry:
         """The record of one row; rows of records start at 1."""
-        fields = _RECORD.unpack_from(self._view, ROW_BYTES * row)
-        _, offset, length, ending, attempt, turns, calls, *_, reward, cost = fields
-        read, written = fields[7] << 32 | fields[9], fields[8] << 32 | fields[10]
+        (
+            _key,
+            offset,
+            length,
+            ending,
+            attempt,
+            turns,
+            tool_calls,
+            input_high,
+            output_high,
+            input_low,
+            output_low,
+            reward,
+            cost_usd,
+        ) = _RECORD.unpack_from(self._view, ROW_BYTES * row)
+        input_tokens = input_high << 32 | input_low
+        output_tokens = output_high << 32 | output_low
         status, verdict, error_class = self._endings[ending]
         return IndexEntry(
             offset=offset,
@@ -249,10 +308,10 @@ class Index(Mapping[bytes, IndexEntry]):
             status=status,
             attempt=attempt,
             turns=turns,
-            tool_calls=calls,
-            input_tokens=read if read < MOST_TOKENS else None,
-            output_tokens=written if written < MOST_TOKENS else None,
-            cost_usd=None if isnan(cost) else cost,
+            tool_calls=tool_calls,
+            input_tokens=input_tokens if input_tokens < MOST_TOKENS else None,
+            output_tokens=output_tokens if output_tokens < MOST_TOKENS else None,
+            cost_usd=None if isnan(cost_usd) else cost_usd,
             error_class=error_class,
             verdict=verdict,
             reward=None if isnan(reward) else reward,
@@ -322,26 +381,28 @@ class Index(Mapping[bytes, IndexEntry]):
     def sums(self, rows: Iterable[int]) -> Sums:
         """Sums over the records in these rows, without an object per record."""
         sums = Sums()
-        kinds = (ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
-        columns = [column_of(self._view, kind) for kind in kinds]
+        columns = {column: column_of(self._view, column) for column in _SUMMED}
         left = iter(rows)
         while chunk := [*islice(left, CHUNK)]:
-            endings, turns, calls, *tokens, costs = ([of[row] for row in chunk] for of in columns)
-            for number, count in Counter(endings).items():
+            values = {name: [column[row] for row in chunk] for name, column in columns.items()}
+            for number, count in Counter(values[ENDINGS]).items():
                 sums.endings[self._endings[number]] += count
+            turns, costs = values[_TURNS], values[_COSTS]
             sums.turns += sum(turns)
-            sums.tool_calls += sum(calls)
-            read, written = (
-                [high << 32 | low for high, low in zip(*half, strict=True)]
-                for half in (tokens[:2], tokens[2:])
-            )
+            sums.tool_calls += sum(values[_CALLS])
+            read = _joined(values[_INPUT_HIGH], values[_INPUT_LOW])
+            written = _joined(values[_OUTPUT_HIGH], values[_OUTPUT_LOW])
             sums.input_tokens += sum([number for number in read if number < MOST_TOKENS])
             sums.output_tokens += sum([number for number in written if number < MOST_TOKENS])
-            of_calls = [*zip(turns, read, written, costs, strict=True)]
             sums.tokens_unknown += sum(
-                [n > 0 and max(r, w) >= MOST_TOKENS for n, r, w, _ in of_calls]
+                [
+                    count > 0 and max(in_, out) >= MOST_TOKENS
+                    for count, in_, out in zip(turns, read, written, strict=True)
+                ]
             )
-            sums.cost_unknown += sum([n > 0 and isnan(cost) for n, _, _, cost in of_calls])
+            sums.cost_unknown += sum(
+                [count > 0 and isnan(cost) for count, cost in zip(turns, costs, strict=True)]
+            )
             for cost in costs:
                 if not isnan(cost):
                     sums.cost_usd += cost
@@ -433,7 +494,8 @@ def are_whole(endings: Iterable[bytes]) -> bool:
     return not any(ending[-1] for ending in endings)
 
 
-def _ending_text(status: str, verdict: bool | None, error_class: str | None) -> bytes:
+def _ending_text(ending: Ending) -> bytes:
+    status, verdict, error_class = ending
     text = "\0".join((status, _WORDS[verdict], error_class or "")).encode()
     if len(text) >= _ENDING_BYTES:
         short_class = _SHORT_CHECK_FAILED if error_class == CHECK_FAILED else error_class or ""
@@ -441,8 +503,13 @@ def _ending_text(status: str, verdict: bool | None, error_class: str | None) -> 
     return text[: _ENDING_BYTES - 1].ljust(_ENDING_BYTES, b"\0")
 
 
-def _storable(tokens: int | None) -> int:
+def _stored_tokens(tokens: int | None) -> int:
     return tokens if tokens is not None and 0 <= tokens < MOST_TOKENS else _NO_TOKENS
+
+
+def _joined(high: Sequence[int], low: Sequence[int]) -> list[int]:
+    """The numbers whose high and low bits these are."""
+    return [upper << 32 | lower for upper, lower in zip(high, low, strict=True)]
 
 
 def _parse_ending(ending: bytes) -> Ending:
@@ -452,13 +519,15 @@ def _parse_ending(ending: bytes) -> Ending:
         error_class = CHECK_FAILED
     # Few words, many entries: keep each word once.
     return Ending(
-        intern(status), _VERDICTS.get(verdict), intern(error_class) if error_class else None
+        sys.intern(status),
+        _VERDICTS.get(verdict),
+        sys.intern(error_class) if error_class else None,
     )
 
 
-def column_of(rows: memoryview, column: _Column) -> memoryview[Any]:
-    kind, first, step = column
-    return rows.cast(kind)[first::step]
+def column_of(rows: memoryview, column: Column) -> memoryview[Any]:
+    """The values of one column, without a copy."""
+    return rows.cast(column.kind)[column.first :: column.per_row]
 
 
 def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[int]]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zlib import crc32
 
 import orjson
@@ -32,6 +32,7 @@ from batch_trajectories.records.index import (
     MARK,
     ROW_BYTES,
     Index,
+    IndexFields,
     RowMaker,
     index_fields,
     mark_for,
@@ -83,12 +84,15 @@ class RecordFile:
         """Append a record, as `append` does."""
         self.append(record.line, index_fields(record))
 
-    def append(self, record: bytes, fields: list[Any]) -> None:
-        """Append the line of a record with these `index_fields`; `sync` makes it survive a power
-        loss. Raises `StorageError`."""
+    def append(self, line: bytes, fields: IndexFields) -> None:
+        """Append the line of a record; `fields` are its facts for the index.
+
+        The line survives a kill of this process, and after `sync` also a power loss. Raises
+        `StorageError`.
+        """
         offset = self._records.size
-        self._records.append(record)
-        self._rows += self._maker.rows(fields, offset, len(record))
+        self._records.append(line)
+        self._rows += self._maker.rows(fields, offset, len(line))
         if len(self._rows) >= _WRITE_BEHIND:
             self._write_rows()
 

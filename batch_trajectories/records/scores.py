@@ -24,18 +24,17 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.records.checks import CHECK_FAILED, judgement_of
 from batch_trajectories.records.files import append_line, read_object
-from batch_trajectories.records.index import ROW_BYTES, Index, RowMaker
+from batch_trajectories.records.index import ROW_BYTES, Index, IndexEntry, IndexFields, RowMaker
 from batch_trajectories.records.names import LABELS_FILE, RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import CheckResult, Label, Record, Score
 from batch_trajectories.records.records import lines_from
@@ -86,7 +85,7 @@ class Scores:
         if not self._by_source and self._labels is None:
             return record
         if self._labels is not None and (labels := self._labels.of(score_key(record))):
-            record = replace(record, labels=labels)
+            record = msgspec.structs.replace(record, labels=labels)
         return with_scores_at(self._path, record, self.places_of(record))
 
     def places_of(self, record: Record) -> list[int]:
@@ -109,7 +108,7 @@ def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
     for score in added:
         if score.check is not None:
             check = msgspec.convert(score.check, CheckResult)
-    return replace(record, scores=[*of_source, *added], check=check)
+    return msgspec.structs.replace(record, scores=[*of_source, *added], check=check)
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -137,7 +136,7 @@ def of_record(record: Record, result: CheckResult) -> dict[str, Any]:
 
     The record must be as it was stored, without scores that were given later.
     """
-    judgement = judgement_of(replace(record, check=result))
+    judgement = judgement_of(msgspec.structs.replace(record, check=result))
     failed = judgement.error is not None
     return {
         "finished_at": record.finished_at,
@@ -147,40 +146,76 @@ def of_record(record: Record, result: CheckResult) -> dict[str, Any]:
 
 def with_later_checks(run_dir: Path, index: Index) -> Index:
     """The index with the last result of `check` for each record that has one."""
-    found = {}
+    checks = {}
     for _, line in lines_from(run_dir / SCORES_FILE, 0):
         if _MARK in line:
             try:
-                given = read_object(line)
-                found[bytes.fromhex(given["task"])] = float(given["finished_at"]), given["judged"]
+                score = read_object(line)
+                verdict, reward, error_class = score["judged"]
+                checks[bytes.fromhex(score["task"])] = _LaterCheck(
+                    finished_at=float(score["finished_at"]),
+                    verdict=verdict,
+                    reward=reward,
+                    error_class=error_class,
+                )
             except (ValueError, KeyError, TypeError):
-                continue  # damaged; what reads the scores themselves says so
-    return _judged(run_dir, index, found) if found else index
+                continue  # damaged; readers of the scores themselves say so
+    return _apply_checks(run_dir, index, checks) if checks else index
 
 
-def _judged(
-    run_dir: Path, index: Index, found: dict[bytes, tuple[float, tuple[Any, Any, Any]]]
-) -> Index:
+class _LaterCheck(NamedTuple):
+    """The result of `check` for a task whose record was finished at `finished_at`."""
+
+    finished_at: float
+    verdict: bool | None
+    reward: float | None
+    error_class: str | None
+
+
+def _apply_checks(run_dir: Path, index: Index, checks: Mapping[bytes, _LaterCheck]) -> Index:
+    """The index with the results of these checks, by task key."""
     rows, added = bytearray(index.rows), bytearray()
     maker = RowMaker(index.rows)
-    numbers, _ = index.match(b"".join(found))
+    numbers, _ = index.match(b"".join(checks))
     with (run_dir / RECORDS_FILE).open("rb") as records:
-        for (finished_at, judged), number in zip(found.values(), numbers, strict=True):
+        for check, number in zip(checks.values(), numbers, strict=True):
             if not number:
                 continue
             entry = index.entry(number)
-            size = min(_TAIL_BYTES, entry.length)
-            tail = os.pread(records.fileno(), size, entry.offset + entry.length - size)
-            finished = _FINISHED.search(tail)
-            if finished is None or float(finished[1]) != finished_at or entry.status == "failed":
+            if entry.status == "failed" or _finished_at(records, entry) != check.finished_at:
                 continue  # the task was run again since
-            verdict, reward, failed = judged
-            fields = ["", "", *entry[2:9], failed, verdict, reward]
-            made = maker.rows(fields, entry.offset, entry.length)
+            made = maker.rows(_fields_after(entry, check), entry.offset, entry.length)
+            # All of the new row but the task key, which the fields lack.
             end = ROW_BYTES * (number + 1)
             rows[end - ROW_BYTES + _KEY_BYTES : end] = made[_KEY_BYTES - ROW_BYTES :]
             added += made[:-ROW_BYTES]
     return Index(bytes(rows + added))
+
+
+def _finished_at(records: BinaryIO, entry: IndexEntry) -> float | None:
+    """The time at which a record was finished, from its last bytes; None if they lack it."""
+    size = min(_TAIL_BYTES, entry.length)
+    tail = os.pread(records.fileno(), size, entry.offset + entry.length - size)
+    finished = _FINISHED.search(tail)
+    return None if finished is None else float(finished[1])
+
+
+def _fields_after(entry: IndexEntry, check: _LaterCheck) -> IndexFields:
+    """The facts of a record after a later check; id and digest are not known here."""
+    return IndexFields(
+        id="",
+        input_digest="",
+        status=entry.status,
+        attempt=entry.attempt,
+        turns=entry.turns,
+        tool_calls=entry.tool_calls,
+        input_tokens=entry.input_tokens,
+        output_tokens=entry.output_tokens,
+        cost_usd=entry.cost_usd,
+        error_class=check.error_class,
+        verdict=check.verdict,
+        reward=check.reward,
+    )
 
 
 class LabelChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -242,7 +277,7 @@ class Labels:
             said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
             who = line["who"]
             before = of_record.get(who, Label(who=who))
-            of_record[who] = replace(before, at=line["at"], **said)
+            of_record[who] = msgspec.structs.replace(before, at=line["at"], **said)
             self._ids[line["id"]] = line["record"]
             self._read = offset + len(content)
 

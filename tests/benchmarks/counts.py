@@ -125,7 +125,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
             "finished",
             payload,
             key=task.key.hex(),
-            fields=index_fields(stored),
+            fields=list(index_fields(stored)),
             failure=None,
         )
         records.append(payload)

@@ -17,7 +17,7 @@ from batch_runner import main
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.checks import Checks, CheckSums, describe, has_passed, judgement_of
-from batch_trajectories.records.index import MARK, Index, RowMaker, index_fields, outcome_in
+from batch_trajectories.records.index import MARK, Index, RowMaker, index_fields
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.scoring.by_judge import load_prompt
 from tests.export.test_hermes import assistant, call
@@ -127,7 +127,7 @@ class TestSums:
         fields = index_fields(stored(record))
         index = Index(MARK + RowMaker().rows(fields, 0, 9))
         assert has_passed(verdict, reward) is judgement_of(stored(record)).passed is passed
-        assert [index.entry(2).passed, *index.passed([2]), outcome_in(fields)[0]] == [passed] * 3
+        assert [index.entry(2).passed, *index.passed([2]), fields.passed] == [passed] * 3
         sums = CheckSums()
         sums.add(verdict, reward)
         counted = sums.sums()

@@ -19,6 +19,7 @@ from batch_trajectories.records.index import (
     Ending,
     Index,
     IndexEntry,
+    IndexFields,
     RowMaker,
     index_fields,
     valid_rows,
@@ -264,6 +265,24 @@ def test_sums_over_records_are_those_of_their_entries(tmp_path: Path) -> None:
     assert 0 < sums.cost_unknown < len(with_turns)
 
 
+def ended(status: str, error_class: str | None, verdict: bool | None) -> IndexFields:
+    """The facts of a record with this ending."""
+    return IndexFields(
+        id="a",
+        input_digest="d",
+        status=status,
+        attempt=1,
+        turns=1,
+        tool_calls=0,
+        input_tokens=1,
+        output_tokens=1,
+        cost_usd=0.0,
+        error_class=error_class,
+        verdict=verdict,
+        reward=None,
+    )
+
+
 ERROR_CLASSES = ["user_context_exceeded", "setup_failed", "worker_died", "a_class_of_24_characters"]
 
 
@@ -275,7 +294,7 @@ def test_an_ending_is_whole_however_long_its_words_are(
 ) -> None:
     """A row has 34 bytes for it."""
     error_class = "check_failed" if failed else None
-    fields = ["a", "d", status, 1, 1, 0, 1, 1, 0.0, error_class, verdict, None]
+    fields = ended(status, error_class, verdict)
     rows = MARK + RowMaker().rows(fields, 0, 10)
     assert next(Index(rows).endings([2])) == Ending(status, verdict, error_class)
     assert valid_rows(rows, 10) == (len(rows), 10)
@@ -284,7 +303,7 @@ def test_an_ending_is_whole_however_long_its_words_are(
 @pytest.mark.parametrize("error_class", ERROR_CLASSES)
 @pytest.mark.parametrize("verdict", [None, True, False])
 def test_the_class_of_a_failure_is_whole(error_class: str, verdict: bool | None) -> None:
-    fields = ["a", "d", "failed", 1, 1, 0, 1, 1, 0.0, error_class, verdict, None]
+    fields = ended("failed", error_class, verdict)
     rows = MARK + RowMaker().rows(fields, 0, 10)
     assert next(Index(rows).endings([2])) == Ending("failed", verdict, error_class)
 

@@ -30,7 +30,7 @@ from batch_trajectories.engine.supervisor.refusals import Outages
 from batch_trajectories.engine.supervisor.worker_pool import KILL_AFTER_GRACE_S, Start, WorkerPool
 from batch_trajectories.records.failures import WORKER_DIED, Failure
 from batch_trajectories.records.files import StorageError
-from batch_trajectories.records.index import outcome_in
+from batch_trajectories.records.index import IndexFields
 from batch_trajectories.records.journal import next_worker_number
 from batch_trajectories.records.names import CONTROL_FILE, LOG_FILE
 from batch_trajectories.records.tasks import Task
@@ -198,13 +198,13 @@ class Supervisor:
                     self._progress.say_failed(failure)
                 for image in header["images"]:
                     self._start.run_dir.keep_image(**image)
-                self._start.records.append(payload, header["fields"])
+                fields = IndexFields(*header["fields"])
+                self._start.records.append(payload, fields)
                 failed = header["failure"] and header["failure"]["error_class"]
-                passed, cost_usd = outcome_in(header["fields"])
                 if not (self._start.config.audit or self._start.config.checked_run):
                     self._parsers.on_ended(header["signs"])
-                opened = self._queue.ended(key, passed, cost_usd)
-                self._progress.task_ended(failure=failed, passed=passed, opened=opened)
+                opened = self._queue.ended(key, fields.passed, fields.cost_usd)
+                self._progress.task_ended(failure=failed, passed=fields.passed, opened=opened)
                 self._finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])

@@ -494,7 +494,7 @@ def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> by
         "finished",
         stored.line,
         key=task.key.hex(),
-        fields=index_fields(stored),
+        fields=list(index_fields(stored)),
         failure=failure and failure._asdict(),
         images=[] if failure else images_in(record),
         signs=parser_signs(record),
