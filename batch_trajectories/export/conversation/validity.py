@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from agent.state.final_answer import FINAL_ANSWER, finish_in
 from batch_trajectories.records.record_types import StoredCall, StoredMessage
@@ -91,8 +92,17 @@ class Reason(StrEnum):
     """Its check gave no result, and the run is exported without those that did not pass."""
 
 
+class Rejection(NamedTuple):
+    """Why a record, or a row of it, is left out."""
+
+    reason: str
+    """The name by which rejections are counted."""
+    detail: str
+    """An explanation for a reader."""
+
+
 class Rejected(Exception):
-    """This record cannot become a training row; `reason` is for counting, `detail` for reading."""
+    """A record cannot become a training row. `reason` is for counting, `detail` for reading."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         # Both as args: the exception is pickled when it crosses a process border.
@@ -102,6 +112,10 @@ class Rejected(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+    def as_rejection(self) -> Rejection:
+        """The reason and the detail as a value."""
+        return Rejection(self.reason.value, self.detail)
 
 
 _MAY_FOLLOW = {

@@ -7,10 +7,11 @@ selected record is used or rejected. The same records and recipe give the same b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import orjson
@@ -23,14 +24,14 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
 from batch_trajectories.export.conversation.turns import Conversation
-from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.conversation.validity import Rejected, Rejection
 from batch_trajectories.export.dataset.recipe_origin import recipe_mac
-from batch_trajectories.export.dataset.runs import Read, Source, SourceRecords
+from batch_trajectories.export.dataset.runs import Read, RunCounts, Source, SourceRecords
 from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
 from batch_trajectories.export.filters.contamination import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.record_order import Seen
-from batch_trajectories.export.rows.files import Export, Loaded, Why, open_format
+from batch_trajectories.export.rows.files import Export, Loaded, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from batch_trajectories.export.dataset.choice import Choice, TokenLengths
 
 SCHEMA_VERSION = 1
+
+_Identity = Mapping[str, str]
+"""Keys of a line of rejects.jsonl: `id` and `status` of a record, in a mix also its `run`."""
 
 _UNKNOWN = "unknown"
 """The model of an imported conversation that does not name it."""
@@ -54,42 +58,51 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     """
     records = SourceRecords(source)
     with records.reading() as read, rare_garbage_collection():
-        making = _Making(recipe, place, records, read)
+        writer = _DatasetWriter(recipe, place, records, read)
         with LongWork("export", total=records.with_record) as work:
             for groups in records.groups(by_prompt=recipe.compares):
-                making.add(groups)
+                writer.add(groups)
                 work.advance(sum(map(len, groups)))
-            making.write_chosen()
+            writer.write_chosen()
     counts = [*records.counts()]
-    runs = [_about(one) for one in records.sources]
-    made = making.finish()
-    selected = made.pop("selected_by_run")
-    one_or_all: dict[str, Any] = {"run": runs[0]}
-    if len(runs) > 1:
-        names = [one.name for one in records.sources]
-        parts = zip(names, runs, counts, strict=True)
-        one_or_all = {
-            "runs": [
-                {**run, **count, "name": name, "selected": selected[name]}
-                for name, run, count in parts
-            ]
-        }
+    written = writer.finish()
+    stored = recipe.model_dump(mode="json")
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "dataset",
-        **one_or_all,
-        "tasks": sum(one.pop("tasks") for one in counts),
-        **{key: sum(one[key] for one in counts) for key in ("discarded", "failed", "pending")},
-        **made,
-        "gone": sum(one["gone"] for one in counts),
-        "recipe": (stored := recipe.model_dump(mode="json")),
+        **_describe_runs(records.sources, counts, writer.selected),
+        "tasks": sum(run.tasks for run in counts),
+        "discarded": sum(run.discarded for run in counts),
+        "failed": sum(run.failed for run in counts),
+        "pending": sum(run.pending for run in counts),
+        **written,
+        "gone": sum(run.gone for run in counts),
+        "recipe": stored,
         **recipe_mac(stored),
         "versions": _versions(recipe),
     }
 
 
-def _about(source: Source) -> dict[str, Any]:
-    """What a manifest says of a run."""
+def _describe_runs(
+    sources: Sequence[Source], counts: Sequence[RunCounts], selected: Mapping[str, int]
+) -> dict[str, Any]:
+    """The runs of a dataset for its manifest: `run` if there is one, else `runs` with counts.
+
+    `selected` are the selected records by the name of the run.
+    """
+    described = [_describe_run(source) for source in sources]
+    if len(described) == 1:
+        return {"run": described[0]}
+    return {
+        "runs": [
+            {**run, **asdict(count), "name": source.name, "selected": selected[source.name]}
+            for source, run, count in zip(sources, described, counts, strict=True)
+        ]
+    }
+
+
+def _describe_run(source: Source) -> dict[str, Any]:
+    """The name, config, dataset and audit of a run, for a manifest."""
     run = read_run_json(source.run_dir)
     return {
         "name": run["config"]["run_name"],
@@ -97,12 +110,12 @@ def _about(source: Source) -> dict[str, Any]:
         "dataset_sha256": source.scan.sha256,
         "prompts": source.scan.rows + len(source.scan.bad_rows),
         "samples": source.num_samples,
-        **_audit_of(run),
+        **_describe_audit(run),
     }
 
 
-def _audit_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The audit whose sound rows the run took, and the rows by verdict."""
+def _describe_audit(run: Mapping[str, Any]) -> dict[str, Any]:
+    """`audit`: the audit whose sound rows the run took, and its rows by verdict; {} without one."""
     audit = (run["dataset"].get("source") or {}).get("only_sound")
     return {} if audit is None else {"audit": audit}
 
@@ -144,8 +157,17 @@ def _filters_of(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilters
     )
 
 
-class _Making:
-    """A dataset that is being written."""
+class _FilteredGroup(NamedTuple):
+    """The samples of one prompt, or a single conversation, after the filters."""
+
+    candidates: list[Loaded]
+    pass_rate: float | None
+    """Share of the judged samples that passed; None if unknown, or if nothing needs it."""
+    rejected: list[tuple[_Identity, Rejection]]
+
+
+class _DatasetWriter:
+    """Filters records and writes their rows into all formats of a recipe."""
 
     def __init__(
         self, recipe: Recipe, place: FileTarget, records: SourceRecords, read: Read
@@ -189,7 +211,8 @@ class _Making:
         self._rejects = Hashing(place.open("rejects.jsonl"))
         self._reject_lines = 0
         self._rejected: KeyCounts[str] = KeyCounts()
-        self._selected: KeyCounts[str] = KeyCounts()
+        self.selected: KeyCounts[str] = KeyCounts()
+        """Selected records by the name of their run."""
         self._models: KeyCounts[str] = KeyCounts()
         self._statistics = Statistics()
 
@@ -198,29 +221,30 @@ class _Making:
         # A prompt can have any number of samples: rejected ones are not held in memory.
         loading = map(self._read, chain.from_iterable(groups))
         loaded = loading if self._compares else iter([*loading])
-        passed = [self._candidates(numbers, loaded) for numbers in groups]
+        filtered = [self._filter_group(numbers, loaded) for numbers in groups]
         if self._choice is None:
-            for candidates, _, _ in passed:
-                self._count(candidates)
-        for candidates, rate, rejected in passed:
-            for named, why in rejected:
-                self._leave_out(named, why)
-            if not candidates:
+            for group in filtered:
+                self._count(group.candidates)
+        for group in filtered:
+            for identity, rejection in group.rejected:
+                self._leave_out(identity, rejection)
+            if not group.candidates:
                 continue
+            not_used = self._not_used(group.candidates)
             if self._choice is None:
-                self._write(candidates, self._chosen(candidates))
+                self._write(group.candidates, not_used)
             else:
-                self._choice.add(candidates, rate, self._chosen(candidates))
+                self._choice.add(group.candidates, group.pass_rate, not_used)
 
     def write_chosen(self) -> None:
         """Write what is chosen among all, now that all are added. Raises `ConfigError`."""
         if (choice := self._choice) is None:
             return
-        for number, why in choice.left_out().items():
-            self._leave_out(self._named(self._read(number), number), why)
+        for number, rejection in choice.left_out().items():
+            self._leave_out(self._identity(self._read(number), number), rejection)
         for groups in choice.groups():
             for numbers in groups:
-                candidates = [self._loaded(number, self._read(number)) for number in numbers]
+                candidates = [self._load(number, self._read(number)) for number in numbers]
                 self._count(candidates)
                 not_used = {
                     one.record.id: choice.not_used[one.number]
@@ -232,20 +256,20 @@ class _Making:
     def _count(self, candidates: Iterable[Loaded]) -> None:
         for candidate in candidates:
             record = candidate.record
-            self._selected[candidate.run] += 1
+            self.selected[candidate.run] += 1
             self._statistics.add(record, candidate.own)
             self._models[record.model_returned or record.model or _UNKNOWN] += 1
 
-    def _write(self, candidates: Sequence[Loaded], not_used: Mapping[str, Why]) -> None:
+    def _write(self, candidates: Sequence[Loaded], not_used: Mapping[str, Rejection]) -> None:
         split = self._splits.of(candidates[0])
         for files in self._formats:
-            for candidate, why in files.add(split, candidates, not_used):
-                named = self._named(candidate.record, candidate.number)
-                self._reject(named, *why, files.export.format)
+            for candidate, rejection in files.add(split, candidates, not_used):
+                identity = self._identity(candidate.record, candidate.number)
+                self._write_reject(identity, rejection, files.export.format)
 
-    def _leave_out(self, named: _Named, why: Why) -> None:
-        self._rejected[why[0]] += 1
-        self._reject(named, *why, None)
+    def _leave_out(self, identity: _Identity, rejection: Rejection) -> None:
+        self._rejected[rejection.reason] += 1
+        self._write_reject(identity, rejection, None)
 
     def finish(self) -> dict[str, Any]:
         """Close all files; returns their part of the manifest."""
@@ -258,8 +282,7 @@ class _Making:
             "rejected": self._rejected.total(),
             "rejected_by_reason": dict(sorted(self._rejected.items())),
             **({} if evaluation is None else {"evaluation": evaluation.counts()}),
-            "selected": self._selected.total(),
-            "selected_by_run": self._selected,
+            "selected": self.selected.total(),
             "models": [
                 {"model": name, "records": count} for name, count in sorted(self._models.items())
             ],
@@ -270,87 +293,87 @@ class _Making:
             "statistics": statistics,
         }
 
-    def _candidates(
-        self, numbers: Sequence[int], loaded: Iterator[Record]
-    ) -> tuple[list[Loaded], float | None, list[tuple[_Named, Why]]]:
-        """The next records that pass the filters, and id and status of those that do not.
-
-        Between them the share of all that passed, where it matters.
-        """
+    def _filter_group(self, numbers: Sequence[int], loaded: Iterator[Record]) -> _FilteredGroup:
+        """Filter the next records of `loaded`, which are those of the tasks `numbers`."""
         candidates: list[Loaded] = []
-        rejected: list[tuple[_Named, Why]] = []
+        rejected: list[tuple[_Identity, Rejection]] = []
         outcomes: list[bool | None] = []
         bounds = self._rate_bounds
         for number, record in zip(numbers, loaded, strict=False):
             if self._needs_rates:
                 outcomes.append(self._filters.passed(record))
-            try:
-                # The rate is known at the end, and what it leaves out must not exclude others.
-                candidate = self._filtered(number, record)
-                candidates.append(candidate if bounds else self._without_copies(candidate))
-            except _LeftOut as left_out:
-                why = left_out.reason, left_out.detail
-                rejected.append((self._named(record, number), why))
+            result = self._filter_record(number, record)
+            # The pass rate is known after the last sample. A sample that its bounds leave out must
+            # not make a later one a duplicate, so duplicates are looked for after that.
+            if isinstance(result, Loaded) and bounds is None:
+                result = self._find_duplicate(result) or result
+            if isinstance(result, Loaded):
+                candidates.append(result)
+            else:
+                rejected.append((self._identity(record, number), result))
         if not self._needs_rates:
-            return candidates, None, rejected
+            return _FilteredGroup(candidates, None, rejected)
         passed = outcomes.count(True)
         judged = passed + outcomes.count(False)
         rate = self._records.pass_rate(numbers[0], judged, passed)
         if bounds is not None:
-            within = rate is not None and bounds[0] <= rate <= bounds[1]
-            detail = f"{passed} of {judged} samples passed" if judged else "none was judged"
+            out_of_bounds: Rejection | None = None
+            if rate is None or not bounds[0] <= rate <= bounds[1]:
+                detail = f"{passed} of {judged} samples passed" if judged else "none was judged"
+                out_of_bounds = Rejection("pass_rate", detail)
             filtered, candidates = candidates, []
             for candidate in filtered:
-                try:
-                    if not within:
-                        raise _LeftOut("pass_rate", detail)
-                    candidates.append(self._without_copies(candidate))
-                except _LeftOut as left_out:
-                    named = self._named(candidate.record, candidate.number)
-                    rejected.append((named, (left_out.reason, left_out.detail)))
-        return candidates, rate, rejected
+                rejection = out_of_bounds or self._find_duplicate(candidate)
+                if rejection is None:
+                    candidates.append(candidate)
+                else:
+                    identity = self._identity(candidate.record, candidate.number)
+                    rejected.append((identity, rejection))
+        return _FilteredGroup(candidates, rate, rejected)
 
-    def _filtered(self, number: int, record: Record) -> Loaded:
-        """The record with its conversation, if some format needs it; raises _LeftOut."""
+    def _filter_record(self, number: int, record: Record) -> Loaded | Rejection:
+        """Apply the filters that look at one record, except those for duplicates."""
         if (rejection := self._filters.rejection(record)) is not None:
-            raise _LeftOut(*rejection)
+            return rejection
         try:
-            loaded = self._loaded(number, record)
-            if self._lengths is not None:
-                self._check_length(self._lengths.of(loaded.parsed))
+            candidate = self._load(number, record)
+            if self._lengths is None:
+                return candidate
+            length = self._lengths.of(candidate.parsed)
         except Rejected as rejected:
-            raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        return loaded
+            return rejected.as_rejection()
+        return self._check_length(length) or candidate
 
-    def _loaded(self, number: int, record: Record) -> Loaded:
+    def _load(self, number: int, record: Record) -> Loaded:
         """The record with its conversation, if something needs it; raises Rejected."""
         run = self._records.run_of(number)
         if not self._needs_conversations:
-            return Loaded(record, None, number, run)
+            return Loaded(record, conversation=None, number=number, run=run)
         conversation = _read(record, self._tolerances)
         if self._is_mix:
             metadata = {**conversation.metadata, "run": run}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
-        return Loaded(record, conversation, number, run)
+        return Loaded(record, conversation=conversation, number=number, run=run)
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int) -> Rejection | None:
         filters = self._recipe.filters
         if filters.min_length is not None and length < filters.min_length:
-            raise _LeftOut("min_length", f"{length:,} tokens")
+            return Rejection("min_length", f"{length:,} tokens")
         if filters.max_length is not None and length > filters.max_length:
-            raise _LeftOut("max_length", f"{length:,} tokens")
+            return Rejection("max_length", f"{length:,} tokens")
+        return None
 
-    def _without_copies(self, loaded: Loaded) -> Loaded:
-        """The same; raises _LeftOut for a copy of an earlier one."""
-        record = loaded.record
-        if self._without_equal and not self._is_new(loaded.number, record):
-            raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
+    def _find_duplicate(self, candidate: Loaded) -> Rejection | None:
+        """Why a candidate is left out as a copy of an earlier one; None if it is new."""
+        record = candidate.record
+        if self._without_equal and not self._is_new(candidate.number, record):
+            return Rejection("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
-            return loaded
+            return None
         if earlier := self._near.earlier(record):
-            raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
-        return loaded
+            return Rejection("near_duplicates", f"says nearly the same as {earlier}")
+        return None
 
     def _is_new(self, number: int, record: Record) -> bool:
         said = said_in(record)
@@ -358,9 +381,9 @@ class _Making:
             number, hash(said), lambda earlier: said_in(self._read(earlier)) == said
         )
 
-    def _chosen(self, candidates: list[Loaded]) -> dict[str, tuple[str, str]]:
-        """The candidates without rows of their own, by id, with the reason."""
-        left_out: dict[str, tuple[str, str]] = {}
+    def _not_used(self, candidates: list[Loaded]) -> dict[str, Rejection]:
+        """The candidates of one prompt that have no row of their own, by id."""
+        left_out: dict[str, Rejection] = {}
         if not self._compares:
             return left_out
         filters = self._recipe.filters
@@ -375,15 +398,20 @@ class _Making:
         count = filters.first_n or filters.best_n or len(candidates)
         name = "first_n" if filters.first_n else "best_n"
         for candidate in ranked[count:]:
-            left_out[candidate.record.id] = (name, f"{count} others of its prompt are kept")
+            detail = f"{count} others of its prompt are kept"
+            left_out[candidate.record.id] = Rejection(name, detail)
         return left_out
 
-    def _reject(self, named: _Named, reason: str, detail: str, format: Format | None) -> None:
+    def _write_reject(
+        self, identity: _Identity, rejection: Rejection, format: Format | None
+    ) -> None:
+        """Write a line of rejects.jsonl; `format` is None if the record has a row in no format."""
+        reason, detail = rejection
         # What no format accepts is reported for the first format.
         if hint := (format or self._row_formats[0]).how_to_keep(reason):
             detail = f"{detail}; {hint}"
         line = {
-            **named,
+            **identity,
             "format": None if format is None else format.name,
             "reason": reason,
             # It may quote a model's text with halves of surrogate pairs.
@@ -392,22 +420,11 @@ class _Making:
         self._rejects.write(orjson.dumps(line) + b"\n")
         self._reject_lines += 1
 
-    def _named(self, record: Record, number: int) -> _Named:
-        named = {"id": record.id, "status": record.status}
-        return {**named, "run": self._records.run_of(number)} if self._is_mix else named
-
-
-_Named = Mapping[str, str]
-"""Id and status of a record, and its run if there are several."""
-
-
-class _LeftOut(Exception):
-    """A record is left out of all formats."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
+    def _identity(self, record: Record, number: int) -> _Identity:
+        identity = {"id": record.id, "status": record.status}
+        if self._is_mix:
+            identity["run"] = self._records.run_of(number)
+        return identity
 
 
 def _by_reward(name: str | None, candidate: Loaded) -> float:

@@ -16,8 +16,9 @@ from pathlib import Path
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation
+from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.dataset.splits import JoinedSplits, draw_of, value_in
-from batch_trajectories.export.rows.files import Loaded, Why
+from batch_trajectories.export.rows.files import Loaded
 from batch_trajectories.export.rows.format import RowFormat, format_named
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
 from batch_trajectories.export.templates.rendering import (
@@ -107,11 +108,11 @@ class Choice:
         self._values = {column: array("q") for column in columns}
         self._ids: dict[str, dict[str, int]] = {column: {} for column in columns}
         """The numbers of the values of each column."""
-        self.not_used: dict[int, Why] = {}
+        self.not_used: dict[int, Rejection] = {}
         """Candidates by number that only preferences may use; no cap counts them."""
 
     def add(
-        self, candidates: Iterable[Loaded], rate: float | None, not_used: Mapping[str, Why]
+        self, candidates: Iterable[Loaded], rate: float | None, not_used: Mapping[str, Rejection]
     ) -> None:
         """Add the candidates of one prompt, with the share of its samples that passed."""
         first = None
@@ -132,7 +133,7 @@ class Choice:
             if self._splits is not None:
                 self._splits.join(candidate)
 
-    def left_out(self) -> dict[int, Why]:
+    def left_out(self) -> dict[int, Rejection]:
         """The numbers of candidates that are left out, in order, and why. Raises `ConfigError`."""
         filters, shares = self._recipe.filters, self._recipe.runs
         for column, ids in self._ids.items():
@@ -142,18 +143,18 @@ class Choice:
                     f"filters.{key}: no conversation has a column or metadata {column!r}; name one "
                     "that `show RUN ID --json` has in `row`, or in `metadata` of rows"
                 )
-        reasons: dict[int, Why] = {}
+        reasons: dict[int, Rejection] = {}
         left = [n for n, number in enumerate(self._numbers) if number not in self.not_used]
         left.sort(key=lambda n: (self._ranks[n], n))
         for column, limit in filters.max_per.items():
-            why = "max_per", f"{limit:,} with this {column} are kept"
+            why = Rejection("max_per", f"{limit:,} with this {column} are kept")
             limits = dict.fromkeys(self._values[column], limit)
             left = _capped(left, self._values[column], limits, why, reasons)
         if (balanced := filters.balance) is not None:
             values = self._values[balanced]
             counts = Counter(values[n] for n in left if values[n] != _NO_VALUE)
             fewest = min(counts.values(), default=0)
-            why = "balance", f"{fewest:,} of each {balanced} are kept"
+            why = Rejection("balance", f"{fewest:,} of each {balanced} are kept")
             left = _capped(left, values, dict.fromkeys(counts, fewest), why, reasons)
         if shares:
             counts = Counter(self._runs[n] for n in left)
@@ -161,7 +162,7 @@ class Choice:
                 shares, {name: counts[self._run_names.get(name, _NO_VALUE)] for name in shares}
             )
             limits = {self._run_names[name]: limit for name, limit in kept.items() if limit}
-            why = "runs", "others of its run fill its count or weight"
+            why = Rejection("runs", "others of its run fill its count or weight")
             _capped(left, self._runs, limits, why, reasons)
         self._left_out = {self._numbers[n]: reasons[n] for n in sorted(reasons)}
         return self._left_out
@@ -205,8 +206,8 @@ def _capped(
     left: list[int],
     values: array[int],
     limits: Mapping[int, int],
-    why: Why,
-    reasons: dict[int, Why],
+    why: Rejection,
+    reasons: dict[int, Rejection],
 ) -> list[int]:
     """What is within the limit of its value; what has no value or limit stays."""
     kept = []

@@ -43,6 +43,22 @@ class Source:
         return sorted((self, *self.others), key=lambda source: source.name)
 
 
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """The tasks of one run, as a manifest counts them."""
+
+    tasks: int
+    """Tasks in all, those of bad rows included."""
+    discarded: int
+    """Tasks of bad rows."""
+    failed: int
+    """Tasks without a record whose last attempt failed."""
+    pending: int
+    """Tasks without a record that the next start runs."""
+    gone: int
+    """Records whose task is no longer in the dataset."""
+
+
 class SourceRecords:
     """The tasks of all runs of a source, by their numbers."""
 
@@ -96,15 +112,15 @@ class SourceRecords:
 
             yield readers[0] if len(readers) == 1 else read
 
-    def counts(self) -> Iterator[dict[str, int]]:
-        """For each run its tasks, and those that have no record, as a manifest counts them."""
+    def counts(self) -> Iterator[RunCounts]:
+        """The counts of each run, in the order of `sources`."""
         for order, source in zip(self.orders, self.sources, strict=True):
             left = owed(source.run_dir, source.scan, source.config, order.without_record())
             discarded = len(source.scan.bad_rows) * source.num_samples
-            yield {
-                "tasks": len(order) - left.not_needed + discarded,
-                "discarded": discarded,
-                "failed": left.failed,
-                "pending": left.pending,
-                "gone": order.gone,
-            }
+            yield RunCounts(
+                tasks=len(order) - left.not_needed + discarded,
+                discarded=discarded,
+                failed=left.failed,
+                pending=left.pending,
+                gone=order.gone,
+            )

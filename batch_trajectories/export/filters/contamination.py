@@ -18,6 +18,7 @@ from batch_trajectories.dataset.kept_dataset import rows_of_source
 from batch_trajectories.dataset.lines import TOO_LONG
 from batch_trajectories.dataset.source import HUB_PREFIX, DataSource, has_rows, source_of
 from batch_trajectories.export.conversation.texts import strings_in, texts_of, user_texts, words_of
+from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.records.record_types import Record
 
@@ -165,13 +166,17 @@ class Contamination:
                 f"{min(missing)!r}"
             )
 
-    def overlap(self, record: Record) -> tuple[str, str] | None:
-        """The filter that leaves a record out, and where it overlaps with which question."""
+    def overlap(self, record: Record) -> Rejection | None:
+        """Why a benchmark leaves a record out; None if the record overlaps with no question.
+
+        The reason is the name of the filter, the detail says where the overlap is.
+        """
         for column in self._columns:
             value = value_of(record.row, column)
             if value is not None and (number := self._values[column].get(value)) is not None:
                 self._found[number][column] += 1
-                return "evaluation_columns", f"{column} {value!r} is in {self._sets[number].name}"
+                name = self._sets[number].name
+                return Rejection("evaluation_columns", f"{column} {value!r} is in {name}")
         seen: set[str] = set()
         for where, text in self._texts(record):
             if text in seen:
@@ -182,7 +187,7 @@ class Contamination:
                 number = next(n for n, end in enumerate(self._ends) if question < end)
                 self._found[number]["words"] += 1
                 name = f"{self._sets[number].name}:{self._rows[question]}"
-                return "evaluation_files", f"{where}: {length} words of {name}"
+                return Rejection("evaluation_files", f"{where}: {length} words of {name}")
         return None
 
     def counts(self) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from agent.loop.answers import matches
 from agent.options import Match
@@ -19,6 +19,7 @@ from batch_trajectories.export.conversation.own_work import Own, interrupted_cal
 from batch_trajectories.export.conversation.rewards import judged, reward_of
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.records.checks import (
     CHECK_FAILED,
@@ -158,13 +159,6 @@ _OF_SEVERAL = frozenset(
 """Filters that are applied elsewhere, and those that do nothing by themselves."""
 
 
-class Rejection(NamedTuple):
-    """Why a record is left out."""
-
-    reason: str
-    detail: str
-
-
 class RecordFilters:
     """The filters of a recipe that look at one record at a time."""
 
@@ -269,7 +263,7 @@ class RecordFilters:
             yield from _counts(record, filters)
         yield from self._judged(record)
         if self.evaluation is not None and (overlap := self.evaluation.overlap(record)):
-            yield Rejection(*overlap)
+            yield overlap
         if self._scanner is not None:
             for place, text in texts_of(record):
                 if kind := self._scanner(text):

@@ -9,8 +9,8 @@ from typing import Any
 from batch_trajectories.export.conversation.metadata import COUNTS, lineage_of
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
 from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
-from batch_trajectories.export.conversation.validity import Reason
-from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
+from batch_trajectories.export.conversation.validity import Reason, Rejection
+from batch_trajectories.export.rows.files import Loaded, OwnFormat
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.records.scores import score_key
 
@@ -105,15 +105,15 @@ def _said(sample: Sample) -> list[Any]:
 
 
 class _PairFiles(PreferenceFiles):
-    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
+    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
         preference = self.export.recipe.preference
         if preference.by == "label":
             pairs = [*labelled_pairs(samples)]
-            why = "no reviewer prefers it to another, or another to it"
+            detail = "no reviewer prefers it to another, or another to it"
         else:
             pair = pair_of(samples, min_margin=preference.min_margin)
             pairs = [] if pair is None else [pair]
-            why = "no other sample differs enough" if pair is None else "others are the pair"
+            detail = "no other sample differs enough" if pair is None else "others are the pair"
         used: set[str] = set()
         for better, worse in pairs:
             new = {better.id, worse.id} - used
@@ -121,7 +121,7 @@ class _PairFiles(PreferenceFiles):
             self.write(split, dumps_row(dpo_row(better, worse)), uses=len(new))
         for sample in samples:
             if sample.id not in used:
-                yield self.unused(sample.candidate, (Reason.NO_PAIR.value, why))
+                yield self.reject(sample.candidate, Rejection(Reason.NO_PAIR.value, detail))
 
 
 FORMAT = OwnFormat(

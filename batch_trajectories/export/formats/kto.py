@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
 from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
-from batch_trajectories.export.conversation.validity import Reason
-from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
+from batch_trajectories.export.conversation.validity import Reason, Rejection
+from batch_trajectories.export.rows.files import Loaded, OwnFormat
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.scores import verdict_of
@@ -39,13 +39,13 @@ def kto_row(sample: Sample, *, is_good: bool) -> dict[str, Any]:
 
 
 class _LabelFiles(PreferenceFiles):
-    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
+    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
         recipe = self.export.recipe
         for sample in samples:
             good = is_good(sample, recipe.preference, recipe.reward_name)
             if good is None:
-                why = "no reviewer keeps or rejects it, or they differ"
-                yield self.unused(sample.candidate, (Reason.NO_LABEL.value, why))
+                detail = "no reviewer keeps or rejects it, or they differ"
+                yield self.reject(sample.candidate, Rejection(Reason.NO_LABEL.value, detail))
             else:
                 self.write(split, dumps_row(kto_row(sample, is_good=good)))
 

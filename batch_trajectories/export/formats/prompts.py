@@ -15,8 +15,8 @@ from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
-from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.rows.files import FormatFiles, Loaded, OwnFormat, Why
+from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
+from batch_trajectories.export.rows.files import FormatFiles, Loaded, OwnFormat
 from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
 from batch_trajectories.records.checks import expected_column
 from batch_trajectories.records.record_types import Record
@@ -91,15 +91,15 @@ def _parquet_writer() -> MakeWriter:
 
 class _PromptFiles(FormatFiles):
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Loaded, Why]]:
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Loaded, Rejection]]:
         records = [candidate.record for candidate in candidates]
         try:
             reward_name = self.export.recipe.reward_name
             row = row_of(records, index=self._rows, run=candidates[0].run, reward_name=reward_name)
         except Rejected as rejected:
             for candidate in candidates:
-                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+                yield self.reject(candidate, rejected.as_rejection())
             return
         self.write(split, dumps_row(row), uses=len(candidates))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
+from batch_trajectories.export.conversation.validity import Rejection
+from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat
 
 
 class _RawFiles(CandidateFiles):
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         self.write(split, candidate.record.whole_line())
         return None
 

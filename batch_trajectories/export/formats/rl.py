@@ -27,8 +27,8 @@ from batch_trajectories.export.conversation.reading import (
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
-from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat, Why
+from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
+from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat
 from batch_trajectories.records.checks import BY_TURN
 from batch_trajectories.records.record_types import (
     DiscardedReply,
@@ -290,7 +290,7 @@ class _TokenFiles(CandidateFiles):
         masked = {} if self._masks is None else {"masked": self._masks.counts()}
         return {**super().finish(), "split": 0, "split_texts": texts, **self._counts, **masked}
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         record, recipe = candidate.record, self.export.recipe
         recipe.style.tolerance.refuse(leaked_calls_in(record.messages, record.tools))
         recipe.style.tolerance.refuse(leaks_in(record))

@@ -24,7 +24,7 @@ from batch_trajectories.export.conversation.turns import (
     has_null_arguments,
     names_of,
 )
-from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
 from batch_trajectories.export.masking import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.recipe import Recipe
@@ -153,9 +153,6 @@ def _without_reasoning(entry: Entry) -> Entry:
 _OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
 """Why a row of a turn is left out, and not its conversation."""
 
-Why = tuple[str, str]
-"""Reason and detail."""
-
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
     """A record, with its conversation if that was parsed."""
@@ -258,15 +255,15 @@ class FormatFiles(ABC):
         self._used += uses
         self._lengths.add(len(line))
 
-    def unused(self, candidate: Loaded, why: Why) -> tuple[Loaded, Why]:
-        """Count a candidate that is not used."""
-        self._reasons[why[0]] += 1
-        return candidate, why
+    def reject(self, candidate: Loaded, rejection: Rejection) -> tuple[Loaded, Rejection]:
+        """Count a candidate that is not used; returns both arguments for the caller to pass on."""
+        self._reasons[rejection.reason] += 1
+        return candidate, rejection
 
     @abstractmethod
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Loaded, Why]]:
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Loaded, Rejection]]:
         """Write the rows of the candidates of one prompt; yields those that are not used, and why.
 
         `left_out` names candidates, by id, that only preferences may use.
@@ -296,21 +293,21 @@ class CandidateFiles(FormatFiles):
     """A format that uses the candidates of a prompt one by one."""
 
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Loaded, Why]]:
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Loaded, Rejection]]:
         seen: set[Hashable] = set()
         for candidate in candidates:
-            why = left_out.get(candidate.record.id)
-            if why is None:
+            rejection = left_out.get(candidate.record.id)
+            if rejection is None:
                 try:
-                    why = self.add_one(split, candidate, seen)
+                    rejection = self.add_one(split, candidate, seen)
                 except Rejected as rejected:
-                    why = rejected.reason.value, rejected.detail
-            if why is not None:
-                yield self.unused(candidate, why)
+                    rejection = rejected.as_rejection()
+            if rejection is not None:
+                yield self.reject(candidate, rejection)
 
     @abstractmethod
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         """Write the rows of a candidate; returns why it is not used, or raises `Rejected`.
 
         `seen` is for the candidates of one prompt.
@@ -348,24 +345,24 @@ class _RowFiles(CandidateFiles):
                 by_turn=self._per_turn,
             )
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         masks, conversation = self._masks, candidate.parsed
         refuse_all_masked(conversation)
         if masks is None:
             return self._add(split, candidate.record, conversation, seen)
         conversation = masks.applied(conversation)
         if not any(isinstance(entry, Turn) and entry.has_loss for entry in conversation.entries):
-            return Reason.ALL_MASKED.value, "none of its turns carries loss"
+            return Rejection(Reason.ALL_MASKED.value, "none of its turns carries loss")
         is_included = bool(self.export.recipe.include) and masks.did_not_pass(candidate.record)
         if is_included:
             metadata = {**conversation.metadata, "included": NOT_PASSED}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
-        why = self._add(split, candidate.record, conversation, seen)
-        if why is None:
+        rejection = self._add(split, candidate.record, conversation, seen)
+        if rejection is None:
             if self._segments is None:
                 masks.count(turn.masked for turn in conversation.own_turns)
             self._not_passed += is_included
-        return why
+        return rejection
 
     def _rendered(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         shown = styled(conversation, self._style)
@@ -377,7 +374,7 @@ class _RowFiles(CandidateFiles):
 
     def _add(
         self, split: str, record: Record, conversation: Conversation, seen: set[Hashable]
-    ) -> Why | None:
+    ) -> Rejection | None:
         if self._segments is not None:
             for n, (shown, row) in enumerate(self._segments.of(conversation, record)):
                 self.write(split, dumps_row(row), uses=n == 0)
@@ -394,7 +391,9 @@ class _RowFiles(CandidateFiles):
         self._with_nulls += self._has_nulls(conversation)
         return None
 
-    def _add_turns(self, split: str, conversation: Conversation, seen: set[Hashable]) -> Why | None:
+    def _add_turns(
+        self, split: str, conversation: Conversation, seen: set[Hashable]
+    ) -> Rejection | None:
         """Write a row per turn, but for those that other samples of the prompt have as well."""
         new: list[Conversation] = []
         copies = 0
@@ -406,20 +405,20 @@ class _RowFiles(CandidateFiles):
                 seen.add(content)
                 new.append(cut)
         rows: list[dict[str, Any]] = []
-        why: Rejected | None = None
+        error: Rejected | None = None
         for cut in new:
             try:
                 rows.append(self._row_of(cut))
             except Rejected as rejected:
-                why = rejected
+                error = rejected
                 if self._fit is None or rejected.reason not in _OF_ROWS:
                     # All turns or none: a flaw anywhere rejects the conversation.
                     seen.difference_update(map(content_of, new))
                     raise
-        if why is not None and not rows:
-            raise why
+        if error is not None and not rows:
+            raise error
         if not rows:
-            return "exact_duplicates", "other samples of the prompt have all its turns"
+            return Rejection("exact_duplicates", "other samples of the prompt have all its turns")
         self._copies += copies
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=number == 0)

@@ -13,8 +13,8 @@ from typing import Any
 
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
-from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, Why
+from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
+from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded
 from batch_trajectories.export.rows.messages import messages_of, tools_column
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.record_types import Tools
@@ -82,18 +82,18 @@ class PreferenceFiles(CandidateFiles):
         self._style = export.format.limit(export.recipe.style)
         self._samples: list[Sample] = []
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         by_reward = self.export.recipe.preference.by == "reward"
         self._samples.append(sample_of(candidate, self._style, needs_reward=by_reward))
         return None
 
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Loaded, Why]]:
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Loaded, Rejection]]:
         self._samples.clear()
         yield from super().add(split, candidates, {})
         yield from self.compare(split, self._samples)
 
     @abstractmethod
-    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
+    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
         """Write the rows of the samples of one prompt; yields those that are not used, and why."""
