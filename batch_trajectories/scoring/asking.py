@@ -88,7 +88,7 @@ class JudgeCalls:
         self.asked = self.failed = 0
         self.cost_usd = 0.0
 
-    def replied(self, reply: Mapping[str, Any]) -> None:
+    def count_reply(self, reply: Mapping[str, Any]) -> None:
         """Count the `usage` and `cost_usd` of a reply."""
         usage, cost_usd = reply["usage"] or {}, reply["cost_usd"]
         self.cost_usd += cost_usd or 0.0
@@ -102,8 +102,8 @@ class JudgeCalls:
             }
         )
 
-    def ended(self, failure: str | None) -> None:
-        """A question has ended; `failure` names the kind of its failure, if it failed."""
+    def count_question(self, *, failure: str | None) -> None:
+        """Count a question that has ended; `failure` is the kind of its failure, None without."""
         self.asked += 1
         self.failed += failure is not None
         self._progress.task_ended(failure=failure)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from agent.session import run_here
 from batch_trajectories.basics.closing import close_all
@@ -16,7 +15,13 @@ from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.records.tasks import task_key
 from batch_trajectories.scoring.asking import ask_all
-from batch_trajectories.scoring.score_file import Scored, Wanted, open_scores
+from batch_trajectories.scoring.score_file import (
+    NewScore,
+    Scored,
+    ScoreFile,
+    Wanted,
+    open_scores,
+)
 
 
 def score_by_functions(
@@ -29,49 +34,60 @@ def score_by_functions(
     """
     versions = check_functions(places)
     with open_scores(run_dir, wanted) as file:
-        done = {place: file.done(place, version) for place, version in versions.items()}
-        scores = 0
-        failed = Reasons()
+        scoring = _Scoring(file, versions, timeout_s=timeout_s)
+        run_here(scoring.score_all())
+    return Scored(scoring.scores, scoring.failed.to_json())
 
-        def keep(results: list[list[tuple[str, str, Mapping[str, Any]]]]) -> None:
-            nonlocal scores
-            new_scores = [score for result in results for score in result]
-            file.append(new_scores)
-            scores += len(new_scores)
-            for _, _, score in new_scores:
-                if score["error"] is not None:
-                    failed.add(f"{score['source']}: {score['error']}")
 
-        async def score_all() -> None:
-            functions = {place: RewardFunctions([place], timeout_s=timeout_s) for place in versions}
+class _Scoring:
+    """The scores of one command."""
 
-            async def score(
-                work: tuple[Record, Sequence[str]],
-            ) -> list[tuple[str, str, Mapping[str, Any]]]:
-                record, missing = work
-                given = record.as_dict()
-                # No score depends on another.
-                given.pop("scores", None)
-                workspace = _workspace(run_dir, record)
-                scores = [
-                    score
-                    for place in missing
-                    for score in await functions[place].scores(given, workspace)
-                ]
-                return [(score_key(record), record.id, score) for score in scores]
+    def __init__(self, file: ScoreFile, versions: Mapping[str, str], *, timeout_s: float) -> None:
+        """`versions` are those of the functions, by MODULE:FUNCTION."""
+        self._file = file
+        self._versions = versions
+        self._timeout_s = timeout_s
+        self._functions: dict[str, RewardFunctions] = {}
+        self.scores = 0
+        self.failed = Reasons()
 
-            try:
-                await ask_all(
-                    file.unscored(done, versions, doing="score"),
-                    score,
-                    max_in_flight=2 * (os.cpu_count() or 1),
-                    keep=keep,
-                )
-            finally:
-                await close_all(*(function.close for function in functions.values()))
+    async def score_all(self) -> None:
+        """Score all records that lack a score."""
+        done = {place: self._file.done(place, version) for place, version in self._versions.items()}
+        self._functions = {
+            place: RewardFunctions([place], timeout_s=self._timeout_s) for place in self._versions
+        }
+        try:
+            await ask_all(
+                self._file.unscored(done, self._versions, doing="score"),
+                self._score,
+                max_in_flight=2 * (os.cpu_count() or 1),
+                keep=self._keep,
+            )
+        finally:
+            await close_all(*(function.close for function in self._functions.values()))
 
-        run_here(score_all())
-    return Scored(scores, failed.to_json())
+    async def _score(self, unscored: tuple[Record, Sequence[str]]) -> list[NewScore]:
+        """Call the functions that lack a score of a record."""
+        record, missing = unscored
+        given = record.as_dict()
+        # No score depends on another.
+        given.pop("scores", None)
+        workspace = _workspace(self._file.run_dir, record)
+        key = score_key(record)
+        return [
+            NewScore(key, record.id, fields)
+            for place in missing
+            for fields in await self._functions[place].scores(given, workspace)
+        ]
+
+    def _keep(self, results: list[list[NewScore]]) -> None:
+        scores = [score for result in results for score in result]
+        self._file.append(scores)
+        self.scores += len(scores)
+        for score in scores:
+            if (error := score.fields["error"]) is not None:
+                self.failed.add(f"{score.fields['source']}: {error}")
 
 
 def _workspace(run_dir: Path, record: Record) -> Path | None:

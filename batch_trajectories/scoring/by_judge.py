@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import lines_from
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.scoring.asking import JudgeCalls, RetryMessages, ask_all, stop_where_useless
-from batch_trajectories.scoring.score_file import Scored, ScoreFile, Wanted, open_scores
+from batch_trajectories.scoring.score_file import NewScore, Scored, ScoreFile, Wanted, open_scores
 
 # The questions to a judge model, and the rewards in its replies.
 
@@ -166,13 +166,12 @@ def _conversation(record: Record) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-_Scored = tuple[str, str, dict[str, Any]]
-"""The key and the id of a record, and its score."""
+class _Answer(NamedTuple):
+    """The outcome of one question."""
 
-
-class _Asked(NamedTuple):
-    scored: _Scored
+    score: NewScore
     failure: ModelError | None
+    """Why the call failed; None if the judge replied."""
 
 
 def score_by_judge(
@@ -256,17 +255,19 @@ class _Asking:
         """Give records the scores in verdicts on the same question, which are paid for."""
         if not (replies := read_verdicts(self._file.run_dir)):
             return
-        answers = []
+        scores = []
         for record, _ in self._unscored():
             reply = replies.get(self._prompt.verdict_key(self._settings, record), "")
             rewards = rewards_in_reply(reply, turns=len(record.own_turns))
             if rewards["error"] is None:
-                score = {**self._source, **rewards, "reply": reply}
-                answers.append((score_key(record), record.id, score))
-        self._file.append(answers)
-        self._done.update(key for key, _, _ in answers)
-        if answers:
-            say(f"{len(answers):,} of verdicts.jsonl became scores")
+                scores.append(self._score_for(record, {**rewards, "reply": reply}))
+        self._file.append(scores)
+        self._done.update(score.record_key for score in scores)
+        if scores:
+            say(f"{len(scores):,} of verdicts.jsonl became scores")
+
+    def _score_for(self, record: Record, fields: Mapping[str, Any]) -> NewScore:
+        return NewScore(score_key(record), record.id, {**self._source, **fields})
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
         """Ask about all records that lack a score."""
@@ -281,8 +282,9 @@ class _Asking:
             said = plural(self.calls.total, "conversation")
             say(f"--judge: {said} to be sent to {self._settings.destination}")
 
-        async def ask(work: tuple[Record, Sequence[str]]) -> _Asked:
-            return await self._ask(model, work[0])
+        async def ask(unscored: tuple[Record, Sequence[str]]) -> _Answer:
+            record, _ = unscored
+            return await self._ask(model, record)
 
         try:
             await ask_all(
@@ -295,42 +297,42 @@ class _Asking:
         finally:
             await model.close()
 
-    async def _ask(self, model: Model, record: Record) -> _Asked:
-        key, id = score_key(record), record.id
-
+    async def _ask(self, model: Model, record: Record) -> _Answer:
         def keep_unreadable(completion: Completion) -> None:
             message = "malformed: the reply could not be read"
-            failed = {"rewards": None, "error": message, "reply": None, **_paid(completion)}
-            self._file.append([(key, id, {**self._source, **failed})])
-            self.calls.replied(failed)
+            failed = {"rewards": None, "error": message, "reply": None, **_cost_of(completion)}
+            self._file.append([self._score_for(record, failed)])
+            self.calls.count_reply(failed)
 
         question = Message(role="user", content=self._prompt.question(record))
         try:
             completion = await model.complete(Request([question], on_unreadable=keep_unreadable))
         except ModelError as error:
             failed = {"rewards": None, "error": f"{error.kind}: {error}", "reply": None}
-            return _Asked((key, id, {**self._source, **failed}), error)
+            return _Answer(self._score_for(record, failed), error)
         reply = valid_utf8(completion.message.get("content") or "")
         rewards = rewards_in_reply(reply, turns=len(record.own_turns))
-        return _Asked(
-            (key, id, {**self._source, **rewards, "reply": reply, **_paid(completion)}), None
-        )
+        fields = {**rewards, "reply": reply, **_cost_of(completion)}
+        return _Answer(self._score_for(record, fields), None)
 
-    def _keep(self, answers: list[_Asked]) -> None:
-        self._file.append(answer.scored for answer in answers)
-        for (_, _, score), failure in answers:
-            if score["error"] is not None:
-                self.failed.add(score["error"])
+    def _keep(self, answers: list[_Answer]) -> None:
+        self._file.append(answer.score for answer in answers)
+        for answer in answers:
+            fields, failure = answer.score.fields, answer.failure
+            error = fields["error"]
+            if error is not None:
+                self.failed.add(error)
             if failure is None:
-                self.calls.replied(score)
+                self.calls.count_reply(fields)
             kind = "no score" if failure is None else failure.kind
-            self.calls.ended(None if score["error"] is None else kind)
+            self.calls.count_question(failure=None if error is None else kind)
         failures = [answer.failure for answer in answers if answer.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(answers)
         stop_where_useless(failures, has_answered=self._has_answered)
 
 
-def _paid(completion: Completion) -> dict[str, Any]:
+def _cost_of(completion: Completion) -> dict[str, Any]:
+    """The fields of a score that say what its reply cost."""
     return {
         "model": completion.model,
         "usage": completion.usage,

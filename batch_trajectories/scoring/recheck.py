@@ -51,7 +51,7 @@ from batch_trajectories.scoring.rechecks import (
     NewRows,
     Rechecks,
 )
-from batch_trajectories.scoring.score_file import open_scores
+from batch_trajectories.scoring.score_file import NewScore, open_scores
 from toolsets.workspace.removal import remove_tree
 
 _IDS_SHOWN = 5
@@ -241,8 +241,8 @@ def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, found: Rec
 
 def _line_of(
     record: Record, judging: Judging, rules: RowRules, made: Any, found: RecheckEnd
-) -> tuple[str, str, dict[str, Any]] | None:
-    """The key, the id and the score of a record; None where its workspace was not rebuilt."""
+) -> NewScore | None:
+    """The score of a record; None if its workspace was not rebuilt."""
     index, records = made
     check, image = judging.check, None
     if judging.row is not None:
@@ -268,7 +268,7 @@ def _line_of(
         **of_record(own, result),
         **({} if image is None else {"image": image}),
     }
-    return score_key(record), record.id, score
+    return NewScore(score_key(record), record.id, score)
 
 
 def _write_results(stored: StoredRun) -> str | None:

@@ -27,6 +27,16 @@ class Scored(NamedTuple):
     """Why scores among these failed, with counts; the next `score` repeats those of functions."""
 
 
+class NewScore(NamedTuple):
+    """A score that is not in scores.jsonl yet."""
+
+    record_key: str
+    """`score_key` of the record."""
+    record_id: str
+    fields: Mapping[str, Any]
+    """The fields of the line, without those that name the record and the time."""
+
+
 class ScoreFile:
     """The scores of a run, open for more."""
 
@@ -53,12 +63,16 @@ class ScoreFile:
         """The dollars of all judge replies, as far as they are known."""
         return sum(line.get("cost_usd") or 0.0 for _, line in read_scores(self._path))
 
-    def append(self, scores: Iterable[tuple[str, str, Mapping[str, Any]]]) -> None:
-        """Append scores, each after the key and the id of its record; they are then durable."""
+    def append(self, scores: Iterable[NewScore]) -> None:
+        """Append scores. They are durable when this returns."""
         at = time.time()
         lines = b"".join(
-            with_checksum(exact_json.dumps({"record": key, "id": id, **score, "at": at}))
-            for key, id, score in scores
+            with_checksum(
+                exact_json.dumps(
+                    {"record": score.record_key, "id": score.record_id, **score.fields, "at": at}
+                )
+            )
+            for score in scores
         )
         if not lines:
             return

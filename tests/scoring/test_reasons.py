@@ -18,7 +18,7 @@ from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.scores import CHECK, of_record, score_key
 from batch_trajectories.records.tasks import task_key
 from batch_trajectories.scoring.rechecks import Judging, LeftOut, NewRows, Rechecks
-from batch_trajectories.scoring.score_file import open_scores
+from batch_trajectories.scoring.score_file import NewScore, open_scores
 from tests.helpers.running import write_rows
 from tests.helpers.stored import stored
 
@@ -159,9 +159,8 @@ def judge(run_dir: Path, record: Record, check: dict[str, Any]) -> None:
     key = task_key(record.id, record.input_digest).hex()
     line = {"source": CHECK, "version": "v", "rewards": None, "error": None, "check": check}
     with open_scores(run_dir) as file:
-        file.append(
-            [(score_key(record), record.id, {**line, "task": key, **of_record(record, result)})]
-        )
+        fields = {**line, "task": key, **of_record(record, result)}
+        file.append([NewScore(score_key(record), record.id, fields)])
 
 
 def test_index_and_records_have_the_last_verdict(tmp_path: Path) -> None:
