@@ -34,12 +34,16 @@ class SoundRows:
     def __init__(
         self,
         name: str,
+        *,
         verdicts: Mapping[str, str],
         ids: frozenset[str],
         replaced: frozenset[str],
     ) -> None:
         """`verdicts` by digest, the `ids` of all rows, and digests whose image was `replaced`."""
-        self._name, self._verdicts, self._ids, self._replaced = name, verdicts, ids, replaced
+        self._name = name
+        self._verdicts = verdicts
+        self._ids = ids
+        self._replaced = replaced
         decides = repr((sorted(verdicts.items()), sorted(replaced))).encode()
         self.digest = blake2b(decides, digest_size=8).hexdigest()
         self.counts: Counter[str] = Counter()
@@ -109,7 +113,8 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
             verdicts[line.digest] = line.verdict
     others = replaced_images(config, dict(line.image for line in lines if line.image))
     replaced = frozenset(line.digest for line in lines if line.image and line.image[0] in others)
-    return SoundRows(name, verdicts, frozenset(line.id for line in lines), replaced)
+    ids = frozenset(line.id for line in lines)
+    return SoundRows(name, verdicts=verdicts, ids=ids, replaced=replaced)
 
 
 class _Line(NamedTuple):

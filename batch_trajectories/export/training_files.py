@@ -64,9 +64,9 @@ from batch_trajectories.records.scores import CHECK, Scores
 _PLAIN = Style()
 _BLOCK = 1 << 20
 
-Place = Literal["training", "partial", "rejects"]
+FileName = Literal["training", "partial", "rejects"]
 
-_HOLDS: dict[Place, str] = {
+_HOLDS: dict[FileName, str] = {
     "training": "completed conversations, for training",
     "partial": "conversations that ended early",
     "rejects": "records that cannot be exported, with the reason",
@@ -76,19 +76,20 @@ _HOLDS: dict[Place, str] = {
 class Routed(NamedTuple):
     """The file of a record and its row in it."""
 
-    place: Place
+    place: FileName
     row: dict[str, Any]
     reason: str | None
+    """The reason of a rejection, for counts; None for a row of the other files."""
     others: Mapping[str, int] = {}
-    """See `Conversation.others`."""
+    """The number of turns by authors other than the run's model; see `Conversation.others`."""
 
 
 class _Part:
-    """Some of the records: their rows in files of their own, and what they add up to."""
+    """Some of the records of a run: their rows in files of their own, and their counts."""
 
-    def __init__(self, files: Mapping[Place, Path]) -> None:
+    def __init__(self, files: Mapping[FileName, Path]) -> None:
         self.files = files
-        self.rows: KeyCounts[Place] = KeyCounts()
+        self.rows: KeyCounts[FileName] = KeyCounts()
         self.reasons: KeyCounts[str] = KeyCounts()
         self.others: KeyCounts[str] = KeyCounts()
         self.statistics = Statistics()
@@ -99,28 +100,28 @@ class _Part:
         read: RecordReader,
         style: Style,
         advance: Advance,
-        paths: Mapping[Place, Path],
+        paths: Mapping[FileName, Path],
     ) -> None:
         """Write the rows of the records with these numbers, a few at a time."""
         with ExitStack() as stack:
             files = {
-                place: stack.enter_context(open_temporary(file, paths[place]))
-                for place, file in self.files.items()
+                name: stack.enter_context(open_temporary(file, paths[name]))
+                for name, file in self.files.items()
             }
             for few in numbers:
                 records = [(record := read(number), Own(record)) for number in few]
-                lines: dict[Place, list[bytes]] = {place: [] for place in files}
+                lines: dict[FileName, list[bytes]] = {name: [] for name in files}
                 for record, own in records:
-                    place, row, reason, others = route(record, own, style=style)
-                    lines[place].append(dumps_row(row))
-                    self.rows[place] += 1
-                    if reason is not None:
-                        self.reasons[reason] += 1
-                    if others and place == "training":
-                        self.others.merge(others)
-                for place, written in lines.items():
-                    files[place].write(b"".join(written))
-                # After the rows: what reads a conversation counts its replies on the way.
+                    routed = route(record, own, style=style)
+                    lines[routed.place].append(dumps_row(routed.row))
+                    self.rows[routed.place] += 1
+                    if routed.reason is not None:
+                        self.reasons[routed.reason] += 1
+                    if routed.others and routed.place == "training":
+                        self.others.merge(routed.others)
+                for name, written in lines.items():
+                    files[name].write(b"".join(written))
+                # After the rows: reading a conversation counts its replies on the way.
                 for record, own in records:
                     self.statistics.add(record, own)
                 advance(len(few))
@@ -131,30 +132,30 @@ class _Part:
         self.reasons.merge(other.reasons)
         self.others.merge(other.others)
         self.statistics.merge(other.statistics)
-        for place, path in self.files.items():
-            with path.open("ab") as file, other.files[place].open("rb") as added:
+        for name, path in self.files.items():
+            with path.open("ab") as file, other.files[name].open("rb") as added:
                 shutil.copyfileobj(added, file, _BLOCK)
-            other.files[place].unlink()
+            other.files[name].unlink()
 
-    def finish(self, place: Place, path: Path, run_dir: Path) -> dict[str, Any]:
-        """Put a file in its place; returns its part of the manifest."""
-        with self.files[place].open("rb") as file:
+    def finish(self, name: FileName, path: Path, run_dir: Path) -> dict[str, Any]:
+        """Move a file to `path`, durably; returns its part of the manifest."""
+        with self.files[name].open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
-        self.files[place].replace(path)
+        self.files[name].replace(path)
         sync_directory(path.parent)
         return {
             "path": os.path.relpath(path, run_dir),
-            "holds": _HOLDS[place],
-            "rows": self.rows[place],
+            "holds": _HOLDS[name],
+            "rows": self.rows[name],
             "bytes": size,
             "sha256": digest,
         }
 
 
-def _part_of(temporary: Path, first: object) -> Path:
-    """The file of the part that begins with this record."""
+def _part_file(temporary: Path, first: object) -> Path:
+    """The file of the part whose first record has the number `first`."""
     return temporary.with_name(f"{temporary.stem}-{first}{temporary.suffix}")
 
 
@@ -199,8 +200,12 @@ def route(
     wants_passed = style.require_passed and completed
     if wants_passed and (why := not_passed(judgement_of(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
-    place: Place = "training" if completed else "partial"
-    return Routed(place, row, None, conversation.others if conversation.has_others else {})
+    return Routed(
+        place="training" if completed else "partial",
+        row=row,
+        reason=None,
+        others=conversation.others if conversation.has_others else {},
+    )
 
 
 def _has_reasoning(conversation: Conversation) -> bool:
@@ -215,53 +220,29 @@ def export_run(
     style: Style = _PLAIN,
     config: RunConfig | None = None,
 ) -> None:
-    """Write all files of a run from its records; `style` is that of the run, `config` tells which
-    samples are tasks (default: all).
+    """Write all files of a run from its records.
 
-    Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
+    `style` is that of the run. `config` says which samples are tasks; None: all. Tasks without a
+    record are in no file; the manifest counts them as failed (an attempt failed and the next start
+    tries again) or as pending.
 
-    Tasks without a record are in no file; the manifest counts them as failed (an attempt failed
-    and the next start tries again) or as pending.
+    Raises `StorageError`, and `EnvironmentStop` if a record has become unreadable.
     """
     exports = run_dir / EXPORTS
-    paths: dict[Place, Path] = {
+    paths: dict[FileName, Path] = {
         "training": training_file_of(run_dir),
         "partial": exports / "partial.jsonl",
         "rejects": exports / "rejects.jsonl",
     }
-    temporaries = {place: temporary_for(path) for place, path in paths.items()}
     try:
         make_directory(exports)
         order = RecordOrder(run_dir, scan, num_samples=num_samples)
-        numbers = array("I", order.numbers())
-        # Rewards that came later are left out, but not what takes the place of a check.
-        with order.reading(Scores(run_dir, only=CHECK)) as read:
-
-            def write(some: Sequence[int], advance: Advance) -> _Part:
-                first = some[0] if some else 0
-                part = _Part({place: _part_of(one, first) for place, one in temporaries.items()})
-                part.write(order.few(some), read, style, advance, paths)
-                return part
-
-            whole, *others = in_parts(
-                numbers, write, doing="export", enough=ENOUGH_BYTES, amount=order.bytes
-            )
-        for part in others:
-            whole.add(part)
-        # The training file comes last: where it is new, the others are.
-        last_first = reversed(paths.items())
-        finished = {place: whole.finish(place, path, run_dir) for place, path in last_first}
-        files = [finished[place] for place in paths]
+        whole, files = _write_files(run_dir, order, style, paths)
     except OSError as error:
         raise StorageError(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
             f"are safe; {help_for_write(error)}, then run the same command again."
         ) from error
-    finally:
-        for temporary in temporaries.values():
-            of_parts = _part_of(Path(escape(str(temporary))), "*")
-            for file in temporary.parent.glob(of_parts.name):
-                file.unlink()
     left = owed(run_dir, scan, config, order.without_record())
     discarded = len(scan.bad_rows) * num_samples
     manifest = {
@@ -281,6 +262,41 @@ def export_run(
     }
     replace_json(exports / MANIFEST_FILE, manifest)
     replace_json(run_dir / STATISTICS_FILE, whole.statistics.to_json())
+
+
+def _write_files(
+    run_dir: Path, order: RecordOrder, style: Style, paths: Mapping[FileName, Path]
+) -> tuple[_Part, list[dict[str, Any]]]:
+    """Write the rows of all records, in parts; returns the whole, and its files for the manifest.
+
+    Temporary files are removed, also after a failure.
+    """
+    temporaries = {name: temporary_for(path) for name, path in paths.items()}
+    numbers = array("I", order.numbers())
+    try:
+        # Rewards that came later are left out, but not what takes the place of a check.
+        with order.reading(Scores(run_dir, only=CHECK)) as read:
+
+            def write(some: Sequence[int], advance: Advance) -> _Part:
+                first = some[0] if some else 0
+                part = _Part({name: _part_file(one, first) for name, one in temporaries.items()})
+                part.write(order.few(some), read, style, advance, paths)
+                return part
+
+            whole, *others = in_parts(
+                numbers, write, doing="export", enough=ENOUGH_BYTES, amount=order.bytes
+            )
+        for part in others:
+            whole.add(part)
+        # The training file comes last: if it is new, the others are.
+        last_first = reversed(paths.items())
+        finished = {name: whole.finish(name, path, run_dir) for name, path in last_first}
+        return whole, [finished[name] for name in paths]
+    finally:
+        for temporary in temporaries.values():
+            pattern = _part_file(Path(escape(str(temporary))), "*").name
+            for file in temporary.parent.glob(pattern):
+                file.unlink()
 
 
 def left_out(run_dir: Path) -> frozenset[str] | None:
@@ -305,4 +321,4 @@ def left_out(run_dir: Path) -> frozenset[str] | None:
 
 def _reject(record: Record, reason: str, detail: str) -> Routed:
     row = {"id": record.id, "status": record.status, "reason": reason, "detail": detail}
-    return Routed("rejects", row, reason)
+    return Routed(place="rejects", row=row, reason=reason)

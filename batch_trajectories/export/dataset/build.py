@@ -288,7 +288,10 @@ class _DatasetWriter:
             ],
             "formats": formats,
             "rejects": Written(
-                "rejects.jsonl", self._reject_lines, self._rejects.size, digest
+                path="rejects.jsonl",
+                rows=self._reject_lines,
+                size=self._rejects.size,
+                sha256=digest,
             ).to_json(),
             "statistics": statistics,
         }

@@ -255,7 +255,8 @@ def _write(place: FileTarget, path: str, content: bytes) -> Written:
 
 
 def _written(path: str, content: bytes) -> Written:
-    return Written(path, 0, len(content), hashlib.sha256(content).hexdigest())
+    digest = hashlib.sha256(content).hexdigest()
+    return Written(path=path, rows=0, size=len(content), sha256=digest)
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -132,6 +132,17 @@ _MIRROR = re.compile(r"swesmith/(?P<owner>[\w.-]+?)__(?P<name>[\w.-]+)\.[0-9a-f]
 """A repository of SWE-smith, which is a copy of `owner/name` at a commit."""
 
 
+class _ShortQuestion(NamedTuple):
+    """A question with fewer words than a run."""
+
+    length: int
+    """Its number of words."""
+    hashed: int
+    """A hash of all its words."""
+    question: int
+    """The number of the question."""
+
+
 class Contamination:
     """The benchmarks of a recipe, which conversations must not contain.
 
@@ -147,7 +158,8 @@ class Contamination:
             raise ConfigError("filters.evaluation_search: is empty; then set evaluation_columns")
         self._text_columns = filters.evaluation_text
         self._runs = _Runs()
-        self._short: dict[int, list[tuple[int, int, int]]] = {}
+        self._short: dict[int, list[_ShortQuestion]] = {}
+        """Short questions by a hash of their first words."""
         self._rows = array("I")
         """The number of the row of each question."""
         self._ends: list[int] = []
@@ -240,8 +252,8 @@ class Contamination:
         self._rows.append(row)
         if len(tokens) < self._words:
             (start,) = _runs(tokens[:_FEWEST_WORDS], _FEWEST_WORDS)
-            known = (len(tokens), hash(tuple(tokens)), question)
-            self._short.setdefault(start, []).append(known)
+            short = _ShortQuestion(len(tokens), hash(tuple(tokens)), question)
+            self._short.setdefault(start, []).append(short)
             return
         for run in _runs(tokens, self._words):
             self._runs.add(run, question)
@@ -265,9 +277,9 @@ class Contamination:
             return question, self._words
         if self._short:
             for place, start in enumerate(_runs(tokens, _FEWEST_WORDS)):
-                for length, run, question in self._short.get(start, ()):
-                    if hash(tuple(tokens[place : place + length])) == run:
-                        return question, length
+                for short in self._short.get(start, ()):
+                    if hash(tuple(tokens[place : place + short.length])) == short.hashed:
+                        return short.question, short.length
         return None
 
 

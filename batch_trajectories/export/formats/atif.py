@@ -80,33 +80,10 @@ def _document(
     extra: dict[str, Any],
 ) -> dict[str, Any]:
     """A document named `name`, with those of inner conversations in it."""
-    inside: dict[str, dict[str, Any]] = {}
-    left_out = []
-    for inner in part.inner:
-        if inner.name == SIMULATED_USER:
-            continue  # what it wrote are user messages, and no agent's work to train on
-        try:
-            nested = _read_inner(inner, conversation.record, style.tolerance)
-            inside[inner.key] = _document(
-                styled(nested, style),
-                inner,
-                style,
-                f"{name}/{inner.key}",
-                session=session,
-                agent={
-                    "name": inner.name,
-                    "version": agent["version"],
-                    "model_name": inner.model_returned or agent["model_name"],
-                },
-                extra={"key": inner.key},
-            )
-        except Rejected as rejected:
-            left_out.append({"key": inner.key, "name": inner.name, "reason": str(rejected)})
-    references: dict[str, list[dict[str, Any]]] = {}
-    for key, document in inside.items():
-        call = key.rpartition("#")[0]  # of several that one call started
-        reference = {"trajectory_id": document["trajectory_id"]}
-        references.setdefault(call if call in inside else key, []).append(reference)
+    inside, left_out = _inner_documents(
+        conversation, part, style, name, session=session, agent=agent
+    )
+    references = _references(inside)
     replies = conversation.replies_by_turn
     steps: list[dict[str, Any]] = []
     if conversation.system and style.has_system(by_default=True):
@@ -138,6 +115,51 @@ def _document(
         **({"subagent_trajectories": list(inside.values())} if inside else {}),
     }
     return _as_imported(made, kept, conversation.record) if kept else made
+
+
+def _inner_documents(
+    conversation: Conversation,
+    part: StoredConversation,
+    style: Style,
+    name: str,
+    *,
+    session: str,
+    agent: dict[str, Any],
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The documents of inner conversations by key, and the inner conversations without one."""
+    inside: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for inner in part.inner:
+        if inner.name == SIMULATED_USER:
+            continue  # what it wrote are user messages, and no agent's work to train on
+        try:
+            nested = _read_inner(inner, conversation.record, style.tolerance)
+            inside[inner.key] = _document(
+                styled(nested, style),
+                inner,
+                style,
+                f"{name}/{inner.key}",
+                session=session,
+                agent={
+                    "name": inner.name,
+                    "version": agent["version"],
+                    "model_name": inner.model_returned or agent["model_name"],
+                },
+                extra={"key": inner.key},
+            )
+        except Rejected as rejected:
+            left_out.append({"key": inner.key, "name": inner.name, "reason": str(rejected)})
+    return inside, left_out
+
+
+def _references(inside: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """References to inner documents, by the key of the call that started each of them."""
+    references: dict[str, list[dict[str, Any]]] = {}
+    for key, document in inside.items():
+        call = key.rpartition("#")[0]  # if one call started several
+        reference = {"trajectory_id": document["trajectory_id"]}
+        references.setdefault(call if call in inside else key, []).append(reference)
+    return references
 
 
 def _as_imported(made: dict[str, Any], kept: Mapping[str, Any], record: Record) -> dict[str, Any]:

@@ -190,7 +190,8 @@ class RowLines:
 class _Shards:
     """The files of one split; only the last of them is open."""
 
-    done: list[tuple[str, int, int, str]] = field(default_factory=list)
+    done: list[Written] = field(default_factory=list)
+    """The finished files, by their temporary paths."""
     file: Hashing | None = None
     writer: RowWriter | None = None
     path: str = ""
@@ -204,7 +205,7 @@ class SplitFiles:
 
     def __init__(
         self,
-        place: FileTarget,
+        target: FileTarget,
         folder: str,
         suffix: str,
         make: MakeWriter,
@@ -212,8 +213,11 @@ class SplitFiles:
         shard_bytes: int | None,
         name: str | None = None,
     ) -> None:
-        """Files of a split are in a folder of its own if it has shards, or a `name` for them."""
-        self._place = place
+        """A split has a folder of its own if it has shards, or if `name` is given.
+
+        `name` begins the names of its files; None: the name of the split.
+        """
+        self._target = target
         self._folder = folder
         self._suffix = suffix
         self._make = make
@@ -230,7 +234,7 @@ class SplitFiles:
             self._close(shards)
         if (writer := shards.writer) is None:
             shards.path = f"{self._folder}/{split}-{len(shards.done):05}.{self._suffix}"
-            shards.file = Hashing(self._place.open(shards.path))
+            shards.file = Hashing(self._target.open(shards.path))
             writer = shards.writer = self._make(shards.file)
         writer.write(line)
         shards.rows += 1
@@ -245,7 +249,9 @@ class SplitFiles:
         assert shards.writer is not None
         shards.writer.finish()
         digest = shards.file.finish()
-        shards.done.append((shards.path, shards.rows, shards.file.size, digest))
+        shards.done.append(
+            Written(path=shards.path, rows=shards.rows, size=shards.file.size, sha256=digest)
+        )
         shards.writer = shards.file = None
         shards.rows = shards.size = 0
 
@@ -253,14 +259,14 @@ class SplitFiles:
         self._close(shards)
         written = []
         count = len(shards.done)
-        for number, (path, rows, size, digest) in enumerate(shards.done):
+        for number, shard in enumerate(shards.done):
             final = f"{self._folder}/{split}.{self._suffix}"
             if self._shard_bytes is not None or self._file_name is not None:
                 # A folder of its own, for loaders that are given a folder and read all in it.
                 name = f"{self._file_name or split}-{number:05}-of-{count:05}.{self._suffix}"
                 final = f"{self._folder}/{split}/{name}"
-            self._place.rename(path, final)
-            written.append(Written(final, rows, size, digest))
+            self._target.rename(shard.path, final)
+            written.append(shard._replace(path=final))
         return written
 
 

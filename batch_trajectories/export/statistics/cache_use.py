@@ -134,17 +134,16 @@ class _Sums:
         more = least + max(_BLOCK_TOKENS, _TOLERATED * least)
         input_by_turn, read_by_turn = self.input_by_turn, self.read_by_turn
         for look in looks:
-            _, turn, tokens, read, _, same, expected, _ = look
-            read = read or 0
-            given += tokens
+            number, read, same = look.turn.turn, look.read or 0, look.repeated
+            given += look.input
             found += read
-            group = _GROUP_OF[turn.turn] if turn.turn < len(_GROUP_OF) else _GROUPS_OF_TURNS - 1
-            input_by_turn[group] += tokens
+            group = _GROUP_OF[number] if number < len(_GROUP_OF) else _GROUPS_OF_TURNS - 1
+            input_by_turn[group] += look.input
             read_by_turn[group] += read
             if same:
                 repeated += same
                 found_again += read if read < same else same
-                if expected:
+                if expected := look.expected:
                     later += 1
                     grown += read > more
                     if expected - read > _BLOCK_TOKENS and look.is_missed:

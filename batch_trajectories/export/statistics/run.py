@@ -104,18 +104,18 @@ class RunStatistics:
         usage = record.usage or {}
         turns, calls = own.turns, record.own_tool_calls
         cached = cached_share_of(record)
-        amounts = (
-            len(turns),
-            len(calls),
-            usage.get("input_tokens"),
-            usage.get("output_tokens"),
-            None if cached is None else 100 * cached,
-            record.cost_usd,
-            sum([turn.duration_s for turn in turns]) if turns else None,
-        )
-        for spread, number in zip(self._spreads.values(), amounts, strict=True):
-            if number is not None:
-                spread.append(number)
+        amounts = {
+            "turns": len(turns),
+            "tool_calls": len(calls),
+            "input_tokens": usage.get("input_tokens"),
+            "output_tokens": usage.get("output_tokens"),
+            "cached_percent": None if cached is None else 100 * cached,
+            "cost_usd": record.cost_usd,
+            "model_seconds": sum([turn.duration_s for turn in turns]) if turns else None,
+        }
+        for name, amount in amounts.items():
+            if amount is not None:
+                self._spreads[name].append(amount)
         offered = names_of(record.tools)
         for call in calls:
             # There can be any number of invented names.
@@ -242,24 +242,8 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     if "labels" in figures:
         yield from agreement.as_text(figures["labels"])
     yield from health_as_text(figures["health"])
-    reasoning = figures["reasoning"]
-    if turns := reasoning["assistant_turns"]:
-        share = 100 * reasoning["with_reasoning"] / turns
-        hidden = reasoning.get("hidden", 0)
-        text = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
-        yield f"reasoning in {share:.1f}% of {turns:,} turns{text}"
-    cost = figures["cost_usd"]
-    if cost["records_of_unknown_cost"] < figures["records"]:
-        text = f"cost ${cost['known_total']:.4f}"
-        if cost["per_kept"] is not None:
-            text += f", ${cost['per_kept']:.4f} per kept trajectory"
-        if unknown := cost["records_of_unknown_cost"]:
-            text += f"; unknown for {unknown:,} records"
-        yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
-    if cost["judges"] or cost["judges_unknown"]:
-        unknown = cost["judges_unknown"]
-        text = f"; unknown for {unknown:,} replies" if unknown else ""
-        yield f"judges ${cost['judges']:.4f}{text}"
+    yield from _reasoning(figures["reasoning"])
+    yield from _costs(figures)
     yield from cache_use.as_text(figures["caches"])
     if lines := list(reward_statistics.as_text(figures["rewards"])):
         yield ""
@@ -272,22 +256,54 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)
     for name, spread in figures["per_record"].items():
         yield f"{name:<16}" + _numbers(spread)
-    if figures["tools"]:
-        yield ""
-        columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
-        yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
-        for tool in figures["tools"]:
-            yield (
-                f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
-                f"{tool['failure_rate']:>12g}"
-                + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
-            )
-    realised = {one["toolset"]: one["percent"] for one in figures["toolsets"]}
-    if names := sorted({*shares, *realised}):
+    yield from _tools(figures["tools"])
+    yield from _toolsets(figures["toolsets"], shares)
+
+
+def _reasoning(reasoning: Mapping[str, Any]) -> Iterator[str]:
+    if turns := reasoning["assistant_turns"]:
+        share = 100 * reasoning["with_reasoning"] / turns
+        hidden = reasoning.get("hidden", 0)
+        text = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
+        yield f"reasoning in {share:.1f}% of {turns:,} turns{text}"
+
+
+def _costs(figures: Mapping[str, Any]) -> Iterator[str]:
+    cost = figures["cost_usd"]
+    if cost["records_of_unknown_cost"] < figures["records"]:
+        text = f"cost ${cost['known_total']:.4f}"
+        if cost["per_kept"] is not None:
+            text += f", ${cost['per_kept']:.4f} per kept trajectory"
+        if unknown := cost["records_of_unknown_cost"]:
+            text += f"; unknown for {unknown:,} records"
+        yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
+    if cost["judges"] or cost["judges_unknown"]:
+        unknown = cost["judges_unknown"]
+        text = f"; unknown for {unknown:,} replies" if unknown else ""
+        yield f"judges ${cost['judges']:.4f}{text}"
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not tools:
+        return
+    yield ""
+    columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
+    yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
+    for tool in tools:
+        yield (
+            f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
+            f"{tool['failure_rate']:>12g}"
+            + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
+        )
+
+
+def _toolsets(toolsets: Sequence[Mapping[str, Any]], shares: Mapping[str, float]) -> Iterator[str]:
+    offered = {one["toolset"]: one["percent"] for one in toolsets}
+    if names := sorted({*shares, *offered}):
         yield ""
         yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"
         for name in names:
-            yield f"{name:<24}{_number(shares.get(name)):>12}{_number(realised.get(name)):>12}"
+            yield f"{name:<24}{_number(shares.get(name)):>12}{_number(offered.get(name)):>12}"
 
 
 def _spread(numbers: array[float]) -> dict[str, float | None]:

@@ -283,8 +283,9 @@ template."""
 _STUCK_S = 60
 """CPU time without the end of a rendering, where no signal handler can end it."""
 _SILENCE_S = 600.0
-"""Time without a word of the process; it says something every `_SAYS_S` seconds."""
-_SAYS_S = 1.0
+"""After this time without a message the process counts as stuck."""
+_ALIVE_EVERY_S = 1.0
+"""The process sends a message at least this often while it renders."""
 _MEMORY_BYTES = 2 << 30
 _SAMPLE = 12
 """Rows that differ, by which options are chosen; all rows then prove them."""
@@ -363,10 +364,10 @@ def _judged(
     failed = f"the template was silent for {_SILENCE_S:g} s"
     try:
         while ours.poll(_SILENCE_S):
-            said = ours.recv()
-            if isinstance(said, dict):
-                return {"template": template.name, **said}
-            work.advance(said)
+            message = ours.recv()
+            if isinstance(message, dict):
+                return {"template": template.name, **message}
+            work.advance(message)
     except EOFError:
         child.join()
         is_stuck = child.exitcode == -signal.SIGXCPU
@@ -416,6 +417,29 @@ def _raise_too_long(*_: object) -> None:
     raise _TooLong
 
 
+class _BoundedChat:
+    """Renders with limits of time, and sends signs of life to the parent."""
+
+    def __init__(self, render: Chat, pipe: Connection) -> None:
+        self._render = render
+        self._pipe = pipe
+        self._sent_at = time.monotonic()
+
+    def __call__(self, messages: Any, tools: Any, is_prompt: bool) -> str:
+        """Render messages and tools. Raises `_TooLong`, and what the template raises."""
+        if (now := time.monotonic()) - self._sent_at > _ALIVE_EVERY_S:
+            self._sent_at = now
+            self._pipe.send(0)
+        _bound_cpu()
+        signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
+        try:
+            return self._render(messages, tools, is_prompt)
+        except RecursionError as error:
+            raise ValueError("too deep") from error
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def _judge_one(
     pipe: Connection,
     directory: Path,
@@ -423,23 +447,7 @@ def _judge_one(
     template: ChatTemplate,
     max_length: int | None,
 ) -> dict[str, Any]:
-    render = load_chat(template.path)
-    said_at = time.monotonic()
-
-    def chat(messages: Any, tools: Any, is_prompt: bool) -> str:
-        nonlocal said_at
-        if (now := time.monotonic()) - said_at > _SAYS_S:
-            said_at = now
-            pipe.send(0)
-        _bound_cpu()
-        signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
-        try:
-            return render(messages, tools, is_prompt)
-        except RecursionError as error:
-            raise ValueError("too deep") from error
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
+    chat = _BoundedChat(load_chat(template.path), pipe)
     recipe = manifest["recipe"]
     key = recipe["reasoning_key"]
     lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
