@@ -25,7 +25,7 @@ from agent.setup import set_up
 from batch_trajectories.basics.option_names import unknown
 from batch_trajectories.basics.validation import UNKNOWN_KEY, local_path, mistakes_in
 from batch_trajectories.config.endpoints import check_url
-from batch_trajectories.export.conversation.ending import plain_ending
+from batch_trajectories.export.conversation.ending import rewrite_ending
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
 from batch_trajectories.export.formats.hermes import to_conversations
@@ -237,7 +237,7 @@ class AIAgent:
             "status": status,
         }
         try:
-            ending = plain_ending(
+            ending = rewrite_ending(
                 stored_messages(messages), session.schemas(), answered=row["completed"]
             )
             if ending.invented:

@@ -78,7 +78,7 @@ def run(
     with machine_failures_as_stops(), nullcontext() if progress is True else silenced():
         tell = (say if progress else _discard) if isinstance(progress, bool) else progress
         plan = make_plan(config, fresh=fresh, say=tell)
-        keys = None if only is None else _keys_of(plan.scan, only)
+        keys = None if only is None else _task_keys(plan.scan, only)
         return start(
             plan,
             fresh=fresh,
@@ -177,7 +177,7 @@ def _discard(message: str) -> None:
     pass
 
 
-def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
+def _task_keys(scan: Scan, ids: Collection[str]) -> set[bytes]:
     """The keys of the tasks with these ids. Raises `ConfigError` for unknown ids."""
     wanted = set(ids)
     keys = {task.id: task.key for task in tasks(scan) if task.id in wanted}

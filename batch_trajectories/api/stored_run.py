@@ -70,7 +70,7 @@ def open_run(
                 f"{run}: this would write to a copy of a mirror only; bring the run to a directory "
                 "by its own command with --mirror, and give that"
             )
-        return StoredRun(_copy_of(str(run)), url=str(run))
+        return StoredRun(_update_copy(str(run)), url=str(run))
     output_dir = Path(output_dir)
     path = directory_of(run, output_dir)
     if not path.exists():
@@ -148,7 +148,7 @@ class StoredRun:
 
     def brought_up_to_date(self) -> StoredRun:
         """The run again; a copy of a mirror with what has come since."""
-        return self if self.url is None else StoredRun(_copy_of(self.url), url=self.url)
+        return self if self.url is None else StoredRun(_update_copy(self.url), url=self.url)
 
     def tasks(self) -> Iterator[Task]:
         """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
@@ -336,7 +336,7 @@ class StoredRun:
         return f"{self.path}: several ids begin with {wanted!r}: {shown}; give a complete id"
 
 
-def _copy_of(url: str) -> Path:
+def _update_copy(url: str) -> Path:
     from batch_trajectories.mirror.copies import copy_of  # few runs are in buckets
 
     try:

@@ -94,8 +94,8 @@ class _TurnFacts(_Facts, kw_only=True):
     def replies(self) -> Iterator[tuple[StoredTurn, int | None]]:
         """Each turn with the place of its message; None if it has none."""
         places = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
-        brought = len(places) - len(self.turns)
-        for number, turn in enumerate(self.turns, start=brought):
+        first = len(places) - len(self.turns)
+        for number, turn in enumerate(self.turns, start=first):
             yield turn, places[number] if number >= 0 else None
 
 
@@ -109,7 +109,7 @@ class _Table(NamedTuple):
     """The rows of a record."""
 
 
-def _of_task(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
+def _task_rows(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
     usage: UsageSums = facts.usage or {}
     turns = [turn for turn in facts.turns if turn.inherited is None]
     inherited = len(facts.turns) - len(turns)
@@ -147,7 +147,7 @@ def _of_task(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
     )
 
 
-def _of_turns(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
+def _turn_rows(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
     for turn, place in facts.replies():
         usage = turn.usage
         message = None if place is None else facts.messages[place]
@@ -171,7 +171,7 @@ def _of_turns(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _of_calls(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
+def _call_rows(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
     ran = {(one.turn, one.call): one for one in facts.tool_calls}
     results = {one.tool_call_id: one.content for one in facts.messages if one.role == "tool"}
     for turn, place in facts.replies():
@@ -192,7 +192,7 @@ def _of_calls(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
             )
 
 
-def _of_scores(facts: _Facts) -> Iterator[tuple[Any, ...]]:
+def _score_rows(facts: _Facts) -> Iterator[tuple[Any, ...]]:
     record = cast(Record, facts)
     if (check := facts.check) is not None:
         only_checked = rewards_of(cast(Record, msgspec.structs.replace(facts, scores=None)))
@@ -263,7 +263,7 @@ TABLES: dict[TableName, _Table] = {
             "finished_at": _TIME,
             "model_seconds": _NUMBER,
         },
-        _of_task,
+        _task_rows,
     ),
     "turns": _Table(
         _TurnFacts,
@@ -285,7 +285,7 @@ TABLES: dict[TableName, _Table] = {
             "content": _TEXT,
             "reasoning": _TEXT,
         },
-        _of_turns,
+        _turn_rows,
     ),
     "calls": _Table(
         _TurnFacts,
@@ -301,7 +301,7 @@ TABLES: dict[TableName, _Table] = {
             "started_at": _TIME,
             "duration_s": _NUMBER,
         },
-        _of_calls,
+        _call_rows,
     ),
     "scores": _Table(
         _Facts,
@@ -316,12 +316,12 @@ TABLES: dict[TableName, _Table] = {
             "at": _TIME,
             "cost_usd": _NUMBER,
         },
-        _of_scores,
+        _score_rows,
     ),
 }
 
 
-def table_named(name: str) -> _Table:
+def find_table(name: str) -> _Table:
     """The table of this name. Raises `ValueError`, which names all."""
     if name not in TABLES:
         names = get_args(TableName)
@@ -343,7 +343,7 @@ def schema_of(name: str) -> pa.Schema:
         _CATEGORY: pa.dictionary(pa.int32(), pa.string()),
         _LIST: pa.list_(pa.string()),
     }
-    return pa.schema([(column, types[kind]) for column, kind in table_named(name).columns.items()])
+    return pa.schema([(column, types[kind]) for column, kind in find_table(name).columns.items()])
 
 
 def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
@@ -353,7 +353,7 @@ def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
     """
     import pyarrow as pa
 
-    table, schema = table_named(name), schema_of(name)
+    table, schema = find_table(name), schema_of(name)
     decode = msgspec.json.Decoder(table.facts).decode
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, file):
@@ -395,13 +395,13 @@ def _read(
             line = os.pread(file.fileno(), length, offset)
         try:
             check_seal(line)
-            yield _with_judgement(decode(line), line)
+            yield _add_judgement(decode(line), line)
         except (DamagedLine, msgspec.MsgspecError) as error:
             damage = DamagedLine(str(error))
             raise unreadable_record(file, offset, line, damage) from error
 
 
-def _with_judgement(facts: _Facts, line: bytes) -> _Facts:
+def _add_judgement(facts: _Facts, line: bytes) -> _Facts:
     """The same; a comparison with an expected answer, which reads the whole row, as a check."""
     if facts.options is not None and facts.options.get("check_expected"):
         verdict, reward, error = judgement_of(decode_record(line))

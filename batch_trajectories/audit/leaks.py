@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from lzma import LZMAError
 from typing import NamedTuple
 
-from batch_trajectories.audit.reference import Made, Reference
+from batch_trajectories.audit.reference import Reference, SolvedFile
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
 from toolsets.builtin.terminal import sandbox_of
@@ -26,16 +26,16 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError
 
-_LEAST = 16
+_MIN_CHARS = 16
 """Characters, without spaces, of a text that is not there by chance."""
 _MAX_FILE_BYTES = 8 << 20
 _MAX_ARCHIVE_BYTES = 32 << 20
 _MAX_MEMBER_BYTES = 4 << 20
 _MAX_UNPACKED_BYTES = 512 << 20
 """Of an archive: what it unpacks to has no other limit."""
-_MOST = 20
+_MAX_LEAKS = 20
 """Files and objects that are named."""
-_MOST_CANDIDATES = 500
+_MAX_CANDIDATES = 500
 """Objects that have a line of the solution."""
 _NOT_FILES = ("/proc/", "/sys/", "/dev/")
 _ARCHIVES = (".whl", ".zip", ".egg", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
@@ -47,7 +47,7 @@ _LABELLED = (
 )
 """An answer that is called one, also as datasets mark theirs (`#### 42`, `\\boxed{42}`)."""
 _WORDS = r"(?<!\w){}(?!\w|\.\d)"
-_LEAST_OF_WORDS = 4
+_MIN_ANSWER_CHARS = 4
 """Characters of an answer that is not in a prompt by chance; of a number one more."""
 _NEAR_CHARS = 80
 """How far from a choice its mark is looked for."""
@@ -88,7 +88,7 @@ done | head -n "$most"
 """
 
 
-class Sought(NamedTuple):
+class SearchText(NamedTuple):
     """A text that only a solved workspace or the check has."""
 
     what: str
@@ -104,10 +104,10 @@ class Sought(NamedTuple):
         if self.literal not in text:
             return False
         lines = text.splitlines()
-        sides = (lines, _side(lines, "+"), _side(lines, "-"))
+        sides = (lines, _diff_side(lines, "+"), _diff_side(lines, "-"))
         return any(
-            all(_joined(part) in side for part in self.parts)
-            for side in (_joined(_stripped(some)) for some in sides)
+            all(_join_lines(part) in side for part in self.parts)
+            for side in (_join_lines(_strip_lines(some)) for some in sides)
         )
 
 
@@ -119,60 +119,64 @@ async def find_leaks(
     Raises `SetupFailed` where no sandbox starts, or the search takes too long.
     """
     prompt = "\n".join(message["content"] for message in row.opening)
-    solution = _of_reference(reference)
+    solution = _reference_texts(reference)
     leaks = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
     if expected is not None and says(prompt, expected):
         leaks.append({"what": "the prompt says the expected answer", "where": "prompt"})
-    sought = [*solution, *_of_check(row)]
+    sought = [*solution, *_check_texts(row)]
     if sought:
-        leaks += await asyncio.to_thread(lambda: [*_in_files(context, sought)])
+        leaks += await asyncio.to_thread(lambda: [*_find_in_files(context, sought)])
     if solution:
-        leaks += await _in_objects(context, solution)
-    return leaks[:_MOST]
+        leaks += await _find_in_git(context, solution)
+    return leaks[:_MAX_LEAKS]
 
 
-def _of_reference(reference: Reference | None) -> list[Sought]:
+def _reference_texts(reference: Reference | None) -> list[SearchText]:
     texts = {} if reference is None else reference.texts()
-    return [*_seekable("the solution", texts)]
+    return [*_search_texts("the solution", texts)]
 
 
-def _of_check(row: RowTask) -> list[Sought]:
+def _check_texts(row: RowTask) -> list[SearchText]:
     """The files of the check that the row itself does not give to the model."""
     check = row.check
     if row.setup is None or check is None:
         return []
     shown = set(row.setup.files.values())
-    sought: list[Sought] = []
+    sought: list[SearchText] = []
     for path, content in check.files.items():
         if content in shown:
             continue
         text = content.decode(errors="replace")
         is_patch = path.endswith((".patch", ".diff"))
-        texts = Reference(patch=text).texts() if is_patch else {"": Made([text], text.splitlines())}
-        sought += _seekable(f"{path} of the check", texts)
+        texts = (
+            Reference(patch=text).texts()
+            if is_patch
+            else {"": SolvedFile([text], text.splitlines())}
+        )
+        sought += _search_texts(f"{path} of the check", texts)
     return sought
 
 
-def _seekable(what: str, texts: Mapping[str, Made]) -> Iterator[Sought]:
+def _search_texts(what: str, texts: Mapping[str, SolvedFile]) -> Iterator[SearchText]:
     """Those texts that are long enough to be recognized."""
     for path, made in texts.items():
-        parts = [tuple(_stripped(text.splitlines())) for text in made.texts]
+        parts = [tuple(_strip_lines(text.splitlines())) for text in made.texts]
         known = [line for part in parts for line in part]
-        if sum(len(re.sub(r"\s", "", line)) for line in known) >= _LEAST:
-            literal = max(_stripped(made.added) or known, key=len)
-            yield Sought(what, path, tuple(part for part in parts if part), literal)
+        if sum(len(re.sub(r"\s", "", line)) for line in known) >= _MIN_CHARS:
+            literal = max(_strip_lines(made.added) or known, key=len)
+            yield SearchText(what, path, tuple(part for part in parts if part), literal)
 
 
-def _joined(lines: Iterable[str]) -> str:
+def _join_lines(lines: Iterable[str]) -> str:
     return "\n" + "".join(f"{line}\n" for line in lines)
 
 
-def _side(lines: Iterable[str], mark: str) -> Iterator[str]:
+def _diff_side(lines: Iterable[str], mark: str) -> Iterator[str]:
     """Of the lines of a diff, those before (`-`) or after it (`+`)."""
     return (line[1:] for line in lines if line[:1] in (mark, " "))
 
 
-def _stripped(lines: Iterable[str]) -> list[str]:
+def _strip_lines(lines: Iterable[str]) -> list[str]:
     """Lines that are not empty, without the space around them."""
     return [line for line in map(str.strip, lines) if line]
 
@@ -190,7 +194,7 @@ def says(prompt: str, expected: str) -> bool:
     if re.search(_LABELLED.format(answer), prompt, re.I):
         return True
     is_number = re.fullmatch(r"[-+$]?[\d.,\s]+%?", expected.strip()) is not None
-    if len("".join(words)) < _LEAST_OF_WORDS + is_number or _OFFERED.search(prompt):
+    if len("".join(words)) < _MIN_ANSWER_CHARS + is_number or _OFFERED.search(prompt):
         return False
     return any(
         not _BEFORE_A_CHOICE.search(prompt[max(0, found.start() - _NEAR_CHARS) : found.start()])
@@ -199,11 +203,11 @@ def says(prompt: str, expected: str) -> bool:
     )
 
 
-def _leak(where: str, sought: Sought) -> dict[str, str]:
+def _leak(where: str, sought: SearchText) -> dict[str, str]:
     return {"what": f"{where} has {sought.what}", "where": where}
 
 
-def _in_files(context: ToolContext, sought: Sequence[Sought]) -> Iterator[dict[str, str]]:
+def _find_in_files(context: ToolContext, sought: Sequence[SearchText]) -> Iterator[dict[str, str]]:
     files = context.workspace
     top = "/" if isinstance(files, ImageFiles) else "."
 
@@ -263,14 +267,14 @@ def _members(content: bytes) -> Iterator[tuple[str, bytes]]:
         return  # damaged
 
 
-async def _in_objects(context: ToolContext, sought: Sequence[Sought]) -> list[dict[str, str]]:
+async def _find_in_git(context: ToolContext, sought: Sequence[SearchText]) -> list[dict[str, str]]:
     """Objects of git that have the solution, in images; elsewhere no repository is brought."""
     files = context.workspace
     if not isinstance(files, ImageFiles):
         return []
     store = f"/tmp/.objects-{files.root.name[:16]}"
     lines = "\n".join(re.sub(r"([\\.\[\]*^$+?(){}|])", r"\\\1", one.literal) for one in sought)
-    argv = ["sh", "-c", _GIT, "sh", lines, store, str(_MOST_CANDIDATES)]
+    argv = ["sh", "-c", _GIT, "sh", lines, store, str(_MAX_CANDIDATES)]
     result = await sandbox_of(context).exec(argv, timeout_s=_TIMEOUT_S)
     if result.timed_out:
         raise SetupFailed(f"the search of git objects timed out after {_TIMEOUT_S:.0f} s")

@@ -23,7 +23,7 @@ COLUMN = "reference"
 _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
 
 
-class Made(NamedTuple):
+class SolvedFile(NamedTuple):
     """What a solution turns a file into."""
 
     texts: list[str]
@@ -43,12 +43,12 @@ class Reference(NamedTuple):
     command: str | None = None
     env: Mapping[str, str] = {}
 
-    def texts(self) -> dict[str, Made]:
+    def texts(self) -> dict[str, SolvedFile]:
         """What only a solved workspace has, by file."""
         patch = self.patch or ""
-        made = dict(_made_by(patch, is_reversed=self.is_reversed))
+        made = dict(_solved_files(patch, is_reversed=self.is_reversed))
         texts = {path: content.decode(errors="replace") for path, content in self.files.items()}
-        return made | {path: Made([text], text.splitlines()) for path, text in texts.items()}
+        return made | {path: SolvedFile([text], text.splitlines()) for path, text in texts.items()}
 
 
 def read_reference(
@@ -72,7 +72,7 @@ def read_reference(
             raw["command"] = command
     raw = {key: value for key, value in raw.items() if value is not None}
     patch, command = raw.get("patch"), raw.get("command")
-    files, removed = _of_commit(raw.get("commit"), reading)
+    files, removed = _read_commit(raw.get("commit"), reading)
     files |= read(Files, raw.get("files", {}), name, reading)
     if not isinstance(patch, str | None) or not isinstance(command, str | None):
         raise ValueError(f"`{name}`: patch and command must be text")
@@ -89,7 +89,7 @@ def read_reference(
     )
 
 
-def _of_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The files of a commit, and those that it removes."""
     changes = raw.get("file_diffs") if isinstance(raw, dict) else None
     files: dict[str, str] = {}
@@ -106,12 +106,12 @@ def _of_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[str,
     return read(Files, files, f"{COLUMN}.commit", reading), tuple(removed)
 
 
-def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, Made]]:
+def _solved_files(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, SolvedFile]]:
     """For each file of a patch, the result of the hunks that add lines."""
     mark = "-" if is_reversed else "+"
     for of_file in re.split(r"^diff ", patch, flags=re.MULTILINE):
         header, *hunks = re.split(r"^@@[^\n]*\n", of_file, flags=re.MULTILINE)
-        made = Made([], [])
+        made = SolvedFile([], [])
         for hunk in hunks:
             lines = hunk.splitlines()
             if new := [line[1:] for line in lines if line.startswith(mark)]:

@@ -93,7 +93,7 @@ sort -u | while IFS= read -r directory; do
 done
 """
 
-_OF_WORKSPACE = r"""top=$(pwd -P)
+_WORKSPACE_PROGRAMS = r"""top=$(pwd -P)
 stand_in() {
     case $1 in
     *.py) put "$1" 'raise SystemExit(0)'; return ;;
@@ -169,7 +169,7 @@ exit 0
 done
 """
 
-_SCRIPTS = {"conftest": _CONFTEST, "startup": _START, "path": _OF_WORKSPACE + _PROGRAMS}
+_SCRIPTS = {"conftest": _CONFTEST, "startup": _START, "path": _WORKSPACE_PROGRAMS + _PROGRAMS}
 
 
 def can_forge(config: RunConfig) -> bool:

@@ -167,9 +167,9 @@ def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
                 if (entry := index.get(key)) is None:
                     break
                 record = read_record(records, entry.offset, entry.length, key)
-                parts.append(_part_of(record))
+                parts.append(_read_step(record))
             else:
-                yield _line_of(record.prompt_id, parts)
+                yield _make_line(record.prompt_id, parts)
 
 
 def speaks_against(part: Mapping[str, Any]) -> bool:
@@ -186,7 +186,7 @@ def speaks_against(part: Mapping[str, Any]) -> bool:
     return _outcome(part) != "failed"
 
 
-def _part_of(record: Record) -> dict[str, Any]:
+def _read_step(record: Record) -> dict[str, Any]:
     """The fields of a step's record that a verdict needs."""
     step = step_of(record.sample)
     part: dict[str, Any] = {"step": step.name}
@@ -205,8 +205,8 @@ def _part_of(record: Record) -> dict[str, Any]:
     return part
 
 
-def _line_of(id_: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    defects = [*_defects_of(parts)]
+def _make_line(id_: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    defects = [*_find_defects(parts)]
     defects.sort(key=lambda defect: [*WHAT_TO_DO].index(defect.verdict))
     first = defects[0] if defects else TaskVerdict(SOUND, "")
     times = {
@@ -229,12 +229,14 @@ def _check(part: Mapping[str, Any]) -> dict[str, Any]:
     return part.get("check") or {}
 
 
-def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
+def _find_defects(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
     """Everything that is wrong with a row."""
     for part in parts:
         if (error := part.get("error")) is not None:
             too_slow = error["class"] == "setup_failed" and " timed out" in error["message"]
-            yield TaskVerdict("too_slow" if too_slow else "setup_fails", _last(error["message"]))
+            yield TaskVerdict(
+                "too_slow" if too_slow else "setup_fails", _last_line(error["message"])
+            )
             return
     by_step = {name: [part for part in parts if part["step"] == name] for name in _STEPS}
     untouched, solved = by_step["untouched"], by_step["reference"]
@@ -245,10 +247,10 @@ def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
     for part in parts:
         message = _check(part).get("error") or ""
         if "it timed out" in message:
-            yield TaskVerdict("too_slow", f"{_named(part)}: {message}")
+            yield TaskVerdict("too_slow", f"{_step_name(part)}: {message}")
         elif (limit := part.get("limit_s")) and _check(part).get("duration_s", 0) > _NEAR * limit:
             took = _check(part)["duration_s"]
-            yield TaskVerdict("too_slow", f"{_named(part)}: {took:.1f} s of {limit:g} s")
+            yield TaskVerdict("too_slow", f"{_step_name(part)}: {took:.1f} s of {limit:g} s")
     groups = [untouched, *([solved] if has_reference else [])]
     for group in groups:
         outcomes = [_outcome(part) for part in group]
@@ -256,11 +258,13 @@ def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
             yield TaskVerdict("flaky", f"{group[0]['step']}: {', '.join(outcomes)}")
     passed = [part for group in groups for part in group if _outcome(part) == "passed"]
     if passed and all(part.get("hollow") for part in passed):
-        yield TaskVerdict("all_skipped", f"{_named(passed[0])}: {passed[0]['hollow']}")
+        yield TaskVerdict("all_skipped", f"{_step_name(passed[0])}: {passed[0]['hollow']}")
     if _outcome(untouched[0]) == "passed":
-        yield TaskVerdict("passes_untouched", f"passed without any work: {_ended(untouched[0])}")
+        yield TaskVerdict(
+            "passes_untouched", f"passed without any work: {_describe_end(untouched[0])}"
+        )
     if has_reference and _outcome(solved[0]) != "passed":
-        yield TaskVerdict("reference_fails", _ended(solved[0]))
+        yield TaskVerdict("reference_fails", _describe_end(solved[0]))
     leaks = [leak for part in by_step["leak"] for leak in part.get("found", ())]
     if leaks:
         yield TaskVerdict("leaks_fix", "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]))
@@ -281,14 +285,14 @@ def _outcome(part: Mapping[str, Any]) -> str:
     return "no result" if has_passed is None else "passed" if has_passed else "failed"
 
 
-def _named(part: Mapping[str, Any]) -> str:
+def _step_name(part: Mapping[str, Any]) -> str:
     return str(part["step"]) + (f" {part['way']}" if "way" in part else "")
 
 
-def _ended(part: Mapping[str, Any]) -> str:
+def _describe_end(part: Mapping[str, Any]) -> str:
     """How the check of a step ended, in a line."""
     if (why := part.get("not_applied")) is not None:
-        return f"the solution cannot be applied: {_last(why)}"
+        return f"the solution cannot be applied: {_last_line(why)}"
     check = _check(part)
     return how_it_ended(check) if check else "by the answer alone"
 
@@ -301,11 +305,11 @@ def how_it_ended(check: Mapping[str, Any]) -> str:
     if wrong := tests.get("first_wrong"):
         shown = ", ".join(f"{name} {status}" for name, status in list(wrong.items())[:3])
         return f"{tests['wrong']} of {tests['expected']} tests: {shown}"
-    said = _last(check.get("stderr") or "") or _last(check.get("stdout") or "")
+    said = _last_line(check.get("stderr") or "") or _last_line(check.get("stdout") or "")
     return f"exit code {check.get('exit_code')}" + (f": {said}" if said else "")
 
 
-def _last(text: str) -> str:
+def _last_line(text: str) -> str:
     """The last line that is not empty."""
     lines = text.strip().splitlines()
     return clip(lines[-1].strip(), max_chars=300) if lines else ""

@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.authors import other_models
 from batch_trajectories.export.conversation.ending import is_answered
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
-from batch_trajectories.export.conversation.rewards import judged
+from batch_trajectories.export.conversation.rewards import judgement_with_reward
 from batch_trajectories.export.conversation.row_json import is_object
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
 from batch_trajectories.records.checks import MAIN, rewards_of
@@ -78,7 +78,7 @@ class Mask(BaseModel):
         return self
 
 
-WITHOUT_BOUNDS: dict[str, Any] = {
+DEFAULT_MASK: dict[str, Any] = {
     **{name: True for name, field in Mask.model_fields.items() if field.annotation is bool},
     "model": "own_model",
 }
@@ -88,17 +88,17 @@ WITHOUT_BOUNDS: dict[str, Any] = {
 Masked = Mapping[int, tuple[str, ...]]
 """The reasons of masked turns, by the turn's number in its record."""
 
-_NOT_ENDED = frozenset({"not_run", "interrupted"})
+_UNFINISHED_FAILURES = frozenset({"not_run", "interrupted"})
 """Failures of calls that might have succeeded."""
 
-_MOST_CHARS = 80
+_MAX_REASON_CHARS = 80
 """Of the reason that a user's function gives."""
 
-_MOST_REASONS = 100
+_MAX_REASONS = 100
 """Reasons that are counted by themselves."""
 
 
-def in_metadata(masked: Masked) -> list[dict[str, Any]]:
+def masks_to_json(masked: Masked) -> list[dict[str, Any]]:
     """What `masked` in the metadata of a row says."""
     return [{"turn": turn, "reasons": list(names)} for turn, names in masked.items()]
 
@@ -128,7 +128,7 @@ class Masks:
         Raises `ConfigError` where the user's function fails.
         """
         found: dict[int, dict[str, None]] = {}
-        for turn, reason in self._found(part):
+        for turn, reason in self._reasons_by_turn(part):
             found.setdefault(turn, {})[reason] = None
         return {turn: tuple(found[turn]) for turn in sorted(found)}
 
@@ -144,18 +144,18 @@ class Masks:
         entries: list[Entry] = []
         reasons: tuple[str, ...] = ()
         for entry in conversation.entries:
-            if isinstance(entry, Turn) and not entry.is_given:
+            if isinstance(entry, Turn) and not entry.is_prior:
                 if made := replies.get(entry.number):
                     of_replies = (masked.get(reply.turn, ()) for reply in made)
                     reasons = tuple(dict.fromkeys(name for names in of_replies for name in names))
                 entry = msgspec.structs.replace(entry, masked=(*entry.masked, *reasons))
             entries.append(entry)
-        metadata = {**conversation.metadata, "masked": in_metadata(masked)}
+        metadata = {**conversation.metadata, "masked": masks_to_json(masked)}
         return msgspec.structs.replace(conversation, entries=entries, metadata=metadata)
 
     def did_not_pass(self, record: Record) -> bool:
         """Whether a conversation did not pass, or ended early."""
-        return record.status != "completed" or self._is_bad(record)
+        return record.status != "completed" or self._has_failed(record)
 
     def count(self, turns: Iterable[Sequence[str]]) -> None:
         """Count turns that are in rows, by their reasons."""
@@ -163,7 +163,7 @@ class Masks:
             self._turns += 1
             self._masked += bool(reasons)
             for reason in reasons:
-                is_new = reason not in self._reasons and len(self._reasons) >= _MOST_REASONS
+                is_new = reason not in self._reasons and len(self._reasons) >= _MAX_REASONS
                 self._reasons["function" if is_new else reason] += 1
 
     def counts(self) -> dict[str, Any]:
@@ -182,47 +182,49 @@ class Masks:
         by_reason = dict(sorted(self._reasons.items(), key=lambda found: (-found[1], found[0])))
         return {"turns": self._masked, "of": self._turns, "by_reason": by_reason}
 
-    def _found(self, part: StoredConversation) -> Iterator[tuple[int, str]]:
+    def _reasons_by_turn(self, part: StoredConversation) -> Iterator[tuple[int, str]]:
         mask = self._mask
-        yield from _by_results(part, mask)
+        yield from _result_reasons(part, mask)
         if not isinstance(part, Record):
             return
-        own = part.own_turns
+        turns = part.own_turns
         if mask.turn_reward:
-            yield from self._by_rewards(part, own)
+            yield from self._reward_reasons(part, turns)
         if mask.model is not None and (others := other_models(part)):
-            for turn in own:
+            for turn in turns:
                 if turn.model in others:
                     yield turn.turn, "model"
         if mask.leak_suspected:
             for leak in leaks_of(part):
                 yield part.turns[leak.turn - 1].turn, "leak_suspected"
         if mask.label:
-            numbers = {turn.turn for turn in own}
+            numbers = {turn.turn for turn in turns}
             for number in marked_turns(part):
                 if number in numbers:
                     yield number, "label"
-        if mask.wrong_answer and own and is_answered(part) and self._is_bad(part):
-            yield own[-1].turn, "wrong_answer"
+        if mask.wrong_answer and turns and is_answered(part) and self._has_failed(part):
+            yield turns[-1].turn, "wrong_answer"
         if self._function is not None:
-            for turn, item in zip(own, self._called(part, len(own)), strict=True):
+            for turn, item in zip(turns, self._call_function(part, len(turns)), strict=True):
                 if item:
                     yield turn.turn, "function" if item is True else f"function: {item}"
 
-    def _is_bad(self, record: Record) -> bool:
-        return judged(record, self._reward_name).is_good(self._threshold) is False
+    def _has_failed(self, record: Record) -> bool:
+        return judgement_with_reward(record, self._reward_name).is_good(self._threshold) is False
 
-    def _by_rewards(self, record: Record, own: Sequence[StoredTurn]) -> Iterator[tuple[int, str]]:
+    def _reward_reasons(
+        self, record: Record, turns: Sequence[StoredTurn]
+    ) -> Iterator[tuple[int, str]]:
         by_turn = rewards_of(record).by_turn
         self._known |= by_turn.keys()
         self._missing -= by_turn.keys()
         for name, bound in self._mask.turn_reward.items():
             # A check after an agent does not know the number of its turns.
-            for turn, reward in zip(own, by_turn.get(name, ()), strict=False):
+            for turn, reward in zip(turns, by_turn.get(name, ()), strict=False):
                 if reward is not None and reward < bound:
                     yield turn.turn, "turn_reward"
 
-    def _called(self, record: Record, turns: int) -> list[Any]:
+    def _call_function(self, record: Record, turns: int) -> list[Any]:
         """The reasons that the user's function gives."""
         assert self._function is not None
         place = f"mask.function: {self._mask.function}"
@@ -241,29 +243,31 @@ class Masks:
             )
         for item in given:
             if not isinstance(item, bool | None) and not (
-                isinstance(item, str) and item.strip() and len(item) <= _MOST_CHARS
+                isinstance(item, str) and item.strip() and len(item) <= _MAX_REASON_CHARS
             ):
                 raise ConfigError(
                     f"{place} gave {repr(item)[:80]} for a turn of {record.id}; give true, false, "
-                    f"null or a reason of 1 to {_MOST_CHARS} characters"
+                    f"null or a reason of 1 to {_MAX_REASON_CHARS} characters"
                 )
         return list(given)
 
 
-def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str]]:
+def _result_reasons(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str]]:
     """Reasons from calls and their results."""
     before: set[tuple[str, str | bytes, str]] = set()
     added = [(note.turn, f"\n\n{note.text}") for note in reversed(part.notes) if note.text]
     for turn, reply, results in _steps(Own(part)):
         kinds = {kind_of_failure(one.details) for one in results.values() if one.is_error}
-        if mask.failed_call and kinds - _NOT_ENDED:
+        if mask.failed_call and kinds - _UNFINISHED_FAILURES:
             yield turn, "failed_call"
         if mask.bad_arguments and (kinds & MALFORMED or _has_bad_arguments(reply)):
             yield turn, "bad_arguments"
         if mask.interrupted_result and "interrupted" in kinds:
             yield turn, "interrupted_result"
         if mask.repeated_call:
-            now = set(_made(reply, results, [text for after, text in added if after == turn]))
+            now = set(
+                _call_identities(reply, results, [text for after, text in added if after == turn])
+            )
             if now & before:
                 yield turn, "repeated_call"
             before = now
@@ -276,13 +280,13 @@ def _has_bad_arguments(reply: StoredMessage) -> bool:
     return not all(is_object(call.function.arguments) for call in reply.tool_calls)
 
 
-def _steps(own: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:
+def _steps(authored: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:
     """For each own reply the number of its turn, the message, and the results by call."""
-    turns = iter(own.turns)
+    turns = iter(authored.turns)
     reply: StoredMessage | None = None
     number = 0
     results: dict[str | None, StoredMessage] = {}
-    for message in own.messages:
+    for message in authored.messages:
         if message.role == "tool":
             results[message.tool_call_id] = message
         elif message.role == "assistant":
@@ -293,7 +297,7 @@ def _steps(own: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, Stor
         yield number, reply, results
 
 
-def _made(
+def _call_identities(
     reply: StoredMessage, results: Mapping[str | None, StoredMessage], added: Sequence[str]
 ) -> Iterator[tuple[str, str | bytes, str]]:
     """Name, arguments and the tool's own text of each call that has a result.
@@ -302,7 +306,7 @@ def _made(
     """
     for call in reply.tool_calls:
         result = results.get(call.id)
-        if result is None or kind_of_failure(result.details) in _NOT_ENDED:
+        if result is None or kind_of_failure(result.details) in _UNFINISHED_FAILURES:
             continue
         content = result.content[: result.details.get(OWN_CHARS)]
         for text in added:

@@ -42,7 +42,7 @@ class RecordOrder:
         """Number of tasks."""
         return len(self._lengths)
 
-    def place(self, number: int) -> tuple[int, int, bytes]:
+    def locate(self, number: int) -> tuple[int, int, bytes]:
         """Offset, length and key of the record of a task."""
         return self._offsets[number], self._lengths[number], self._key(number)
 
@@ -67,12 +67,12 @@ class RecordOrder:
             raise
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Of the lines of all records."""
         return sum(self._lengths)
 
     @property
-    def with_record(self) -> int:
+    def record_count(self) -> int:
         """Number of tasks that have a record."""
         return sum(1 for _ in self.numbers())
 
@@ -108,7 +108,7 @@ class RecordReader:
 
     def __call__(self, number: int) -> Record:
         """The record of a task. Raises `UnreadableRecord`."""
-        record = read_record(self._records, *self._order.place(number))
+        record = read_record(self._records, *self._order.locate(number))
         return record if self._scores is None else self._scores.added_to(record)
 
 

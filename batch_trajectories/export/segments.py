@@ -13,17 +13,21 @@ from msgspec.structs import replace
 from agent.messages.message import PLAIN, SIMULATED_USER, SUMMARY, Message, summary_upto
 from agent.models.providers import PROVIDERS
 from batch_trajectories.basics import exact_json
-from batch_trajectories.export.conversation.authors import is_agents, merged, other_models
+from batch_trajectories.export.conversation.authors import (
+    is_agent_conversation,
+    merge_messages,
+    other_models,
+)
 from batch_trajectories.export.conversation.own_work import Own, first_reply, tool_stats
 from batch_trajectories.export.conversation.reading import (
+    mark_hidden_reasoning,
     read_entries,
     system_of,
-    with_hidden_reasoning,
 )
 from batch_trajectories.export.conversation.tolerance import Flaw
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.masking import Masked, Masks, in_metadata
+from batch_trajectories.export.masking import Masked, Masks, masks_to_json
 from batch_trajectories.records.record_types import (
     InnerRecord,
     Record,
@@ -57,7 +61,7 @@ class View(NamedTuple):
 
 
 @dataclass(slots=True)
-class ShownPart:
+class ConversationViews:
     """The calls of one conversation of a record, in order."""
 
     name: str
@@ -67,7 +71,7 @@ class ShownPart:
     """Calls of this run of which the record does not say what they were shown."""
 
 
-def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ShownPart]:
+def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ConversationViews]:
     """The conversations of a record: its own, then those inside it, of this run's model only.
 
     A simulated user's and those that are no chats are left out. With `since_user`, reasoning before
@@ -79,23 +83,23 @@ def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ShownPart]
     models = {turn.model for turn in record.turns}
     depth = (record.options or {}).get("max_subagent_depth")
 
-    def read(part: StoredConversation, tools: Tools | None, name: str) -> ShownPart:
-        found = ShownPart(name, part)
-        if is_agents(part):
-            views = _agents_views(record, part, tools or (), offers)
+    def read(part: StoredConversation, tools: Tools | None, name: str) -> ConversationViews:
+        found = ConversationViews(name, part)
+        if is_agent_conversation(part):
+            views = _agent_views(record, part, tools or (), offers)
             found.views = [view for view in views if view.turn.model not in others]
             paid = [turn for turn in part.own_turns if turn.model not in others]
         else:
             paid = part.own_turns
             if part is not record and any(turn.model not in models for turn in paid):
                 return found  # of another model
-            found.views = [] if tools is None else [*_own_views(record, part, tools)]
+            found.views = [] if tools is None else [*_loop_views(record, part, tools)]
         found.unknown = len(paid) - len(found.views)
         if since_user:
-            found.views = [_since_user(view) for view in found.views]
+            found.views = [_drop_old_reasoning(view) for view in found.views]
         return found
 
-    def inside(part: StoredConversation, level: int) -> Iterator[ShownPart]:
+    def inside(part: StoredConversation, level: int) -> Iterator[ConversationViews]:
         for inner in part.inner:
             if inner.name not in (SIMULATED_USER, *PLAIN):
                 yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)
@@ -109,8 +113,8 @@ def _tools_of(
     inner: InnerRecord, by_name: Mapping[str, Tools], *, is_deepest: bool
 ) -> Tools | None:
     """What a conversation inside a record was offered; None if the record does not say."""
-    if (own := _read(inner.raw_tools)) is not None:
-        return list(own)
+    if (recorded := _read(inner.raw_tools)) is not None:
+        return list(recorded)
     if inner.name == SUMMARY:
         return ()
     tools = by_name.get(inner.name)
@@ -124,24 +128,27 @@ def _read(raw: msgspec.Raw) -> Any:
     return exact_json.loads(bytes(raw)) if bytes(raw) else None
 
 
-def _since_user(view: View) -> View:
+def _drop_old_reasoning(view: View) -> View:
     messages = view.messages
     last = max((n for n, m in enumerate(messages) if m.role == "user"), default=0)
-    return view._replace(messages=[*map(_unthought, messages[:last]), *messages[last:]])
+    return view._replace(messages=[*map(_drop_reasoning, messages[:last]), *messages[last:]])
 
 
-def _unthought(message: StoredMessage) -> StoredMessage:
+def _drop_reasoning(message: StoredMessage) -> StoredMessage:
     return replace(message, reasoning=None) if message.reasoning else message
 
 
-def _own_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[View]:
+def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[View]:
     """Those of the loop itself."""
     messages, turns = part.messages, part.turns
     replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
     replies = replies[len(replies) - len(turns) :]
     if not replies:
         return
-    shown = [message if _is_sent(message, record) else _unthought(message) for message in messages]
+    shown = [
+        message if _is_reasoning_sent(message, record) else _drop_reasoning(message)
+        for message in messages
+    ]
     task = replies[0] - 1
     system = [message for message in shown[:1] if message.role == "system"]
     after = (record.options or {}).get("compact_after") if part is record else None
@@ -178,7 +185,7 @@ def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
     return max(begun, key=summary_upto, default=None)
 
 
-def _is_sent(message: StoredMessage, record: Record) -> bool:
+def _is_reasoning_sent(message: StoredMessage, record: Record) -> bool:
     """Whether the reasoning of a reply goes back to the API of the run.
 
     All take what they wrote themselves; the clients of some leave out what came from elsewhere.
@@ -221,17 +228,17 @@ class _Shortening:
     def _stored(self, message: StoredMessage, short: Message) -> StoredMessage:
         if id(message) not in self._short:
             made = msgspec.convert(short, StoredMessage)
-            made = made if _is_sent(made, self._record) else _unthought(made)
+            made = made if _is_reasoning_sent(made, self._record) else _drop_reasoning(made)
             self._short[id(message)] = made
         return self._short[id(message)]
 
 
-def _agents_views(
+def _agent_views(
     record: Record, part: StoredConversation, tools: Tools, offers: Sequence[Tools]
 ) -> Iterator[View]:
     """Those of a conversation of an agent, in the order of the calls."""
     found = []
-    seen = _Patched(part.messages)
+    seen = _PatchedMessages(part.messages)
     for turn in part.turns:
         request = turn.request
         if request is None or request.at is None:
@@ -246,8 +253,8 @@ def _agents_views(
     for changed in record.rewritten or ():
         if changed.thread != key or changed.until is None:
             continue
-        messages = _rewritten(changed, part.messages)
-        seen = _Patched(messages)
+        messages = _apply_rewrite(changed, part.messages)
+        seen = _PatchedMessages(messages)
         for request in changed.requests:
             seen.apply(request.shown)
             turn = of_call[request.exchange]
@@ -257,14 +264,16 @@ def _agents_views(
     yield from sorted(found, key=lambda view: view.turn.exchange or 0)
 
 
-def _rewritten(changed: StoredRewrite, messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+def _apply_rewrite(
+    changed: StoredRewrite, messages: Sequence[StoredMessage]
+) -> list[StoredMessage]:
     """The conversation that calls were shown in place of another one, the last reply included."""
     assert changed.until is not None
     after = messages[changed.end : changed.until + 1]
     return [*messages[: changed.start], *changed.messages, *after]
 
 
-class _Patched:
+class _PatchedMessages:
     """The messages of a conversation as its requests showed them."""
 
     def __init__(self, recorded: Sequence[StoredMessage]) -> None:
@@ -307,14 +316,14 @@ class Segment:
     `system`, `reasoning`, `messages`)."""
 
 
-def segments_of(part: ShownPart) -> list[Segment]:
+def segments_of(part: ConversationViews) -> list[Segment]:
     """The segments of a conversation, in the order of their first calls."""
     found: list[Segment] = []
     for view in part.views:
         shown = view.messages
-        continued = next((one for one in reversed(found[-_OPEN:]) if _adds_to(one, view)), None)
+        continued = next((one for one in reversed(found[-_OPEN:]) if _extends(one, view)), None)
         if continued is None:
-            why = _why(found[-1], view) if found else START
+            why = _break_cause(found[-1], view) if found else START
             continued = Segment((), {}, view.tools, why)
             found.append(continued)
         continued.learnt[len(shown)] = view.turn
@@ -322,14 +331,14 @@ def segments_of(part: ShownPart) -> list[Segment]:
     return found
 
 
-def _adds_to(segment: Segment, view: View) -> bool:
+def _extends(segment: Segment, view: View) -> bool:
     known = segment.messages
     if len(known) > len(view.messages) or segment.tools != view.tools:
         return False
     return view.messages[: len(known)] == known
 
 
-def _why(before: Segment, view: View) -> str:
+def _break_cause(before: Segment, view: View) -> str:
     if before.tools != view.tools:
         return "tools"
     pairs = zip(before.messages, view.messages, strict=False)
@@ -338,18 +347,24 @@ def _why(before: Segment, view: View) -> str:
         return "messages"
     if was.role == now.role == "system":
         return "system"
-    if was.role == "assistant" and _words(was) == _words(now):
+    if was.role == "assistant" and _comparable(was) == _comparable(now):
         return "reasoning"
     return "messages"
 
 
-def _words(message: StoredMessage) -> tuple[object, ...]:
+def _comparable(message: StoredMessage) -> tuple[object, ...]:
     return message.role, message.content, message.tool_calls
 
 
 Row = dict[str, Any]
 
-_NOT_OF_SEGMENTS = ("view_compacted", "summaries", "rewritten_calls", "trimmed_replies", "masked")
+_WHOLE_CONVERSATION_ONLY = (
+    "view_compacted",
+    "summaries",
+    "rewritten_calls",
+    "trimmed_replies",
+    "masked",
+)
 """What is told of a row of the whole conversation, and is not so for its segments."""
 
 
@@ -386,11 +401,11 @@ class SegmentRows:
         """
         self._render = render
         self._masks = masks
-        self._since_user = since_user
+        self._drop_old_reasoning = since_user
         self._by_turn = by_turn
         self._counts = SegmentCounts()
 
-    def of(self, whole: Conversation, record: Record) -> list[tuple[Conversation, Row]]:
+    def render(self, whole: Conversation, record: Record) -> list[tuple[Conversation, Row]]:
         """The rows of a conversation, and of those inside its record, with what they show.
 
         `record` is as it was stored: that of `whole` can have its messages in another order.
@@ -402,14 +417,14 @@ class SegmentRows:
         counts = self._counts
         number = 0
         why = Rejected(Reason.NO_REPLY, "the record does not say what its calls were shown")
-        for part in parts_of(record, since_user=self._since_user):
+        for part in parts_of(record, since_user=self._drop_old_reasoning):
             counts.unknown_turns += part.unknown
             masked = self._masks.of(part.conversation) if self._masks and part.views else {}
             for segment in segments_of(part):
                 number += 1
                 try:
                     found = _conversation(whole, part, segment, number, masked)
-                    made = _by_turn(found) if self._by_turn else (found,)
+                    made = _split_by_turn(found) if self._by_turn else (found,)
                     rows += [*map(self._render, made)]
                 except Rejected as rejected:
                     counts.rejected[rejected.reason.value] += 1
@@ -437,17 +452,21 @@ class SegmentRows:
 
 
 def _conversation(
-    whole: Conversation, part: ShownPart, segment: Segment, number: int, masked: Masked
+    whole: Conversation, part: ConversationViews, segment: Segment, number: int, masked: Masked
 ) -> Conversation:
     """A segment; `masked` are the masked turns of its conversation. Raises Rejected."""
-    messages = merged(segment.messages) if is_agents(part.conversation) else segment.messages
+    messages = (
+        merge_messages(segment.messages)
+        if is_agent_conversation(part.conversation)
+        else segment.messages
+    )
     positions = [n for n, m in enumerate(segment.messages) if m.role == "assistant"]
     learnt = [segment.learnt.get(place) for place in positions]
     flaws: list[Flaw] = []
     entries = read_entries(messages, segment.tools, flaws, as_sent=True)
     tokens = [None if turn is None else turn.reasoning_tokens for turn in learnt]
-    entries = with_hidden_reasoning(entries, messages, tokens)
-    marked = [*_with_authors(entries, learnt, masked)]
+    entries = mark_hidden_reasoning(entries, messages, tokens)
+    marked = [*_mark_context(entries, learnt, masked)]
     if not any(isinstance(entry, Turn) and entry.has_loss for entry in marked):
         raise Rejected(Reason.ALL_MASKED, "none of its turns carries loss")
     turns = [replace(turn, inherited=None) for turn in segment.learnt.values()]
@@ -456,12 +475,12 @@ def _conversation(
     record = replace(
         whole.record, id=f"{whole.record.id}#s{number}", messages=[*messages], turns=turns
     )
-    kept = {k: value for k, value in whole.metadata.items() if k not in _NOT_OF_SEGMENTS}
+    kept = {k: value for k, value in whole.metadata.items() if k not in _WHOLE_CONVERSATION_ONLY}
     reasons = {
         turn.turn: masked[turn.turn] for turn in segment.learnt.values() if turn.turn in masked
     }
     if reasons:
-        kept["masked"] = in_metadata(reasons)
+        kept["masked"] = masks_to_json(reasons)
     told = {"of": part.name, "number": number, "why": segment.why}
     return replace(
         whole,
@@ -469,7 +488,7 @@ def _conversation(
         entries=marked,
         tools=segment.tools,
         record=record,
-        own=Own(record),
+        authored=Own(record),
         metadata={
             **kept,
             "finish_reason": turns[-1].finish_reason,
@@ -482,7 +501,7 @@ def _conversation(
     )
 
 
-def _with_authors(
+def _mark_context(
     entries: Sequence[Entry], learnt: Sequence[StoredTurn | None], masked: Masked
 ) -> Iterator[Entry]:
     """Turns that are learnt in another row, or in none, are this row's context."""
@@ -499,7 +518,7 @@ def _with_authors(
         yield entry
 
 
-def _by_turn(segment: Conversation) -> Iterator[Conversation]:
+def _split_by_turn(segment: Conversation) -> Iterator[Conversation]:
     """For each turn that is learnt, the segment up to it."""
     for place, entry in enumerate(segment.entries):
         if not isinstance(entry, Turn) or not entry.has_loss:

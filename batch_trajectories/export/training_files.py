@@ -30,7 +30,7 @@ from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import owed
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation, refuse_all_masked
-from batch_trajectories.export.conversation.rewards import not_passed
+from batch_trajectories.export.conversation.rewards import why_not_passed
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
@@ -111,8 +111,8 @@ class _Part:
             for few in numbers:
                 records = [(record := read(number), Own(record)) for number in few]
                 lines: dict[FileName, list[bytes]] = {name: [] for name in files}
-                for record, own in records:
-                    routed = route(record, own, style=style)
+                for record, authored in records:
+                    routed = route(record, authored, style=style)
                     lines[routed.place].append(dumps_row(routed.row))
                     self.rows[routed.place] += 1
                     if routed.reason is not None:
@@ -122,8 +122,8 @@ class _Part:
                 for name, written in lines.items():
                     files[name].write(b"".join(written))
                 # After the rows: reading a conversation counts its replies on the way.
-                for record, own in records:
-                    self.statistics.add(record, own)
+                for record, authored in records:
+                    self.statistics.add(record, authored)
                 advance(len(few))
 
     def add(self, other: _Part) -> None:
@@ -173,7 +173,7 @@ def style_of_run(config: Mapping[str, Any]) -> Style:
 
 def route(
     record: Record,
-    own: Own | None = None,
+    authored: Own | None = None,
     *,
     style: Style = _PLAIN,
     render: Callable[[Conversation, Style], dict[str, Any]] = row_of,
@@ -187,7 +187,7 @@ def route(
         error = record.error or StoredError("unknown", "")
         return _reject(record, "failed", f"{error.error_class}: {error.message}")
     try:
-        conversation = read_conversation(record, own)
+        conversation = read_conversation(record, authored)
         refuse_all_masked(conversation)
         row = render(conversation, style)
     except Rejected as rejected:
@@ -198,7 +198,7 @@ def route(
     if style.require_reasoning and completed and not _has_reasoning(conversation):
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
     wants_passed = style.require_passed and completed
-    if wants_passed and (why := not_passed(judgement_of(record))) is not None:
+    if wants_passed and (why := why_not_passed(judgement_of(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
     return Routed(
         place="training" if completed else "partial",
@@ -265,7 +265,7 @@ def export_run(
 
 
 def _write_files(
-    run_dir: Path, order: RecordOrder, style: Style, paths: Mapping[FileName, Path]
+    run_dir: Path, order: RecordOrder, style: Style, paths: dict[FileName, Path]
 ) -> tuple[_Part, list[dict[str, Any]]]:
     """Write the rows of all records, in parts; returns the whole, and its files for the manifest.
 
@@ -284,7 +284,7 @@ def _write_files(
                 return part
 
             whole, *others = in_parts(
-                numbers, write, doing="export", enough=ENOUGH_BYTES, amount=order.bytes
+                numbers, write, doing="export", enough=ENOUGH_BYTES, amount=order.total_bytes
             )
         for part in others:
             whole.add(part)

@@ -62,7 +62,7 @@ async def _keep_ended(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]],
         task.result()
 
 
-def stop_where_useless(failures: Iterable[ModelError], *, has_answered: bool) -> None:
+def stop_if_useless(failures: Iterable[ModelError], *, has_answered: bool) -> None:
     """Raise `EnvironmentStop` if a failed call of a judge is a reason to make no more calls.
 
     Before its first answer an endpoint is not known to work at all.
@@ -125,11 +125,11 @@ class RetryMessages:
     def __init__(self, base_url: str | None, say: Callable[[str], object]) -> None:
         self._beginning = f"--judge at {base_url}" if base_url else "--judge"
         self._say = say
-        self._quiet_until = 0.0
+        self._silent_until = 0.0
 
     def __call__(self, retry: Retry) -> None:
         """Print `retry`, unless the pause of one that was printed has not ended."""
         now = time.monotonic()
-        if now >= self._quiet_until:
-            self._quiet_until = now + retry.wait_s
+        if now >= self._silent_until:
+            self._silent_until = now + retry.wait_s
             self._say(f"{self._beginning}: {retry}")

@@ -42,7 +42,7 @@ from batch_trajectories.records.names import JUDGE_BUDGET_FILE, QUARANTINE, VERD
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import lines_from
 from batch_trajectories.records.scores import score_key
-from batch_trajectories.scoring.asking import JudgeCalls, RetryMessages, ask_all, stop_where_useless
+from batch_trajectories.scoring.asking import JudgeCalls, RetryMessages, ask_all, stop_if_useless
 from batch_trajectories.scoring.score_file import NewScore, Scored, ScoreFile, Wanted, open_scores
 
 # The questions to a judge model, and the rewards in its replies.
@@ -73,7 +73,7 @@ by what you know. Think briefly, then write RIGHT or WRONG, alone on the last li
 _PLACES = re.compile(r"\{(question|answer|expected|conversation|row\.[\w-]+)\}")
 _WORDS = re.compile(r"\b(?:RIGHT|WRONG)\b")
 _FENCE = re.compile(r"^\s*`{3,}\w*\s*$")
-_SHOWN = 200
+_MAX_SHOWN = 200
 
 
 class JudgePrompt:
@@ -145,7 +145,7 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
     try:
         value = float("RIGHT" in said) if len(said) == 1 else orjson.loads(last)
     except orjson.JSONDecodeError:
-        shown = clip(repr(last), max_chars=_SHOWN)
+        shown = clip(repr(last), max_chars=_MAX_SHOWN)
         message = f"the last line of the reply is no number, JSON object, RIGHT or WRONG: {shown}"
         return {"rewards": None, "error": message}
     try:
@@ -193,15 +193,15 @@ def score_by_judge(
         if config.max_run_cost_usd is not None:
             known_usd = file.judge_cost_usd()
             budget = JudgeBudget(run_dir, config.max_run_cost_usd, known_usd=known_usd)
-        asking = _Asking(file, settings, prompt)
-        calls = asking.calls
+        judge_run = _JudgeRun(file, settings, prompt)
+        calls = judge_run.calls
         try:
-            run_here(asking.ask_all(budget, max_in_flight=max_in_flight))
+            run_here(judge_run.ask_all(budget, max_in_flight=max_in_flight))
         finally:
             if budget is not None:
                 budget.close()
             calls.close()
-    return Scored(calls.asked, asking.failed.to_json())
+    return Scored(calls.asked, judge_run.failed.to_json())
 
 
 def _settings(config: RunConfig) -> ModelSettings:
@@ -228,7 +228,7 @@ def _settings(config: RunConfig) -> ModelSettings:
     return settings
 
 
-class _Asking:
+class _JudgeRun:
     """The questions of one command."""
 
     def __init__(self, file: ScoreFile, settings: ModelSettings, prompt: JudgePrompt) -> None:
@@ -328,7 +328,7 @@ class _Asking:
             self.calls.count_question(failure=None if error is None else kind)
         failures = [answer.failure for answer in answers if answer.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(answers)
-        stop_where_useless(failures, has_answered=self._has_answered)
+        stop_if_useless(failures, has_answered=self._has_answered)
 
 
 def _cost_of(completion: Completion) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from batch_trajectories.scoring.score_file import NewScore, open_scores
 from toolsets.workspace.removal import remove_tree
 
 _IDS_SHOWN = 5
-_AT_ONCE = 500
+_BATCH_SIZE = 500
 _NEVER_LAST = 1_000_000
 """An attempt that fails gives no verdict: the next command makes another."""
 
@@ -127,7 +127,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     Raises what `start` raises.
     """
     refuse_held(stored.path)
-    place = _place_of(stored.path, config, has_new_rows=has_new_rows)
+    place = _work_directory(stored.path, config, has_new_rows=has_new_rows)
     config = without_model(
         config,
         checked_run=stored.path.absolute(),
@@ -141,7 +141,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         on_bad_row="fail",
     )
     found = RecheckEnd(stored.path)
-    rechecks = Rechecks(config, _new_rows(config) if has_new_rows else None)
+    rechecks = Rechecks(config, _scan_new_rows(config) if has_new_rows else None)
     for directory in (place.parent, place):
         make_directory(directory)
     rows = place / "rows.jsonl"
@@ -167,7 +167,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     return found
 
 
-def _place_of(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
+def _work_directory(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
     """Where the work of this check is; the same command finds it again."""
     options = config.to_json()
     for name in ("num_workers", "batch_size", "concurrency", "log_level", "grace_s"):
@@ -176,7 +176,7 @@ def _place_of(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
     return run_dir / CHECKS / blake2b(content, digest_size=6).hexdigest()
 
 
-def _new_rows(config: RunConfig) -> NewRows:
+def _scan_new_rows(config: RunConfig) -> NewRows:
     rules = config.row_rules("scripted")
     dataset = keep_dataset(
         config.dataset_file,
@@ -233,13 +233,13 @@ def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, found: Rec
             line
             for record, judging in judgings
             if isinstance(judging, Judging)
-            and (line := _line_of(record, judging, rules, made, found)) is not None
+            and (line := _make_score(record, judging, rules, made, found)) is not None
         )
-        while some := [*islice(lines, _AT_ONCE)]:
+        while some := [*islice(lines, _BATCH_SIZE)]:
             file.append(some)
 
 
-def _line_of(
+def _make_score(
     record: Record, judging: Judging, rules: RowRules, made: Any, found: RecheckEnd
 ) -> NewScore | None:
     """The score of a record; None if its workspace was not rebuilt."""
@@ -255,7 +255,7 @@ def _line_of(
             return None
         check, image = judged.as_dict()["check"], judged.image
     result = msgspec.convert(check, CheckResult)
-    own = decode_record(record.line)
+    original = decode_record(record.line)
     before = judgement_of(record).verdict
     found.changes[before, result.passed if isinstance(result.passed, bool) else None] += 1
     score = {
@@ -264,8 +264,8 @@ def _line_of(
         "rewards": None,
         "error": None,
         "check": check,
-        "task": task_key(own.id, own.input_digest).hex(),
-        **of_record(own, result),
+        "task": task_key(original.id, original.input_digest).hex(),
+        **of_record(original, result),
         **({} if image is None else {"image": image}),
     }
     return NewScore(score_key(record), record.id, score)

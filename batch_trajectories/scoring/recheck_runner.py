@@ -31,9 +31,9 @@ class RecheckRunner(TaskRunner):
     async def do(self, work: Work) -> None:
         """Judge one conversation. Raises `SetupFailed` where its workspace cannot be rebuilt."""
         work.end = Finish("completed")
-        record = self._record_of(work.task.columns["judged"])
+        record = self._read_judged_record(work.task.columns["judged"])
         if work.task.columns["judged"]["from"] == "workspace":
-            await self._unpacked(work, record)
+            await self._unpack_workspace(work, record)
         else:
             await self._prepared(work)
             assert record.diff is not None
@@ -49,7 +49,7 @@ class RecheckRunner(TaskRunner):
         turns: int | None = work.task.columns["judged"]["turns"]
         return turns
 
-    def _record_of(self, judged: dict[str, Any]) -> Record:
+    def _read_judged_record(self, judged: dict[str, Any]) -> Record:
         assert self._config.checked_run is not None
         key = bytes.fromhex(judged["task"])
         with open_records(self._config.checked_run) as records:
@@ -58,7 +58,7 @@ class RecheckRunner(TaskRunner):
             except UnreadableRecord as error:
                 raise SetupFailed(str(error)) from error
 
-    async def _unpacked(self, work: Work, record: Record) -> None:
+    async def _unpack_workspace(self, work: Work, record: Record) -> None:
         assert self._config.checked_run is not None
         assert record.workspace is not None
         root, name = work.context.workspace.root, record.workspace["name"]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from agent.messages.message import USER_TURN, user_key
 from batch_trajectories.export.conversation.own_work import Own, first_reply
-from batch_trajectories.export.conversation.turns import Author, Entry, Said, Turn
+from batch_trajectories.export.conversation.turns import Author, Entry, Turn, UserMessage
 from batch_trajectories.records.record_types import (
     InnerRecord,
     Record,
@@ -25,23 +25,27 @@ _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
 """What an endpoint adds to the name of a model that was asked for."""
 
 
-def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
+def assign_authors(entries: list[Entry], record: Record, authored: Own) -> list[Entry]:
     """The entries of a record with their authors."""
     messages, turns = record.messages, record.turns
-    retried = answered_again(record)
-    if not own.brought and record.agent is None and Said not in map(type, entries[1:]):
+    retried = retried_turns(record)
+    if (
+        not authored.prior_replies
+        and record.agent is None
+        and UserMessage not in map(type, entries[1:])
+    ):
         return entries  # most conversations: the prompt, then turns of the model
     # Turns of the prompt come first, then those of a branch's parent.
-    brought = first_reply(messages, turns=len(turns))
-    from_prompt = _turns_before(messages, brought)
-    given = _turns_before(messages, own.start)
+    prior_replies = first_reply(messages, turns=len(turns))
+    from_prompt = _turns_before(messages, prior_replies)
+    given = _turns_before(messages, authored.start)
     others = other_models(record)
     added = _added_texts(record)
     has_begun = False
     written: list[Entry] = []
-    place = len(turns) - len(own.turns)
+    place = len(turns) - len(authored.turns)
     for entry in entries:
-        if isinstance(entry, Said):
+        if isinstance(entry, UserMessage):
             if has_begun:
                 entry = msgspec.structs.replace(entry, author=_author_of(entry.text, added))
             written.append(entry)
@@ -62,7 +66,7 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
     return written
 
 
-def answered_again(record: Record) -> set[int]:
+def retried_turns(record: Record) -> set[int]:
     """The turns whose answer was found wrong and given again (`--expected_attempts`).
 
     Rows of runs from before `--expected_match` stay as they are.
@@ -72,12 +76,12 @@ def answered_again(record: Record) -> set[int]:
     return {note.turn for note in record.notes if note.reason == "expected"}
 
 
-def with_context(entries: list[Entry], part: StoredConversation, own: Own) -> list[Entry]:
+def mark_context(entries: list[Entry], part: StoredConversation, authored: Own) -> list[Entry]:
     """The entries of an inner conversation; turns before its own first one are context.
 
     An agent writes some itself, and what follows a compaction repeats others.
     """
-    given = _turns_before(part.messages, own.start) if own.brought else 0
+    given = _turns_before(part.messages, authored.start) if authored.prior_replies else 0
     return [
         replace(entry, author="context")
         if isinstance(entry, Turn) and entry.number <= given
@@ -131,19 +135,19 @@ def other_models(record: Record, *, inside: bool = False) -> frozenset[str]:
     An agent that runs as a command may call several. Where no name is that of the run's model,
     nothing is known, and none is another. `inside`: also those of its other conversations.
     """
-    if not is_agents(record):
+    if not is_agent_conversation(record):
         return frozenset()
     parts = [record, *record.inner] if inside else [record]
     names = {turn.model for part in parts for turn in part.turns if turn.model is not None}
     model = record.model or ""
-    own_name = model.partition(":")[2] or model
-    own_name = own_name.rpartition("/")[2]
-    own = {name for name in names if _is_version_of(name.rpartition("/")[2], own_name)}
-    return frozenset(names - own) if own else frozenset()
+    model_name = model.partition(":")[2] or model
+    model_name = model_name.rpartition("/")[2]
+    same_model = {name for name in names if _is_version_of(name.rpartition("/")[2], model_name)}
+    return frozenset(names - same_model) if same_model else frozenset()
 
 
-def _is_version_of(name: str, own_name: str) -> bool:
-    return name.startswith(own_name) and _VERSION.fullmatch(name, len(own_name)) is not None
+def _is_version_of(name: str, model_name: str) -> bool:
+    return name.startswith(model_name) and _VERSION.fullmatch(name, len(model_name)) is not None
 
 
 _THREAD = "thread#"
@@ -151,20 +155,20 @@ _THREAD = "thread#"
 _Part = TypeVar("_Part", bound=StoredConversation)
 
 
-def is_agents(part: StoredConversation) -> bool:
+def is_agent_conversation(part: StoredConversation) -> bool:
     """Whether a record, or an inner conversation, is that of an agent that runs as a command."""
     if isinstance(part, Record):
         return part.agent is not None
     return isinstance(part, InnerRecord) and part.key.startswith(_THREAD)
 
 
-def ends_with_a_call(record: Record) -> bool:
+def ends_with_call(record: Record) -> bool:
     """Whether an agent ended its task by a call, whose result no model has seen."""
     last = record.messages[-1]
-    return is_agents(record) and last.role == "assistant" and bool(last.tool_calls)
+    return is_agent_conversation(record) and last.role == "assistant" and bool(last.tool_calls)
 
 
-def in_order(part: _Part) -> _Part:
+def order_messages(part: _Part) -> _Part:
     """An agent's conversation with its messages in order; any other as it is.
 
     Agents that run as commands speak several times in a row: reminders after results, several
@@ -172,10 +176,14 @@ def in_order(part: _Part) -> _Part:
     user, assistant, results, and so on. What would be out of order is added to the message before
     it, as the model read it there; `OWN_CHARS` of a result says where its own text ends.
     """
-    return replace(part, messages=merged(part.messages)) if is_agents(part) else part
+    return (
+        replace(part, messages=merge_messages(part.messages))
+        if is_agent_conversation(part)
+        else part
+    )
 
 
-def merged(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+def merge_messages(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
     """User and system messages joined to the one before, unless they may follow it."""
     found: list[StoredMessage] = []
     for message in messages:
@@ -184,21 +192,21 @@ def merged(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
             found.append(message)
         elif before in ("user", "tool"):
             earlier = found[-1]
-            own = earlier.own_chars
-            if before == "tool" and own is None:
-                own = len(earlier.content)
+            own_chars = earlier.own_chars
+            if before == "tool" and own_chars is None:
+                own_chars = len(earlier.content)
             found[-1] = replace(
                 earlier,
                 content=f"{earlier.content}\n\n{message.content}",
-                own_chars=own,
-                provider_blocks=_joined_blocks(earlier, message),
+                own_chars=own_chars,
+                provider_blocks=_join_blocks(earlier, message),
             )
         else:
             found.append(replace(message, role="user"))
     return found
 
 
-def _joined_blocks(earlier: StoredMessage, message: StoredMessage) -> StoredBlocks | None:
+def _join_blocks(earlier: StoredMessage, message: StoredMessage) -> StoredBlocks | None:
     if (added := message.provider_blocks) is None:
         return earlier.provider_blocks
     known = earlier.provider_blocks or StoredBlocks()

@@ -24,7 +24,7 @@ from batch_trajectories.records.checks import ended_by_wrong_answer
 from batch_trajectories.records.record_types import Record, StoredCall, StoredMessage, Tools
 
 
-class Told(NamedTuple):
+class PlainEnding(NamedTuple):
     """A conversation as rows render it."""
 
     messages: Sequence[StoredMessage]
@@ -36,12 +36,12 @@ class Told(NamedTuple):
     """Calls of tools that were not offered, if they are no longer among the messages."""
 
 
-def plain_ending(
+def rewrite_ending(
     messages: Sequence[StoredMessage],
     tools: Tools,
     *,
     answered: bool,
-) -> Told:
+) -> PlainEnding:
     """Rewrite the answer of a conversation that was `answered` as text; raises Rejected.
 
     A conversation without an answer keeps all its calls, also those of the reserved tools.
@@ -51,13 +51,13 @@ def plain_ending(
     invented: Sequence[str] = ()
     if call is not None:
         invented = check_conversation(messages, names_of(tools))
-        messages = _with_answer_as_text(messages, call)
+        messages = _replace_answer_call(messages, call)
     others = without_reserved(tools)
-    if others is not tools and not _call_reserved(messages):
+    if others is not tools and not _calls_reserved(messages):
         tools = others
     if not answered:
-        return Told(messages, tools, None)
-    return Told(messages, tools, "text" if call is None else "final_answer", invented)
+        return PlainEnding(messages, tools, None)
+    return PlainEnding(messages, tools, "text" if call is None else "final_answer", invented)
 
 
 def is_answered(record: Record) -> bool:
@@ -65,7 +65,7 @@ def is_answered(record: Record) -> bool:
     return record.status == "completed" or ended_by_wrong_answer(record)
 
 
-def _call_reserved(messages: Sequence[StoredMessage]) -> bool:
+def _calls_reserved(messages: Sequence[StoredMessage]) -> bool:
     for message in messages:
         for call in message.tool_calls:
             if call.function.name in RESERVED:
@@ -77,7 +77,7 @@ def answer_of(record: Record) -> str | None:
     """The final answer of a conversation, None without one."""
     answered = is_answered(record)
     try:
-        ending = plain_ending(record.messages, record.tools, answered=answered)
+        ending = rewrite_ending(record.messages, record.tools, answered=answered)
     except Rejected:
         return None
     last = ending.messages[-1]
@@ -86,7 +86,7 @@ def answer_of(record: Record) -> str | None:
     return split_inline_reasoning(last.content).rest.strip() or None
 
 
-def _with_answer_as_text(
+def _replace_answer_call(
     messages: Sequence[StoredMessage], call: StoredCall
 ) -> list[StoredMessage]:
     """The messages with `call` and its result replaced by a last message that holds the answer.

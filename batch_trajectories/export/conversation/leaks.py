@@ -34,7 +34,7 @@ _BREAKS = re.compile(r"[\"'`,\[\](){}]+")
 _GIT = re.compile(
     r"\bgit((?: +(?:-[Cc] +\S+|--?[\w-]+(?:=\S+)?))*) +([a-z][a-z-]*)([^;|&\n<>]*)", re.ASCII
 )
-_OF_OBJECTS = frozenset(
+_OBJECT_COMMANDS = frozenset(
     (
         "reflog",
         "fsck",
@@ -53,7 +53,7 @@ _OF_OBJECTS = frozenset(
 )
 """Commands of git that are of use only with other commits."""
 
-_OF_REVISIONS = frozenset(
+_REVISION_COMMANDS = frozenset(
     ("log", "show", "diff", "checkout", "restore", "reset", "switch", "grep", "worktree", "merge")
 )
 _REVISION = re.compile(
@@ -62,8 +62,8 @@ _REVISION = re.compile(
         | --(?:all|branches|tags|remotes|reflog|walk-reflogs) | \S+\.\.\S* )
         (?: [~^:@]\S* )? $"""
 )
-_EARLIER = re.compile(r"^(?:HEAD|@)(?:[~^@]\S*)")
-_SHOWN_FROM = re.compile(r"^(?!HEAD:|:|--)[^\s:=]+:[\w./]")
+_EARLIER_COMMIT = re.compile(r"^(?:HEAD|@)(?:[~^@]\S*)")
+_FILE_AT_REVISION = re.compile(r"^(?!HEAD:|:|--)[^\s:=]+:[\w./]")
 """`REVISION:path`, for the commands that take it."""
 
 _PATCHES = frozenset(("-p", "-u", "--patch"))
@@ -99,11 +99,11 @@ def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
     failed = {m.tool_call_id for m in results if m.role == "tool" and _has_failed(m)}
     inherited = sum(turn.inherited is not None for turn in record.turns)
     replies = [message for message in record.messages if message.role == "assistant"]
-    brought = max(0, len(replies) - len(record.turns))
+    prior = max(0, len(replies) - len(record.turns))
     search = _Search(record.row)
     leaks = []
-    for turn, reply in enumerate(replies[brought:], 1):
-        for id, reason, evidence in search.of(reply):
+    for turn, reply in enumerate(replies[prior:], 1):
+        for id, reason, evidence in search.find_in(reply):
             if turn > inherited and id not in failed:
                 leaks.append(Leak(turn, reason, clip(evidence.strip(), max_chars=_MAX_EVIDENCE)))
     return leaks
@@ -124,21 +124,21 @@ class _Search:
     """Looks at the calls of one conversation in order."""
 
     def __init__(self, row: dict[str, Any]) -> None:
-        self._project, self._owner = _project_of(row)
-        self._checker = _files_of(row)
+        self._project, self._owner = _find_project(row)
+        self._checker = _checker_files(row)
         self._has_stashed = self._has_committed = False
 
-    def of(self, reply: StoredMessage) -> Iterator[tuple[str, Reason, str]]:
+    def find_in(self, reply: StoredMessage) -> Iterator[tuple[str, Reason, str]]:
         """Ids of calls, with why they are suspicious."""
         for call in reply.tool_calls:
-            for reason, evidence in self._in(call.function.arguments):
+            for reason, evidence in self._find_in_arguments(call.function.arguments):
                 yield call.id, reason, evidence
 
-    def _in(self, arguments: str) -> Iterator[tuple[Reason, str]]:
+    def _find_in_arguments(self, arguments: str) -> Iterator[tuple[Reason, str]]:
         text = "\n".join(_texts(arguments))
         plain = _BREAKS.sub(" ", text)
         for git in _GIT.finditer(plain):
-            if self._reads_others(git[2], git[3].split()):
+            if self._reads_other_commits(git[2], git[3].split()):
                 yield "other_commits", git[0]
         if (path := _GIT_FILES.search(text)) is not None:
             yield "other_commits", path[0]
@@ -146,21 +146,21 @@ class _Search:
             if any(self._is_project(word) for word in got[1].split()):
                 yield "project_download", got[0]
         for url in _URL.finditer(plain):
-            if self._is_of_project(url[0]):
+            if self._is_project_url(url[0]):
                 yield "project_download", url[0]
         if self._checker is not None and (path := self._checker.search(text)) is not None:
             yield "checker_files", path[0]
 
-    def _reads_others(self, command: str, words: Sequence[str]) -> bool:
+    def _reads_other_commits(self, command: str, words: Sequence[str]) -> bool:
         if command == "commit":
             self._has_committed = True
         if command == "stash":
             is_push = not words or words[0] in ("push", "save") or words[0].startswith("-")
             self._has_stashed |= is_push
             return not is_push and not self._has_stashed
-        if command in _OF_OBJECTS:
+        if command in _OBJECT_COMMANDS:
             return True
-        if command not in _OF_REVISIONS or words[:1] == ["-b"]:
+        if command not in _REVISION_COMMANDS or words[:1] == ["-b"]:
             return False
         if self._has_committed:  # revisions may be its own commits
             return any(word in ("--all", "--reflog") for word in words)
@@ -175,19 +175,21 @@ class _Search:
             return True
         return any(
             _REVISION.match(word.removeprefix("--source="))
-            or _EARLIER.match(word.removeprefix("--source="))
-            or (command in ("show", "diff", "grep") and _SHOWN_FROM.match(word))
+            or _EARLIER_COMMIT.match(word.removeprefix("--source="))
+            or (command in ("show", "diff", "grep") and _FILE_AT_REVISION.match(word))
             for word in before
         )
 
     def _is_project(self, word: str) -> bool:
         name = re.split(r"[=<>~!@]", word, maxsplit=1)[0]
-        return self._project is not None and _plain(name) == self._project
+        return self._project is not None and _normalized(name) == self._project
 
-    def _is_of_project(self, url: str) -> bool:
+    def _is_project_url(self, url: str) -> bool:
         if self._project is None:
             return _FORGES.search(url) is not None
-        parts = [_plain(part) for part in re.split(r"[/?#:]", url.removesuffix(".git").lower())]
+        parts = [
+            _normalized(part) for part in re.split(r"[/?#:]", url.removesuffix(".git").lower())
+        ]
         if self._owner is not None and self._owner in parts and self._project in parts:
             return True
         return self._project in parts and bool(re.search(r"pypi|pythonhosted|npmjs|crates", url))
@@ -215,21 +217,21 @@ def _texts(arguments: str) -> Iterator[str]:
             left -= len(value)
 
 
-def _project_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
+def _find_project(row: dict[str, Any]) -> tuple[str | None, str | None]:
     """Name and owner of the repository, as the columns of SWE datasets name it."""
     for column in ("repo", "repo_name", "repository"):
         if isinstance(name := row.get(column), str) and name.strip():
             owner, _, project = name.lower().removesuffix(".git").rstrip("/").rpartition("/")
-            return _plain(project), _plain(owner.rpartition("/")[2]) or None
+            return _normalized(project), _normalized(owner.rpartition("/")[2]) or None
     return None, None
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     """A name as package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name.lower())
 
 
-def _files_of(row: dict[str, Any]) -> re.Pattern[str] | None:
+def _checker_files(row: dict[str, Any]) -> re.Pattern[str] | None:
     """A pattern of the paths of the check's files, without those that the prompt names."""
     check = row.get("check")
     if not isinstance(check, dict):

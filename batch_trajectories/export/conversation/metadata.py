@@ -19,7 +19,7 @@ from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.records.record_types import Record, StoredMessage
 
-COUNTS = (
+VIEW_COUNTS = (
     "interrupted_calls",
     "workspace_lost",
     "rewritten_calls",
@@ -31,7 +31,7 @@ COUNTS = (
 )
 """Keys of counts of what the model saw differently from what the row shows."""
 
-COMMON: Mapping[str, str] = {
+COMMON_COLUMNS: Mapping[str, str] = {
     "tools": "string",
     "completed": "bool",
     "num_turns": "int64",
@@ -42,12 +42,12 @@ COMMON: Mapping[str, str] = {
 """The types of columns that rows of one conversation have, in order."""
 
 _MAX_COLUMN_CHARS = 1000
-_PLAIN = (bool, int, float)
-_OF_PROMPTS = frozenset(("prompt", "script"))
-_OF_CHECKS = _OF_PROMPTS | {"setup", "check"}
+_SCALARS = (bool, int, float)
+_PROMPT_COLUMNS = frozenset(("prompt", "script"))
+_CHECK_COLUMNS = _PROMPT_COLUMNS | {"setup", "check"}
 
 
-def views_of(record: Record) -> dict[str, int]:
+def view_counts(record: Record) -> dict[str, int]:
     """The counts that are not zero, by key.
 
     `view_compacted` counts replies for which the model saw older messages shortened or as one of
@@ -91,7 +91,7 @@ def _compacted(record: Record) -> dict[str, int]:
     }
 
 
-def metadata_for(
+def record_metadata(
     record: Record,
     completion: str | None,
     stats: Sequence[Mapping[str, Any]],
@@ -121,13 +121,13 @@ def metadata_for(
     metadata["sample"] = record.sample
     metadata["toolsets"] = record.toolsets
     metadata["tool_stats"] = stats
-    metadata["reasoning"] = None  # see `metadata_of`
+    metadata["reasoning"] = None  # see `row_metadata`
     metadata["usage"] = record.usage
     resumes = record.resumes
     metadata["interrupted_calls"] = len(interrupted_calls(record))
     is_seen_otherwise = record.view_compacted or record.view_trimmed or record.rewritten
     if resumes or is_seen_otherwise or record.options:
-        metadata.update(views_of(record))
+        metadata.update(view_counts(record))
     if noted:
         notes, repairs = _notes_and_repairs(noted)
         if notes:
@@ -156,7 +156,7 @@ def metadata_for(
 
 def common_columns(conversation: Conversation) -> dict[str, Any]:
     """The columns that rows of one conversation end with."""
-    metadata = metadata_of(conversation)
+    metadata = row_metadata(conversation)
     return {
         "num_turns": conversation.num_turns,
         "num_tool_calls": conversation.num_tool_calls,
@@ -165,7 +165,7 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def metadata_of(conversation: Conversation) -> dict[str, Any]:
+def row_metadata(conversation: Conversation) -> dict[str, Any]:
     """The metadata of a row, with counts of the reasoning that is left after styling."""
     said = conversation.own_turns
     with_reasoning = len([None for turn in said if turn.reasoning])
@@ -199,7 +199,7 @@ def _small_columns(record: Record) -> dict[str, Any]:
 
     So do `setup` and `check`: a model must not learn what the check looks for.
     """
-    hidden = _OF_PROMPTS if record.check is None else _OF_CHECKS
+    hidden = _PROMPT_COLUMNS if record.check is None else _CHECK_COLUMNS
     return {
         name: value
         for name, value in record.row.items()
@@ -207,6 +207,6 @@ def _small_columns(record: Record) -> dict[str, Any]:
         and (
             len(value) <= _MAX_COLUMN_CHARS
             if isinstance(value, str)
-            else value is None or isinstance(value, _PLAIN)
+            else value is None or isinstance(value, _SCALARS)
         )
     }

@@ -19,7 +19,7 @@ _UNNAMED_FAILURE = "reported"
 """The kind of failures that tools report themselves, without an exception."""
 
 
-class Counts(msgspec.Struct, frozen=True, gc=False):
+class WorkCounts(msgspec.Struct, frozen=True, gc=False):
     """Counts of what this run's model did in a conversation."""
 
     tools: list[dict[str, Any]]
@@ -47,32 +47,32 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
 class Own:
     """What this run's model did in a record, without the turns of a branch's parent."""
 
-    __slots__ = ("_counts", "_messages", "_places", "turns")
+    __slots__ = ("_counts", "_messages", "_location", "turns")
 
     def __init__(self, record: StoredConversation) -> None:
         self.turns: Sequence[StoredTurn] = record.own_turns
         self._messages = record.messages
-        self._places: tuple[int, int] | None = None
-        self._counts: Counts | None = None
+        self._location: tuple[int, int] | None = None
+        self._counts: WorkCounts | None = None
 
     @property
-    def brought(self) -> int:
+    def prior_replies(self) -> int:
         """Number of replies that were there before, from the prompt or a branch's parent."""
-        return self._found()[0]
+        return self._locate()[0]
 
     @property
     def start(self) -> int:
         """Index of its first message among those of the record."""
-        return self._found()[1]
+        return self._locate()[1]
 
-    def _found(self) -> tuple[int, int]:
-        if self._places is None:
+    def _locate(self) -> tuple[int, int]:
+        if self._location is None:
             messages = self._messages
             replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
-            brought = max(0, len(replies) - len(self.turns))
-            start = replies[brought] if brought < len(replies) else len(messages)
-            self._places = brought, start
-        return self._places
+            prior_replies = max(0, len(replies) - len(self.turns))
+            start = replies[prior_replies] if prior_replies < len(replies) else len(messages)
+            self._location = prior_replies, start
+        return self._location
 
     @property
     def messages(self) -> Sequence[StoredMessage]:
@@ -80,19 +80,19 @@ class Own:
         return self._messages[self.start :]
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> WorkCounts:
         """Counts of it, made once."""
         if self._counts is None:
             self._counts = _counts_of(self)
         return self._counts
 
-    def know(self, start: int, counts: Counts) -> None:
+    def set_known(self, start: int, counts: WorkCounts) -> None:
         """Take what the caller knows; nothing was brought along."""
-        self._places, self._counts = (0, start), counts
+        self._location, self._counts = (0, start), counts
 
 
-def _counts_of(own: Own) -> Counts:
-    turns, messages = own.turns, own.messages
+def _counts_of(authored: Own) -> WorkCounts:
+    turns, messages = authored.turns, authored.messages
     replies = with_reasoning = hidden = hollow = results = with_ids = 0
     failures = []
     for message in messages:
@@ -118,7 +118,7 @@ def _counts_of(own: Own) -> Counts:
         if ended_at is None or ended > ended_at:
             ended_at = ended
         with_ids += turn.tokens is not None and turn.has_ids
-    return Counts(
+    return WorkCounts(
         tools=tool_stats(messages),
         replies=replies,
         with_reasoning=with_reasoning,
@@ -153,8 +153,8 @@ def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:
     These are the model's own; earlier assistant messages came with the prompt.
     """
     starts = [n for n, message in enumerate(messages) if message.role == "assistant"]
-    own = starts[-turns:] if turns else []
-    return own[0] if own else len(messages)
+    last = starts[-turns:] if turns else []
+    return last[0] if last else len(messages)
 
 
 def tool_stats(messages: Iterable[StoredMessage]) -> list[dict[str, Any]]:

@@ -24,16 +24,16 @@ from agent.messages.message import (
 )
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.authors import (
-    ends_with_a_call,
-    in_order,
-    is_agents,
-    with_authors,
+    assign_authors,
+    ends_with_call,
+    is_agent_conversation,
+    order_messages,
 )
-from batch_trajectories.export.conversation.ending import is_answered, plain_ending
-from batch_trajectories.export.conversation.metadata import metadata_for
+from batch_trajectories.export.conversation.ending import is_answered, rewrite_ending
+from batch_trajectories.export.conversation.metadata import record_metadata
 from batch_trajectories.export.conversation.own_work import (
-    Counts,
     Own,
+    WorkCounts,
     interrupted_calls,
     is_reasoning_hidden,
     kind_of_failure,
@@ -54,8 +54,8 @@ from batch_trajectories.export.conversation.turns import (
     Conversation,
     Entry,
     Result,
-    Said,
     Turn,
+    UserMessage,
     names_of,
     once,
 )
@@ -76,13 +76,13 @@ from batch_trajectories.records.record_types import Record, StoredCall, StoredMe
 # the rules: both give the same.
 
 
-def usual_entries(record: Record, own: Own) -> list[Entry] | None:
+def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
     """The entries of a completed conversation, None if it is not of the usual shape.
 
     Start and counts of `own` are made on the way.
     """
-    offered = once(record.tools, _names_of_usual)
-    messages, turns = record.messages, own.turns
+    offered = once(record.tools, _unreserved_names)
+    messages, turns = record.messages, authored.turns
     place = 1 if messages and messages[0].role == "system" else 0
     last = len(turns)
     if (
@@ -99,7 +99,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         return None
     place += 1
     first = place
-    entries: list[Entry] = [Said(text)]
+    entries: list[Entry] = [UserMessage(text)]
     texts = [text]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
@@ -196,9 +196,9 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     said = "\n".join(texts)
     if place != len(messages) or holds_marker(said):
         return None
-    if (may_leak(said) or "[/THINK]" in said) and _holds_what_servers_read(entries, offered):
+    if (may_leak(said) or "[/THINK]" in said) and _holds_server_markup(entries, offered):
         return None
-    counts = Counts(
+    counts = WorkCounts(
         tools=[stats[name] for name in sorted(stats)],
         replies=last,
         with_reasoning=with_reasoning,
@@ -210,11 +210,11 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         started_at=started_at,
         ended_at=ended_at,
     )
-    own.know(first, counts)
+    authored.set_known(first, counts)
     return entries
 
 
-def _holds_what_servers_read(entries: list[Entry], tools: Collection[str]) -> bool:
+def _holds_server_markup(entries: list[Entry], tools: Collection[str]) -> bool:
     for entry in entries:
         if type(entry) is Turn:
             has_calls = bool(entry.calls)
@@ -225,30 +225,30 @@ def _holds_what_servers_read(entries: list[Entry], tools: Collection[str]) -> bo
     return False
 
 
-def _names_of_usual(tools: Tools) -> frozenset[str] | None:
+def _unreserved_names(tools: Tools) -> frozenset[str] | None:
     """The names of tools; None if one of them ends a conversation."""
     names = names_of(tools)
     return names if RESERVED.isdisjoint(names) else None
 
 
-def read_conversation(record: Record, own: Own | None = None) -> Conversation:
+def read_conversation(record: Record, authored: Own | None = None) -> Conversation:
     """Parse a record; raises Rejected if it breaks a rule of all formats.
 
     `own` is `Own(record)`, if the caller has it already. A record that ended early is parsed too,
     with `completed` false; the caller decides where it belongs.
     """
-    if is_agents(record):
-        record = in_order(record)
-        own = None
-    own = own or Own(record)
-    if not own.turns:
+    if is_agent_conversation(record):
+        record = order_messages(record)
+        authored = None
+    authored = authored or Own(record)
+    if not authored.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
     completed = record.status == "completed"
-    happened = flaws_of_run(record)
-    usual = usual_entries(record, own) if completed and not happened else None
+    run_flaws = find_run_flaws(record)
+    usual = usual_entries(record, authored) if completed and not run_flaws else None
     if usual is None:
         completed = completed or is_right_now(record)
-        messages, tools, entries, flaws, completion = _general(record, own, happened)
+        messages, tools, entries, flaws, completion = _read_any(record, authored, run_flaws)
         system = system_of(messages)
         has_others = any(type(e) is Turn and e.author != "model" for e in entries)
     else:
@@ -256,19 +256,19 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
         completion, has_others = "text", False
         system = system_of(messages) if messages[0].role == "system" else ""
     is_rewritten = completion == "final_answer"
-    stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools
+    stats = tool_stats(messages[authored.start :]) if is_rewritten else authored.counts.tools
     # Notes on a parent's turns are in the parent's row.
     noted: Sequence[StoredMessage] = record.messages
-    if len(own.turns) < len(record.turns):
-        noted = own.messages
+    if len(authored.turns) < len(record.turns):
+        noted = authored.messages
     read = Conversation(
         system=system,
         entries=entries,
         tools=tools,
         completed=completed,
         record=record,
-        own=own,
-        metadata=metadata_for(
+        authored=authored,
+        metadata=record_metadata(
             record,
             completion if completed else None,
             stats,
@@ -279,11 +279,11 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
         flaws=flaws,
         has_others=has_others,
     )
-    quiet = None if record.imported is None else record.imported.get("no_loss")
-    return _without_loss(read, quiet) if quiet else read
+    masked_turns = None if record.imported is None else record.imported.get("no_loss")
+    return _mask_imported(read, masked_turns) if masked_turns else read
 
 
-def _without_loss(conversation: Conversation, turns: Sequence[int]) -> Conversation:
+def _mask_imported(conversation: Conversation, turns: Sequence[int]) -> Conversation:
     """The conversation, with the turns masked that were imported as such."""
     replies = conversation.replies_by_turn
     entries = [
@@ -308,8 +308,8 @@ def refuse_all_masked(conversation: Conversation) -> None:
         raise Rejected(Reason.ALL_MASKED, "its source says that none of its turns carries loss")
 
 
-class _Read(NamedTuple):
-    """What `_general` reads in a record, as its row shows it."""
+class _ReadMessages(NamedTuple):
+    """What `_read_any` reads in a record, as its row shows it."""
 
     messages: Sequence[StoredMessage]
     tools: Tools
@@ -318,32 +318,32 @@ class _Read(NamedTuple):
     completion: str | None
 
 
-def _general(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read:
-    """Any conversation; `happened` are its `flaws_of_run`. Raises Rejected."""
+def _read_any(record: Record, authored: Own, run_flaws: Sequence[Flaw]) -> _ReadMessages:
+    """Any conversation; `run_flaws` are its `find_run_flaws`. Raises Rejected."""
     answered = is_answered(record)
-    messages, tools, completion, invented = plain_ending(
+    messages, tools, completion, invented = rewrite_ending(
         record.messages, record.tools, answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
-    flaws += happened
+    flaws += run_flaws
     entries = read_entries(messages, tools, flaws)
-    if answered and not ends_with_a_call(record):
+    if answered and not ends_with_call(record):
         check_finished(messages)
-    entries = with_authors(entries, record, own)
+    entries = assign_authors(entries, record, authored)
     if completion == "final_answer":
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
-    entries = with_hidden_reasoning(
+    entries = mark_hidden_reasoning(
         entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
     )
-    return _Read(
+    return _ReadMessages(
         messages=messages, tools=tools, entries=entries, flaws=flaws, completion=completion
     )
 
 
-def flaws_of_run(record: Record) -> list[Flaw]:
-    """Flaws by what happened, whatever the messages say: see `Reason`."""
+def find_run_flaws(record: Record) -> list[Flaw]:
+    """The flaws that the run of a conversation causes, whatever its messages say; see `Reason`."""
     if record.check is None and not record.resumes and record.fork is None:
         return []  # mostly
     flaws = []
@@ -375,8 +375,8 @@ def read_entries(
     A turn that the provider paused is one entry with its continuation. Flaws are added to `flaws`.
     `as_sent`: results stay in the order of the messages; else they get that of their calls.
     """
-    flaws += flaws_of_parts(messages)
-    flaws[:0] = flaws_of_parsers(messages, tools)  # other formats call its tags by other names
+    flaws += find_part_flaws(messages)
+    flaws[:0] = find_parser_flaws(messages, tools)  # other formats call its tags by other names
     for detail in check_conversation(messages, names_of(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
@@ -396,19 +396,19 @@ def read_entries(
         if role == "assistant":
             parts.append(message)
         elif role == "user":
-            entries.append(Said(_user_text(message, flaws, turn=number)))
+            entries.append(UserMessage(_user_text(message, flaws, turn=number)))
     if parts:
         entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
-    return [*map(_as_sent, entries, repeat(messages))] if as_sent else entries
+    return [*map(_sort_results, entries, repeat(messages))] if as_sent else entries
 
 
-def flaws_of_parsers(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
+def find_parser_flaws(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
     """A flaw for each reply with a tool call or a thought in its text, which servers split off.
 
     See `agent.messages.leaked_calls`. Raises Rejected for a reply that holds nothing but such a
     call in its reasoning.
     """
-    flaws = leaked_calls_in(messages, tools)
+    flaws = find_leaked_calls(messages, tools)
     for place, message in enumerate(messages, start=1):
         text = message.content
         if message.role == "assistant" and holds_thought(text) and not MARKER.search(text):
@@ -416,7 +416,7 @@ def flaws_of_parsers(messages: Sequence[StoredMessage], tools: Tools) -> list[Fl
     return flaws
 
 
-def leaked_calls_in(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
+def find_leaked_calls(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
     """The same for tool calls only."""
     names = names_of(tools)
     flaws = []
@@ -435,9 +435,9 @@ def leaked_calls_in(messages: Sequence[StoredMessage], tools: Tools) -> list[Fla
     return flaws
 
 
-def _as_sent(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:
+def _sort_results(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:
     """A turn with its results in the order of the messages."""
-    if isinstance(entry, Said) or len(entry.results) < 2:
+    if isinstance(entry, UserMessage) or len(entry.results) < 2:
         return entry
     order = {message.tool_call_id: n for n, message in enumerate(messages)}
     results = sorted(entry.results, key=lambda result: order[result.id])
@@ -453,7 +453,7 @@ def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
     return holds_marker("\n".join(texts))
 
 
-def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
+def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
     """A flaw for each part of the messages that is not text.
 
     Raises Rejected if messages are missing, so that the others need not fit together.
@@ -478,10 +478,10 @@ def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
 def refuse_control_tokens(text: str, tolerance: Tolerance, *, where: str) -> None:
     """Raise Rejected for text with a control token that is not accepted."""
     if token := control_token(text):
-        tolerance.refuse([_of_token(token, where)])
+        tolerance.refuse([_token_flaw(token, where)])
 
 
-def _of_token(token: Token, where: str) -> Flaw:
+def _token_flaw(token: Token, where: str) -> Flaw:
     return Flaw(Reason.CONTROL_TOKEN, f"{where}: {token.text!r}", token)
 
 
@@ -491,7 +491,7 @@ def system_of(messages: Iterable[StoredMessage]) -> str:
     return "\n\n".join(text for text in texts if text.strip())
 
 
-def with_hidden_reasoning(
+def mark_hidden_reasoning(
     entries: list[Entry],
     messages: Iterable[StoredMessage],
     reasoning_tokens: Sequence[int | None],
@@ -528,7 +528,7 @@ def _user_text(message: StoredMessage, flaws: list[Flaw], *, turn: int) -> str:
     if not text or text.isspace():
         raise Rejected(Reason.EMPTY_VALUE, f"user message before turn {turn}: blank")
     if token := control_token(text):
-        flaws.append(_of_token(token, f"user message before turn {turn}"))
+        flaws.append(_token_flaw(token, f"user message before turn {turn}"))
     return text
 
 
@@ -548,7 +548,7 @@ def _read_turn(
         reasoning, text = _split_reasoning(messages[0], number)
     else:
         parts = [_split_reasoning(message, number) for message in messages]
-        reasoning, text = (_joined(texts) for texts in zip(*parts, strict=True))
+        reasoning, text = (_join_parts(texts) for texts in zip(*parts, strict=True))
     if may_be_flawed:
         _find_structure(reasoning, flaws, number, "reasoning")
         _find_structure(text, flaws, number, "text")
@@ -603,7 +603,7 @@ def _find_structure(text: str, flaws: list[Flaw], number: int, place: str) -> No
     if "<" in text and (marker := MARKER.search(text)):
         flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
     if token := control_token(text):
-        flaws.append(_of_token(token, f"turn {number}, {place}"))
+        flaws.append(_token_flaw(token, f"turn {number}, {place}"))
 
 
 def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:
@@ -621,7 +621,7 @@ def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:
     return f"{apart}\n\n{inline}" if apart else inline, text
 
 
-def _joined(parts: Sequence[str]) -> str:
+def _join_parts(parts: Sequence[str]) -> str:
     """The parts that are not blank, joined by blank lines."""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])

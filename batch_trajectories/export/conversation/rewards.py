@@ -21,13 +21,13 @@ def reward_of(record: Record, name: str | None = None) -> float | None:
     return judgement_of(record, name).reward
 
 
-def judged(record: Record, name: str | None) -> Judgement:
+def judgement_with_reward(record: Record, name: str | None) -> Judgement:
     """The judgement of a record, with the reward of this name."""
     judgement = judgement_of(record)
     return judgement if name is None else judgement._replace(reward=reward_of(record, name))
 
 
-def not_passed(judgement: Judgement) -> Rejected | None:
+def why_not_passed(judgement: Judgement) -> Rejected | None:
     """Why a conversation is left out if only those that passed are wanted."""
     if judgement.error is not None:
         return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")

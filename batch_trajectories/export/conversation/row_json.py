@@ -47,7 +47,7 @@ _MARKER_IN_ANGLES = re.compile(rf"<(?=/?(?:tool_call|tool_response|think|tools)>
 _MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
 """The start of a tag of the format or of a control token; in JSON it is inside a string."""
 
-_FEW = 16
+_MAX_PLACES = 16
 """Up to this many places, checking each one is faster than a search by pattern."""
 
 _MAX_DEPTH = 100
@@ -102,7 +102,7 @@ def write_json(value: Any) -> str:
 
     Raises ValueError for NaN and infinity.
     """
-    return _text(value) if type(value) is str else _write_slowly(value)
+    return _string_json(value) if type(value) is str else _write_slowly(value)
 
 
 def compact_json(value: Any) -> str:
@@ -171,7 +171,7 @@ def holds_marker(text: str) -> bool:
 def _has_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
     """Whether a text holds a match of a pattern that begins with an angle bracket."""
     at = text.find("<")
-    for _ in range(_FEW):
+    for _ in range(_MAX_PLACES):
         if at < 0:
             return False
         if pattern.match(text, at):
@@ -210,7 +210,7 @@ def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
     """The same for the text of arguments; raises ValueError."""
     if not sent or sent.isspace():
         return "{}", {}
-    text, value = _respaced(sent)
+    text, value = _respace(sent)
     if not text.startswith("{"):
         raise _NotAnObject(repr(text[:40]))
     if value is None:
@@ -233,7 +233,7 @@ def content_json(text: str) -> str:
     """A result as JSON: an object or list as it is, any other text as a string."""
     if text.lstrip().startswith(("{", "[")):
         try:
-            return _respaced(text)[0]
+            return _respace(text)[0]
         except ValueError:
             pass
     return write_json(text)
@@ -248,7 +248,7 @@ def escape_markers(json_text: str) -> str:
     return json_text
 
 
-def _respaced(text: str) -> tuple[str, Any]:
+def _respace(text: str) -> tuple[str, Any]:
     """JSON `text` with the separators of the format and the digits of its numbers, and its value.
 
     The value is None if only the text was computed. Raises ValueError for what a strict reader
@@ -257,14 +257,14 @@ def _respaced(text: str) -> tuple[str, Any]:
     # Text that orjson reads and writes back unchanged is strict; that is the usual case.
     try:
         value = orjson.loads(text)
-        spaced = _written(value)
+        spaced = _write_exactly(value)
     except (ValueError, TypeError):
         pass
     else:
         if spaced == text or _is_compact(text, value, spaced):
             return spaced, value
     try:
-        return _written(_strict_decoder.decode(text)), None
+        return _write_exactly(_strict_decoder.decode(text)), None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
@@ -277,11 +277,11 @@ def _is_compact(text: str, value: Any, spaced: str) -> bool:
     return orjson.dumps(value).decode() == text
 
 
-def _written(value: Any, depth: int = 1) -> str:
+def _write_exactly(value: Any, depth: int = 1) -> str:
     """JSON of a value at a nesting `depth`; raises ValueError if that is too deep."""
     kind = type(value)
     if kind is str:
-        return _text(value)
+        return _string_json(value)
     if kind is int:
         return str(value)
     if kind is _Digits:
@@ -293,29 +293,31 @@ def _written(value: Any, depth: int = 1) -> str:
             return "{}"
         parts = ["{"]  # joined once, as some are long
         for key, member in value.items():
-            text = _text(member) if type(member) is str else _written(member, depth + 1)
+            text = (
+                _string_json(member) if type(member) is str else _write_exactly(member, depth + 1)
+            )
             parts += (_key_json(key), text, ", ")
         parts[-1] = "}"
         return "".join(parts)
     if kind is list:
         if depth > _MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
-        return f"[{', '.join([_written(element, depth + 1) for element in value])}]"
+        return f"[{', '.join([_write_exactly(element, depth + 1) for element in value])}]"
     return orjson.dumps(value).decode()
 
 
 @lru_cache(maxsize=4096)
 def name_json(name: str) -> str:
     """The JSON of a name, which many texts repeat."""
-    return _text(name)
+    return _string_json(name)
 
 
 @lru_cache(maxsize=4096)
 def _key_json(key: str) -> str:
-    return f"{_text(key)}: "
+    return f"{_string_json(key)}: "
 
 
-def _text(text: str) -> str:
+def _string_json(text: str) -> str:
     """A string as JSON; orjson and the standard library write it alike, the former faster."""
     try:
         return orjson.dumps(text).decode()
@@ -323,13 +325,13 @@ def _text(text: str) -> str:
         return _write_slowly(text)
 
 
-def _finite(digits: str) -> _Digits:
+def _parse_float(digits: str) -> _Digits:
     if math.isinf(float(digits)):
         raise ValueError(f"number out of range: {digits[:40]}")
     return _Digits(digits)
 
 
-def _integer(digits: str) -> int | _Digits:
+def _parse_int(digits: str) -> int | _Digits:
     return _Digits(digits) if digits == "-0" else int(digits)
 
 
@@ -337,7 +339,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("an object repeats a key")
@@ -345,8 +347,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _strict_decoder = json.JSONDecoder(
-    parse_float=_finite,
-    parse_int=_integer,
+    parse_float=_parse_float,
+    parse_int=_parse_int,
     parse_constant=_refuse_constant,
-    object_pairs_hook=_object,
+    object_pairs_hook=_parse_object,
 )

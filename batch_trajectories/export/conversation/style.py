@@ -15,8 +15,8 @@ from batch_trajectories.export.conversation.turns import (
     Conversation,
     Entry,
     Result,
-    Said,
     Turn,
+    UserMessage,
 )
 
 ReasoningStyle = Literal["inline", "field", "last", "none", "since_user"]
@@ -87,8 +87,8 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
     """The conversation with the style applied to its reasoning, calls and results."""
     entries = conversation.entries
     if style.max_tool_chars is not None:
-        entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
-        if cut := sum(map(_cut_results, conversation.entries, entries)):
+        entries = [_cut_results(entry, style.max_tool_chars) for entry in entries]
+        if cut := sum(map(_count_cut_results, conversation.entries, entries)):
             metadata = {**conversation.metadata, "cut_by_export": cut}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
     if style.reasoning in ("last", "none"):
@@ -101,14 +101,14 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
             for n, entry in enumerate(entries)
         ]
     if style.parallel_calls == "split":
-        entries = [part for entry in entries for part in _split(entry)]
+        entries = [part for entry in entries for part in _split_calls(entry)]
     if entries is conversation.entries:
         return conversation
     return msgspec.structs.replace(conversation, entries=entries)
 
 
-def _with_short_results(entry: Entry, max_chars: int) -> Entry:
-    if isinstance(entry, Said) or all(len(r.content) <= max_chars for r in entry.results):
+def _cut_results(entry: Entry, max_chars: int) -> Entry:
+    if isinstance(entry, UserMessage) or all(len(r.content) <= max_chars for r in entry.results):
         return entry
     short = [
         msgspec.structs.replace(r, content=clip(r.content, max_chars=max_chars))
@@ -117,8 +117,8 @@ def _with_short_results(entry: Entry, max_chars: int) -> Entry:
     return msgspec.structs.replace(entry, results=short)
 
 
-def _cut_results(entry: Entry, short: Entry) -> int:
-    if isinstance(entry, Said) or isinstance(short, Said) or entry is short:
+def _count_cut_results(entry: Entry, short: Entry) -> int:
+    if isinstance(entry, UserMessage) or isinstance(short, UserMessage) or entry is short:
         return 0
     return sum(
         now.content != before.content
@@ -126,9 +126,9 @@ def _cut_results(entry: Entry, short: Entry) -> int:
     )
 
 
-def _split(entry: Entry) -> Sequence[Entry]:
+def _split_calls(entry: Entry) -> Sequence[Entry]:
     """One turn per call, the first with reasoning and text; calls without results are one turn."""
-    if isinstance(entry, Said) or len(entry.calls) < 2 or not entry.results:
+    if isinstance(entry, UserMessage) or len(entry.calls) < 2 or not entry.results:
         return [entry]
     results = {result.id: result for result in entry.results}
     steps: list[tuple[list[Call], list[Result]]] = [

@@ -28,7 +28,7 @@ def texts_of(record: Record) -> Iterator[tuple[str, str]]:
 
     That includes inner conversations, discarded replies and the outputs of the check and an agent.
     """
-    yield from _said(record, "")
+    yield from _conversation_texts(record, "")
     for name, value in record.row.items():
         for text in strings_in(value):
             yield f"column {name}", text
@@ -57,27 +57,27 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
-def _said(part: StoredConversation, place: str) -> Iterator[tuple[str, str]]:
+def _conversation_texts(part: StoredConversation, place: str) -> Iterator[tuple[str, str]]:
     for number, message in enumerate(part.messages, start=1):
-        yield from _in_message(message, f"{place}message {number}")
+        yield from _message_texts(message, f"{place}message {number}")
     for number, reply in enumerate(part.discarded, start=1):
-        yield from _in_message(reply.message, f"{place}message {number} set aside")
+        yield from _message_texts(reply.message, f"{place}message {number} set aside")
     if isinstance(part, Record):
-        yield from _not_shown(part)
+        yield from _hidden_texts(part)
     for inner in part.inner:
-        yield from _said(inner, f"{place}conversation of {inner.name}, ")
+        yield from _conversation_texts(inner, f"{place}conversation of {inner.name}, ")
 
 
-def _not_shown(record: Record) -> Iterator[tuple[str, str]]:
+def _hidden_texts(record: Record) -> Iterator[tuple[str, str]]:
     for call in record.set_aside:
         for message in (*call.added, call.message):
-            yield from _in_message(message, f"call {call.number} set aside")
+            yield from _message_texts(message, f"call {call.number} set aside")
     for change in record.rewritten or ():
         for message in change.messages:
-            yield from _in_message(message, f"rewritten message {change.start + 1}")
+            yield from _message_texts(message, f"rewritten message {change.start + 1}")
 
 
-def _in_message(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]:
+def _message_texts(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]:
     where = f"{place} ({message.role})"
     yield where, message.content
     if message.reasoning:

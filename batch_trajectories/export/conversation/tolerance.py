@@ -15,13 +15,13 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 
 Tokens = Literal["template", "all"]
 
-TAGS = frozenset((Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT))
+TAG_FLAWS = frozenset((Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT))
 """Tags of calls, results and reasoning, where rows show text as it is."""
 NO_OBJECT = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
 """Arguments that rows can only hold as text."""
-PARTS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
+NON_TEXT_FLAWS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
 """Formats hold a placeholder of such a part, which is not what the model saw."""
-ANYWHERE = PARTS | frozenset(
+COMMON_FLAWS = NON_TEXT_FLAWS | frozenset(
     (
         Reason.CONTROL_TOKEN,
         Reason.UNKNOWN_TOOL,
@@ -55,9 +55,9 @@ class Tolerance:
         """Whether a row is refused for a flaw."""
         if flaw.reason in self.accepts:
             return False
-        return flaw.token is None or self.minds(flaw.token)
+        return flaw.token is None or self.refuses_token(flaw.token)
 
-    def minds(self, token: Token) -> bool:
+    def refuses_token(self, token: Token) -> bool:
         """Whether a row is refused for a token."""
         if Reason.CONTROL_TOKEN in self.accepts:
             return False

@@ -46,7 +46,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     """The length of the tool's own text, if words of the user or the system follow it."""
 
 
-class Said(msgspec.Struct, frozen=True, gc=False):
+class UserMessage(msgspec.Struct, frozen=True, gc=False):
     """A message of the user's side: the row's, a simulated user's, or a note of the runtime."""
 
     text: str
@@ -72,7 +72,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     """Why it carries no loss although this run's model wrote it."""
 
     @property
-    def is_given(self) -> bool:
+    def is_prior(self) -> bool:
         """Whether the turn is from before this run's first model call."""
         return self.author in ("prompt", "parent", "context")
 
@@ -82,7 +82,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
         return self.author == "model" and not self.masked
 
 
-Entry = Said | Turn
+Entry = UserMessage | Turn
 """What a user said, or an assistant turn."""
 
 
@@ -95,7 +95,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     tools: Tools
     completed: bool
     record: Record
-    own: Own
+    authored: Own
     metadata: Mapping[str, Any]
     num_tool_calls: int
     flaws: Sequence[Flaw] = ()
@@ -108,7 +108,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     @property
     def num_turns(self) -> int:
         """Number of replies of this run's model, in a row for a turn 1."""
-        return 1 if self.is_for_turn else len(self.own.turns)
+        return 1 if self.is_for_turn else len(self.authored.turns)
 
     @property
     def own_turns(self) -> list[Turn]:
@@ -116,7 +116,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
         if self.is_for_turn and isinstance(last := self.entries[-1], Turn):
             return [last]
         turns = [entry for entry in self.entries if isinstance(entry, Turn)]
-        return [turn for turn in turns if not turn.is_given] if self.has_others else turns
+        return [turn for turn in turns if not turn.is_prior] if self.has_others else turns
 
     @property
     def others(self) -> Counter[str]:
@@ -129,7 +129,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     @property
     def replies_by_turn(self) -> dict[int, list[StoredTurn]]:
         """The replies of each own turn by its number: several if the provider paused it."""
-        left = list(self.own.turns)
+        left = list(self.authored.turns)
         by_turn = {}
         for turn in reversed(self.own_turns):
             if count := min(turn.replies, len(left)):
@@ -160,19 +160,19 @@ def _holds_null(value: Any) -> bool:
 
 T = TypeVar("T")
 
-_MOST = 64
-_made: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
+_MAX_LISTS = 64
+_cache: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
 """Lists of tools with their results. Holding a list keeps its `id` from being reused."""
 
 
 def once(tools: Tools, make: Callable[[Tools], T]) -> T:
     """The result of `make(tools)`, computed once for each list object."""
     key = id(tools), make
-    known = _made.get(key)
+    known = _cache.get(key)
     if known is None:
-        if len(_made) >= _MOST:
-            _made.clear()
-        known = _made[key] = tools, make(tools)
+        if len(_cache) >= _MAX_LISTS:
+            _cache.clear()
+        known = _cache[key] = tools, make(tools)
     made: T = known[1]
     return made
 

@@ -28,18 +28,18 @@ from batch_trajectories.export.conversation.validity import Rejected, Rejection
 from batch_trajectories.export.dataset.recipe_origin import recipe_mac
 from batch_trajectories.export.dataset.runs import Read, RunCounts, Source, SourceRecords
 from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
-from batch_trajectories.export.filters.contamination import NearDuplicates, said_in
+from batch_trajectories.export.filters.contamination import NearDuplicates, content_key
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.record_order import Seen
 from batch_trajectories.export.rows.files import Export, Loaded, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
+from batch_trajectories.export.rows.row_files import FileTarget, HashingFile, Written
 from batch_trajectories.export.statistics.counts import KeyCounts, Statistics
 from batch_trajectories.records.record_types import Record
 
 if TYPE_CHECKING:
-    from batch_trajectories.export.dataset.choice import Choice, TokenLengths
+    from batch_trajectories.export.dataset.choice import Selection, TokenLengths
 
 SCHEMA_VERSION = 1
 
@@ -59,7 +59,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     records = SourceRecords(source)
     with records.reading() as read, rare_garbage_collection():
         writer = _DatasetWriter(recipe, place, records, read)
-        with LongWork("export", total=records.with_record) as work:
+        with LongWork("export", total=records.record_count) as work:
             for groups in records.groups(by_prompt=recipe.compares):
                 writer.add(groups)
                 work.advance(sum(map(len, groups)))
@@ -126,20 +126,20 @@ def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:
     Filters that compare samples or conversations with each other are not applied. Raises
     `ConfigError`.
     """
-    filters = _filters_of(recipe, with_unscored=True)
+    filters = _make_filters(recipe, with_unscored=True)
 
     def is_worth(record: Record) -> bool:
         if filters.rejection(record) is not None:
             return False
         try:
-            return not recipe.needs_conversations or bool(_read(record, recipe.tolerances))
+            return not recipe.needs_conversations or bool(_read_accepted(record, recipe.tolerances))
         except Rejected:
             return False
 
     return is_worth
 
 
-def _read(record: Record, tolerances: Sequence[Tolerance]) -> Conversation:
+def _read_accepted(record: Record, tolerances: Sequence[Tolerance]) -> Conversation:
     """Parse a record; raises Rejected, also if no format accepts it."""
     conversation = read_conversation(record)
     if conversation.flaws:
@@ -147,7 +147,7 @@ def _read(record: Record, tolerances: Sequence[Tolerance]) -> Conversation:
     return conversation
 
 
-def _filters_of(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilters:
+def _make_filters(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilters:
     return RecordFilters(
         recipe.record_filters,
         threshold=recipe.preference.threshold,
@@ -182,7 +182,7 @@ class _DatasetWriter:
         # Looked up for each record: a recipe computes some of them.
         self._needs_rates, self._rate_bounds = recipe.needs_rates, filters.pass_rate
         self._without_equal = filters.exact_duplicates
-        self._filters = _filters_of(recipe)
+        self._filters = _make_filters(recipe)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
@@ -199,16 +199,16 @@ class _DatasetWriter:
         if recipe.split_by:
             joined = JoinedSplits(recipe.splits, recipe.split_by, seed=recipe.split_seed)
             self._splits = joined
-        self._choice: Choice | None = None
+        self._selection: Selection | None = None
         if recipe.chooses_among_all:
-            from batch_trajectories.export.dataset.choice import Choice
+            from batch_trajectories.export.dataset.choice import Selection
 
-            self._choice = Choice(recipe, joined, self._lengths)
+            self._selection = Selection(recipe, joined, self._lengths)
         self._row_formats = recipe.row_formats
         self._formats = [open_format(Export(one, recipe, place)) for one in self._row_formats]
         self._tolerances = recipe.tolerances
         self._needs_conversations = recipe.needs_conversations or self._lengths is not None
-        self._rejects = Hashing(place.open("rejects.jsonl"))
+        self._rejects = HashingFile(place.open("rejects.jsonl"))
         self._reject_lines = 0
         self._rejected: KeyCounts[str] = KeyCounts()
         self.selected: KeyCounts[str] = KeyCounts()
@@ -222,7 +222,7 @@ class _DatasetWriter:
         loading = map(self._read, chain.from_iterable(groups))
         loaded = loading if self._compares else iter([*loading])
         filtered = [self._filter_group(numbers, loaded) for numbers in groups]
-        if self._choice is None:
+        if self._selection is None:
             for group in filtered:
                 self._count(group.candidates)
         for group in filtered:
@@ -231,25 +231,25 @@ class _DatasetWriter:
             if not group.candidates:
                 continue
             not_used = self._not_used(group.candidates)
-            if self._choice is None:
+            if self._selection is None:
                 self._write(group.candidates, not_used)
             else:
-                self._choice.add(group.candidates, group.pass_rate, not_used)
+                self._selection.add(group.candidates, group.pass_rate, not_used)
 
     def write_chosen(self) -> None:
         """Write what is chosen among all, now that all are added. Raises `ConfigError`."""
-        if (choice := self._choice) is None:
+        if (selection := self._selection) is None:
             return
-        for number, rejection in choice.left_out().items():
+        for number, rejection in selection.choose().items():
             self._leave_out(self._identity(self._read(number), number), rejection)
-        for groups in choice.groups():
+        for groups in selection.groups():
             for numbers in groups:
                 candidates = [self._load(number, self._read(number)) for number in numbers]
                 self._count(candidates)
                 not_used = {
-                    one.record.id: choice.not_used[one.number]
+                    one.record.id: selection.not_used[one.number]
                     for one in candidates
-                    if one.number in choice.not_used
+                    if one.number in selection.not_used
                 }
                 self._write(candidates, not_used)
 
@@ -257,11 +257,11 @@ class _DatasetWriter:
         for candidate in candidates:
             record = candidate.record
             self.selected[candidate.run] += 1
-            self._statistics.add(record, candidate.own)
+            self._statistics.add(record, candidate.authored)
             self._models[record.model_returned or record.model or _UNKNOWN] += 1
 
     def _write(self, candidates: Sequence[Loaded], not_used: Mapping[str, Rejection]) -> None:
-        split = self._splits.of(candidates[0])
+        split = self._splits.choose(candidates[0])
         for files in self._formats:
             for candidate, rejection in files.add(split, candidates, not_used):
                 identity = self._identity(candidate.record, candidate.number)
@@ -342,17 +342,17 @@ class _DatasetWriter:
             candidate = self._load(number, record)
             if self._lengths is None:
                 return candidate
-            length = self._lengths.of(candidate.parsed)
+            length = self._lengths.count(candidate.parsed)
         except Rejected as rejected:
             return rejected.as_rejection()
         return self._check_length(length) or candidate
 
     def _load(self, number: int, record: Record) -> Loaded:
         """The record with its conversation, if something needs it; raises Rejected."""
-        run = self._records.run_of(number)
+        run = self._records.run_name_of(number)
         if not self._needs_conversations:
             return Loaded(record, conversation=None, number=number, run=run)
-        conversation = _read(record, self._tolerances)
+        conversation = _read_accepted(record, self._tolerances)
         if self._is_mix:
             metadata = {**conversation.metadata, "run": run}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
@@ -371,17 +371,17 @@ class _DatasetWriter:
         record = candidate.record
         if self._without_equal and not self._is_new(candidate.number, record):
             return Rejection("exact_duplicates", "says the same as an earlier conversation")
-        if self._near is None or self._filters.only_compared(record) is not None:
+        if self._near is None or self._filters.row_rejection(record) is not None:
             # A record without a row of its own must not exclude others.
             return None
-        if earlier := self._near.earlier(record):
+        if earlier := self._near.find_or_add(record):
             return Rejection("near_duplicates", f"says nearly the same as {earlier}")
         return None
 
     def _is_new(self, number: int, record: Record) -> bool:
-        said = said_in(record)
+        said = content_key(record)
         return self._seen.is_new(
-            number, hash(said), lambda earlier: said_in(self._read(earlier)) == said
+            number, hash(said), lambda earlier: content_key(self._read(earlier)) == said
         )
 
     def _not_used(self, candidates: list[Loaded]) -> dict[str, Rejection]:
@@ -392,12 +392,12 @@ class _DatasetWriter:
         filters = self._recipe.filters
         ranked = []
         for candidate in candidates:
-            if (why := self._filters.only_compared(candidate.record)) is None:
+            if (why := self._filters.row_rejection(candidate.record)) is None:
                 ranked.append(candidate)
             else:
                 left_out[candidate.record.id] = why
         if filters.best_n is not None:
-            ranked.sort(key=partial(_by_reward, self._recipe.reward_name))
+            ranked.sort(key=partial(_reward_key, self._recipe.reward_name))
         count = filters.first_n or filters.best_n or len(candidates)
         name = "first_n" if filters.first_n else "best_n"
         for candidate in ranked[count:]:
@@ -426,11 +426,11 @@ class _DatasetWriter:
     def _identity(self, record: Record, number: int) -> _Identity:
         identity = {"id": record.id, "status": record.status}
         if self._is_mix:
-            identity["run"] = self._records.run_of(number)
+            identity["run"] = self._records.run_name_of(number)
         return identity
 
 
-def _by_reward(name: str | None, candidate: Loaded) -> float:
+def _reward_key(name: str | None, candidate: Loaded) -> float:
     """A sort key: best first, those without a reward last."""
     reward = reward_of(candidate.record, name)
     return float("inf") if reward is None else -reward

@@ -57,7 +57,7 @@ def card(manifest: Mapping[str, Any], recipe: Recipe) -> str:
 def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     configs: list[dict[str, Any]] = []
     infos: list[dict[str, Any]] = []
-    for name, files in _by_config(manifest):
+    for name, files in _files_by_config(manifest):
         configs.append(
             {
                 "config_name": name,
@@ -83,7 +83,7 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
+def _files_by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """The configs of the hub, each with its files by split.
 
     Its loader reads all configs of a repository as one kind of file.

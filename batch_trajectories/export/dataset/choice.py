@@ -17,7 +17,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejection
-from batch_trajectories.export.dataset.splits import JoinedSplits, draw_of, value_in
+from batch_trajectories.export.dataset.splits import JoinedSplits, draw_bits, value_in
 from batch_trajectories.export.rows.files import Loaded
 from batch_trajectories.export.rows.format import RowFormat, format_named
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
@@ -27,8 +27,8 @@ from batch_trajectories.export.templates.rendering import (
     TOKENIZER,
     Tokens,
     load_chat,
+    strip_marks,
     tools_in,
-    without_marks,
 )
 from batch_trajectories.records.record_types import Record
 
@@ -56,19 +56,19 @@ class TokenLengths:
         self._format = format
         self._style = format.limit(style)
 
-    def of(self, conversation: Conversation) -> int:
+    def count(self, conversation: Conversation) -> int:
         """Tokens of the whole conversation. Raises `Rejected` if it has no row of `openai`.
 
         Raises `ConfigError` if the template refuses the row.
         """
         row = self._format.row_of(styled(conversation, self._style), self._style)
         try:
-            text, _ = without_marks(self._chat(row["messages"], tools_in(row), False))
+            text, _ = strip_marks(self._chat(row["messages"], tools_in(row), False))
         except Exception as error:  # a template can raise anything
             raise ConfigError(
                 f"{OPTION}: its chat template refuses {row['id']}: {error}; see what --parity says"
             ) from error
-        return self._tokens.of(text.replace(EOS, ""))
+        return self._tokens.count(text.replace(EOS, ""))
 
 
 def characters_in(record: Record) -> int:
@@ -85,7 +85,7 @@ _FEW = 32
 """Groups that are written at a time."""
 
 
-class Choice:
+class Selection:
     """The candidates of a dataset, in 24 to 60 bytes each, and what becomes of them."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Choice:
         self._ranks = array("Q")
         self._groups = array("Q")
         """The number of the first candidate of the same prompt, or its own."""
-        self._places = array("d")
+        self._positions = array("d")
         """Where the recipe sorts them."""
         self._runs = array("H")
         self._run_names: dict[str, int] = {}
@@ -124,7 +124,7 @@ class Choice:
             self._numbers.append(number)
             self._groups.append(first)
             self._ranks.append(self._rank(candidate))
-            self._places.append(self._place(candidate, rate))
+            self._positions.append(self._sort_position(candidate, rate))
             self._runs.append(self._run_names.setdefault(candidate.run, len(self._run_names)))
             for column, values in self._values.items():
                 value = value_in(candidate, column)
@@ -133,7 +133,7 @@ class Choice:
             if self._splits is not None:
                 self._splits.join(candidate)
 
-    def left_out(self) -> dict[int, Rejection]:
+    def choose(self) -> dict[int, Rejection]:
         """The numbers of candidates that are left out, in order, and why. Raises `ConfigError`."""
         filters, shares = self._recipe.filters, self._recipe.runs
         for column, ids in self._ids.items():
@@ -149,13 +149,13 @@ class Choice:
         for column, limit in filters.max_per.items():
             why = Rejection("max_per", f"{limit:,} with this {column} are kept")
             limits = dict.fromkeys(self._values[column], limit)
-            left = _capped(left, self._values[column], limits, why, reasons)
+            left = _cap(left, self._values[column], limits, why, reasons)
         if (balanced := filters.balance) is not None:
             values = self._values[balanced]
             counts = Counter(values[n] for n in left if values[n] != _NO_VALUE)
             fewest = min(counts.values(), default=0)
             why = Rejection("balance", f"{fewest:,} of each {balanced} are kept")
-            left = _capped(left, values, dict.fromkeys(counts, fewest), why, reasons)
+            left = _cap(left, values, dict.fromkeys(counts, fewest), why, reasons)
         if shares:
             counts = Counter(self._runs[n] for n in left)
             kept = kept_by_run(
@@ -163,7 +163,7 @@ class Choice:
             )
             limits = {self._run_names[name]: limit for name, limit in kept.items() if limit}
             why = Rejection("runs", "others of its run fill its count or weight")
-            _capped(left, self._runs, limits, why, reasons)
+            _cap(left, self._runs, limits, why, reasons)
         self._left_out = {self._numbers[n]: reasons[n] for n in sorted(reasons)}
         return self._left_out
 
@@ -173,7 +173,7 @@ class Choice:
         for _, members in groupby(range(len(self._numbers)), key=self._groups.__getitem__):
             kept = [n for n in members if self._numbers[n] not in self._left_out]
             if kept:
-                place = min(self._places[n] for n in kept)
+                place = min(self._positions[n] for n in kept)
                 groups.append((place, [self._numbers[n] for n in kept]))
         groups.sort(key=lambda group: group[0])
         for first in range(0, len(groups), _FEW):
@@ -182,9 +182,9 @@ class Choice:
     def _rank(self, candidate: Loaded) -> int:
         record = candidate.record
         drawn = record.prompt_id if self._recipe.keeps_prompts else record.id
-        return draw_of(f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode())
+        return draw_bits(f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode())
 
-    def _place(self, candidate: Loaded, rate: float | None) -> float:
+    def _sort_position(self, candidate: Loaded, rate: float | None) -> float:
         """Where a candidate comes in the order; what has no place comes last."""
         by = (self._recipe.sort or "").removeprefix("-")
         if by == "random":
@@ -192,7 +192,7 @@ class Choice:
         if by == "pass_rate":
             place = None if rate is None else -rate
         elif by == "length" and self._lengths is not None:
-            place = self._lengths.of(candidate.parsed)
+            place = self._lengths.count(candidate.parsed)
         elif by == "length":
             place = characters_in(candidate.record)
         else:
@@ -202,7 +202,7 @@ class Choice:
         return -float(place) if self._recipe.sort == f"-{by}" else float(place)
 
 
-def _capped(
+def _cap(
     left: list[int],
     values: array[int],
     limits: Mapping[int, int],

@@ -39,7 +39,7 @@ from batch_trajectories.export.dataset.card import card, name_of
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.format import format_named
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget, Nowhere, Staging, Written
+from batch_trajectories.export.rows.row_files import FileTarget, HashOnlyTarget, Staging, Written
 from batch_trajectories.records.files import (
     StorageError,
     alone_in,
@@ -50,7 +50,7 @@ from batch_trajectories.records.files import (
 )
 from batch_trajectories.records.names import MANIFEST_FILE
 
-_NAMED = 5
+_MAX_NAMES = 5
 """How many removed files a message names."""
 
 
@@ -72,7 +72,7 @@ class _Format(BaseModel):
 _CARD = "README.md"
 
 
-class _Finished(BaseModel):
+class _FinishedManifest(BaseModel):
     """The keys of a manifest that this program reads back."""
 
     tasks: int
@@ -88,7 +88,7 @@ class _Finished(BaseModel):
     versions: dict[str, str]
 
 
-class _UnderWay(BaseModel):
+class _UnfinishedManifest(BaseModel):
     paths: list[str]
 
 
@@ -106,8 +106,8 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         with alone_in(directory, refusal):
             old = _old_paths(directory)
             with Staging(directory) as staging:
-                manifest = _make(source, recipe, staging)
-                _write_manifest(directory, under_way({*old, *staging.paths()}))
+                manifest = _write_dataset(source, recipe, staging)
+                _write_manifest(directory, unfinished_manifest({*old, *staging.paths()}))
                 staging.publish()
                 gone = old - set(staging.paths())
                 _remove(directory, gone)
@@ -126,11 +126,11 @@ def say_removed(place: Path | str, gone: Collection[str]) -> None:
     if gone:
         say(
             f"removed from {place}, as this export replaces the previous one: "
-            f"{first_few(sorted(gone), _NAMED)}; --output keeps several"
+            f"{first_few(sorted(gone), _MAX_NAMES)}; --output keeps several"
         )
 
 
-def under_way(paths: Iterable[str]) -> dict[str, Any]:
+def unfinished_manifest(paths: Iterable[str]) -> dict[str, Any]:
     """The manifest of a dataset while its files are written, or those of an earlier one remain."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -150,7 +150,7 @@ def add_parity(
     proved = {**manifest, "parity": [*parity]}
     content = card(proved, recipe).encode()
     others = [file for file in manifest["other_files"] if file["path"] != _CARD]
-    proved["other_files"] = [*others, _written(_CARD, content).to_json()]
+    proved["other_files"] = [*others, _describe_file(_CARD, content).to_json()]
     try:
         with alone_in(directory, f"{directory}: another export writes here; wait for it"):
             replace_file(directory / _CARD, content)
@@ -172,7 +172,7 @@ def derive(source: Source, recipe: Recipe, parity: Sequence[Any] | None = None) 
 
     `parity` is what the manifest of a dataset says of chat templates.
     """
-    return _make(source, recipe, Nowhere(), parity)
+    return _write_dataset(source, recipe, HashOnlyTarget(), parity)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -190,7 +190,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{directory / MANIFEST_FILE}: of another version of this program; export again"
         )
     try:
-        (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
+        (_UnfinishedManifest if manifest.get("unfinished") else _FinishedManifest).model_validate(
+            manifest
+        )
     except ValidationError as error:
         raise ConfigError(
             f"{directory / MANIFEST_FILE}: {mistakes_in(error)[0].describe()}; it was changed "
@@ -220,7 +222,7 @@ def paths_in(manifest: Mapping[str, Any]) -> set[str]:
     return {str(file["path"]) for file in listed_files(manifest)}
 
 
-def _make(
+def _write_dataset(
     source: Source, recipe: Recipe, place: FileTarget, parity: Sequence[Any] | None = None
 ) -> dict[str, Any]:
     manifest = write_rows(source, recipe, place)
@@ -228,13 +230,13 @@ def _make(
         manifest["parity"] = parity
     others = []
     for part in manifest["formats"]:
-        for path, content in _beside(part, name_of(manifest), recipe):
-            others.append(_write(place, path, _indented(content)))
+        for path, content in _side_files(part, name_of(manifest), recipe):
+            others.append(_write(place, path, _dump_indented(content)))
     others.append(_write(place, _CARD, card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
 
 
-def _beside(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple[str, Any]]:
+def _side_files(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """The JSON files beside the rows of a format and their copies, by path."""
     format = format_named(part["format"])
     if format.beside is not None:
@@ -251,10 +253,10 @@ def _beside(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple
 def _write(place: FileTarget, path: str, content: bytes) -> Written:
     with place.open(path) as file:
         file.write(content)
-    return _written(path, content)
+    return _describe_file(path, content)
 
 
-def _written(path: str, content: bytes) -> Written:
+def _describe_file(path: str, content: bytes) -> Written:
     digest = hashlib.sha256(content).hexdigest()
     return Written(path=path, rows=0, size=len(content), sha256=digest)
 
@@ -263,7 +265,7 @@ def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     replace_json(directory / MANIFEST_FILE, manifest)
 
 
-def _indented(value: Any) -> bytes:
+def _dump_indented(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 
@@ -292,7 +294,7 @@ _STAYS = ("rejects.jsonl",)
 
 def plan_upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     """A description of what a push would send."""
-    paths = _paths(manifest)
+    paths = _upload_paths(manifest)
     sizes = {path: (directory / path).stat().st_size for path in paths}
     lines = [f"would send {len(paths)} files, {sum(sizes.values()):,} bytes, to {repo} (private):"]
     lines += [f"{size:>15,}  {path}" for path, size in sizes.items()]
@@ -321,7 +323,7 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
             repo_id=repo,
             repo_type="dataset",
             folder_path=directory,
-            allow_patterns=_paths(manifest),
+            allow_patterns=_upload_paths(manifest),
             commit_message=f"Dataset of run {name_of(manifest)}",
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:
@@ -335,7 +337,7 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     return str(done)
 
 
-def _paths(manifest: Mapping[str, Any]) -> list[str]:
+def _upload_paths(manifest: Mapping[str, Any]) -> list[str]:
     listed = [file["path"] for file in listed_files(manifest)]
     return [path for path in sorted([*listed, MANIFEST_FILE]) if path not in _STAYS]
 
@@ -357,13 +359,13 @@ def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
             bring_all(url, directory)
             yield directory
             return
-        old = _paths_at(bucket)
+        old = _remote_paths(bucket)
         yield directory
         if (directory / MANIFEST_FILE).exists():  # else there was nothing to export
             _send(bucket, directory, old)
 
 
-def _paths_at(bucket: Bucket) -> set[str]:
+def _remote_paths(bucket: Bucket) -> set[str]:
     """The files of the dataset at a URL. Raises `ConfigError` if something else is there."""
     content = bucket.read(MANIFEST_FILE)
     if content is None:
@@ -382,7 +384,7 @@ def _send(bucket: Bucket, directory: Path, old: set[str]) -> None:
     gone = old - paths
     total = sum((directory / path).stat().st_size for path in paths)
     with LongWork(f"sending {bucket.url}", total=total, unit="B") as work:
-        bucket.send(MANIFEST_FILE, orjson.dumps(under_way(old | paths)))
+        bucket.send(MANIFEST_FILE, orjson.dumps(unfinished_manifest(old | paths)))
         for path in sorted(paths):
             bucket.send(path, directory / path)
             work.advance((directory / path).stat().st_size)

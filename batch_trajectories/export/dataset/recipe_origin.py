@@ -18,7 +18,7 @@ from batch_trajectories.engine.origin import is_own, mac_of
 RECIPE_MAC = "recipe_mac"
 """The key of a manifest with the MAC of its recipe."""
 
-ACTIVE = (
+ACTIVE_KEYS = (
     ("filters", "answer", "function"),
     ("filters", "evaluation_files"),
     ("filters", "tokenizer"),
@@ -31,7 +31,7 @@ ACTIVE = (
 def active_parts(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a recipe that have code called or files opened, by dotted keys."""
     parts = {}
-    for keys in ACTIVE:
+    for keys in ACTIVE_KEYS:
         value: Any = recipe
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None

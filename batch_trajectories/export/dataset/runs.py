@@ -13,7 +13,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import owed, stopping_rule
 from batch_trajectories.export.record_order import RecordOrder
-from batch_trajectories.export.statistics.rewards import chance_of_pass
+from batch_trajectories.export.statistics.rewards import pass_chance
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import Scores
 
@@ -77,9 +77,9 @@ class SourceRecords:
         return self._firsts[-1]
 
     @property
-    def with_record(self) -> int:
+    def record_count(self) -> int:
         """Number of tasks that have a record."""
-        return sum(order.with_record for order in self.orders)
+        return sum(order.record_count for order in self.orders)
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
         """See `RecordOrder.groups`; no group has tasks of two runs."""
@@ -87,14 +87,14 @@ class SourceRecords:
             for few in order.groups(by_prompt=by_prompt):
                 yield [[first + n for n in numbers] for numbers in few] if first else few
 
-    def run_of(self, number: int) -> str:
+    def run_name_of(self, number: int) -> str:
         """The name of the run of a task."""
         return self._names[bisect_right(self._firsts, number) - 1]
 
     def pass_rate(self, number: int, judged: int, passed: int) -> float | None:
         """The pass rate of the prompt of a task, without the bias of samples that stopped."""
         rule = self._rules[bisect_right(self._firsts, number) - 1]
-        return chance_of_pass(judged, passed, 1, rule) if judged else None
+        return pass_chance(judged, passed, 1, rule) if judged else None
 
     @contextmanager
     def reading(self) -> Iterator[Read]:

@@ -23,7 +23,7 @@ RUN = "run"
 """Stands for the run of a conversation."""
 
 _ID = "id"
-_OF_RECORDS = (
+_RECORD_FIELDS = (
     "model",
     "model_returned",
     "api",
@@ -53,7 +53,7 @@ def value_in(loaded: Loaded, key: str) -> str | None:
         return loaded.run
     if value is None and loaded.conversation is not None:
         value = loaded.conversation.metadata.get(key)
-    if value is None and key in _OF_RECORDS:
+    if value is None and key in _RECORD_FIELDS:
         value = getattr(record, key)
     return None if value is None else orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
@@ -74,18 +74,18 @@ class Splits:
             end += share
             self._ends.append((name, end))
 
-    def of(self, loaded: Loaded) -> str:
+    def choose(self, loaded: Loaded) -> str:
         """The name of the split that a conversation belongs to."""
         if len(self._ends) == 1:
             return self._ends[0][0]
-        drawn = self._drawn(loaded)
+        drawn = self._position(loaded)
         return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
 
-    def _drawn(self, loaded: Loaded) -> float:
-        return self._draw(_prompt(loaded.record)) / 2**64
+    def _position(self, loaded: Loaded) -> float:
+        return self._draw(_prompt_text(loaded.record)) / 2**64
 
     def _draw(self, content: bytes) -> int:
-        return draw_of(self._seed + content)
+        return draw_bits(self._seed + content)
 
 
 class JoinedSplits(Splits):
@@ -96,7 +96,7 @@ class JoinedSplits(Splits):
     """
 
     def __init__(self, shares: Mapping[str, float], columns: Sequence[str], *, seed: int) -> None:
-        """All conversations must be joined before `of`."""
+        """All conversations must be joined before `choose`."""
         super().__init__(shares, seed=seed)
         self._columns = columns
         self._parents: dict[int, int] = {}
@@ -114,11 +114,11 @@ class JoinedSplits(Splits):
                 self._parents[below] = top
             root = top
 
-    def _drawn(self, loaded: Loaded) -> float:
+    def _position(self, loaded: Loaded) -> float:
         return self._root(self._keys(loaded)[0]) / 2**64
 
     def _keys(self, loaded: Loaded) -> list[int]:
-        keys = [self._draw(_prompt(loaded.record)) | 1]
+        keys = [self._draw(_prompt_text(loaded.record)) | 1]
         for column in self._columns:
             if (value := value_in(loaded, column)) is not None:
                 keys.append(self._draw(f"{column}\n{value}".encode()) & ~1)
@@ -134,12 +134,12 @@ class JoinedSplits(Splits):
         return root
 
 
-def draw_of(content: bytes) -> int:
+def draw_bits(content: bytes) -> int:
     """64 bits that a text decides."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-def _prompt(record: Record) -> bytes:
+def _prompt_text(record: Record) -> bytes:
     """The user's text in the row; the id of the prompt if the row has none."""
     try:
         opening = opening_messages(record.row, None)

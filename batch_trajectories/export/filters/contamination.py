@@ -27,7 +27,7 @@ from batch_trajectories.records.record_types import Record
 OPTION = "filters.evaluation_files"
 
 
-class EvaluationSet:
+class Benchmark:
     """The rows of one benchmark."""
 
     def __init__(self, name: str) -> None:
@@ -38,12 +38,12 @@ class EvaluationSet:
         """The commit of a dataset of the hub."""
         self._source: DataSource | None = None
         if name.startswith(HUB_PREFIX) or self.path.is_dir() or has_rows(self.path.name):
-            self._source = _checked(lambda: source_of(Path(name)))
+            self._source = _naming_option(lambda: source_of(Path(name)))
             if self._source.hub is not None:
                 from batch_trajectories.dataset.source import revision_of
 
                 hub = self._source.hub
-                self.revision = _checked(lambda: revision_of(hub))
+                self.revision = _naming_option(lambda: revision_of(hub))
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Number and columns of each row; lines of text have the column `text`.
@@ -86,17 +86,17 @@ class EvaluationSet:
         try:
             return text.decode()
         except UnicodeDecodeError as error:
-            raise self._no_question("UTF-8", number) from error
+            raise self._unusable_line("UTF-8", number) from error
 
     def _parsed(self, line: bytes, number: int) -> Any:
         if line == TOO_LONG:
-            raise self._no_question("short enough", number)
+            raise self._unusable_line("short enough", number)
         try:
             return orjson.loads(line) if line.strip() else {}
         except orjson.JSONDecodeError as error:
-            raise self._no_question("JSON", number) from error
+            raise self._unusable_line("JSON", number) from error
 
-    def _no_question(self, kind: str, number: int) -> ConfigError:
+    def _unusable_line(self, kind: str, number: int) -> ConfigError:
         return ConfigError(
             f"{OPTION}: {self.path}:{number}: not {kind}, so it is not a question; fix or remove "
             "that line"
@@ -109,7 +109,7 @@ def texts_in(row: Mapping[str, Any], columns: Iterable[str] | None) -> Iterator[
         yield from strings_in(row.get(name))
 
 
-def _checked(read: Any) -> Any:
+def _naming_option(read: Any) -> Any:
     try:
         return read()
     except DatasetError as error:
@@ -151,7 +151,7 @@ class Contamination:
 
     def __init__(self, filters: Filters) -> None:
         """Read them. Raises `ConfigError`, or `EnvironmentStop` where a hub cannot be reached."""
-        self._words = filters.evaluation_words
+        self._run_length = filters.evaluation_words
         self._search = filters.evaluation_search
         self._columns = filters.evaluation_columns
         if not self._search and not self._columns:
@@ -167,7 +167,7 @@ class Contamination:
         self._values: dict[str, dict[str, int]] = {name: {} for name in self._columns}
         """For each column its values, with the number of the set."""
         self._found: list[Counter[str]] = []
-        self._sets = [EvaluationSet(name) for name in filters.evaluation_files]
+        self._sets = [Benchmark(name) for name in filters.evaluation_files]
         missing = {*self._columns, *(self._text_columns or ())}
         for number, one in enumerate(self._sets):
             missing -= self._read(one, number)
@@ -194,7 +194,7 @@ class Contamination:
             if text in seen:
                 continue
             seen.add(text)
-            if (hit := self._in_text(text)) is not None:
+            if (hit := self._find_in_text(text)) is not None:
                 question, length = hit
                 number = next(n for n, end in enumerate(self._ends) if question < end)
                 self._found[number]["words"] += 1
@@ -216,7 +216,7 @@ class Contamination:
             )
         ]
 
-    def _read(self, one: EvaluationSet, number: int) -> set[str]:
+    def _read(self, one: Benchmark, number: int) -> set[str]:
         """Take the rows of a set; returns their columns."""
         columns: set[str] = set()
         values = 0
@@ -245,17 +245,17 @@ class Contamination:
         return columns
 
     def _add(self, text: str, row: int) -> None:
-        tokens = _words(text)
+        tokens = _words_in(text)
         if len(tokens) < _FEWEST_WORDS:
             return
         question = len(self._rows)
         self._rows.append(row)
-        if len(tokens) < self._words:
+        if len(tokens) < self._run_length:
             (start,) = _runs(tokens[:_FEWEST_WORDS], _FEWEST_WORDS)
             short = _ShortQuestion(len(tokens), hash(tuple(tokens)), question)
             self._short.setdefault(start, []).append(short)
             return
-        for run in _runs(tokens, self._words):
+        for run in _runs(tokens, self._run_length):
             self._runs.add(run, question)
 
     def _texts(self, record: Record) -> Iterator[tuple[str, str]]:
@@ -270,11 +270,11 @@ class Contamination:
                 if message.role == "tool":
                     yield f"message {number} (tool)", message.content
 
-    def _in_text(self, text: str) -> tuple[int, int] | None:
+    def _find_in_text(self, text: str) -> tuple[int, int] | None:
         """The first question that a text has in common, and the length of its run."""
-        tokens = _words(text)
-        if (question := self._runs.find(_runs(tokens, self._words))) is not None:
-            return question, self._words
+        tokens = _words_in(text)
+        if (question := self._runs.find(_runs(tokens, self._run_length))) is not None:
+            return question, self._run_length
         if self._short:
             for place, start in enumerate(_runs(tokens, _FEWEST_WORDS)):
                 for short in self._short.get(start, ()):
@@ -343,7 +343,7 @@ def value_of(row: Mapping[str, Any], column: str) -> str | None:
     return text or None
 
 
-def _words(text: str) -> list[str]:
+def _words_in(text: str) -> list[str]:
     return words_of(_ESCAPE.sub(" ", text))
 
 
@@ -357,11 +357,11 @@ _PERMUTATIONS = 128
 _SEED = 1
 
 
-def said_in(record: Record) -> tuple[str, ...]:
+def content_key(record: Record) -> tuple[str, ...]:
     """All texts of a conversation, without ids and times; also which turns its source masks."""
     quiet = None if record.imported is None else record.imported.get("no_loss")
     # Where one of two copies is not to be learnt, the other one still is.
-    return (*_said(record, with_results=True), *map(str, quiet or ()))
+    return (*_message_texts(record, with_results=True), *map(str, quiet or ()))
 
 
 class NearDuplicates:
@@ -387,9 +387,9 @@ class NearDuplicates:
         self._kept: list[tuple[Any, str]] = []
         """Sketch and id."""
 
-    def earlier(self, record: Record) -> str | None:
+    def find_or_add(self, record: Record) -> str | None:
         """The id of an earlier near duplicate; without one this record is remembered."""
-        words = words_of(" ".join(_said(record, with_results=False)))
+        words = words_of(" ".join(_message_texts(record, with_results=False)))
         triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
         sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)
         sketch.update(sorted(triples))
@@ -403,7 +403,7 @@ class NearDuplicates:
         return None
 
 
-def _said(record: Record, *, with_results: bool) -> list[str]:
+def _message_texts(record: Record, *, with_results: bool) -> list[str]:
     said: list[str] = []
     for message in record.messages:
         role = message.role

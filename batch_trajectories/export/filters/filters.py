@@ -14,9 +14,9 @@ from agent.options import Match
 from batch_trajectories.basics.errors import ConfigError, missing
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.metadata import views_of
+from batch_trajectories.export.conversation.metadata import view_counts
 from batch_trajectories.export.conversation.own_work import Own, interrupted_calls
-from batch_trajectories.export.conversation.rewards import judged, reward_of
+from batch_trajectories.export.conversation.rewards import judgement_with_reward, reward_of
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.turns import names_of
 from batch_trajectories.export.conversation.validity import Rejection
@@ -63,11 +63,11 @@ _KINDS = {
 
 _IN_URL = r"://[^\s/:@]{1,64}:[^\s/:@]{3,64}@"
 
-_BEGINS = r"(?:(?<![\w-])|(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4}))"
+_WORD_START = r"(?:(?<![\w-])|(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4}))"
 """Not within a word. Arguments and many results are JSON, whose escapes end in letters."""
 
 _PATTERNS = {
-    **{kind: re.compile(f"{_BEGINS}(?:{pattern})") for kind, pattern in _KINDS.items()},
+    **{kind: re.compile(f"{_WORD_START}(?:{pattern})") for kind, pattern in _KINDS.items()},
     "password in a url": re.compile(rf"(?<=[a-z0-9+.]){_IN_URL}"),
 }
 
@@ -75,7 +75,7 @@ _ANY = re.compile("|".join([*_KINDS.values(), _IN_URL]))
 """Finds in one pass that there is nothing, as in most texts: all of its parts begin with one
 letter, so that places where none of these stands are skipped."""
 
-_OF_WORDS = (
+_WORD_DETECTORS = (
     "KeywordDetector",
     "Base64HighEntropyString",
     "HexHighEntropyString",
@@ -90,7 +90,7 @@ def make_scanner(*, with_detect_secrets: bool) -> Scanner:
     Raises `ConfigError` if that is not installed.
     """
     if not with_detect_secrets:
-        return _by_pattern
+        return _scan_by_pattern
     try:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     except ImportError as error:
@@ -98,11 +98,11 @@ def make_scanner(*, with_detect_secrets: bool) -> Scanner:
     plugins: list[Any] = [
         plugin()
         for plugin in get_mapping_from_secret_type_to_class().values()
-        if plugin.__name__ not in _OF_WORDS
+        if plugin.__name__ not in _WORD_DETECTORS
     ]
 
     def scan(text: str) -> str | None:
-        if kind := _by_pattern(text):
+        if kind := _scan_by_pattern(text):
             return kind
         for line in text.splitlines():
             for plugin in plugins:
@@ -113,7 +113,7 @@ def make_scanner(*, with_detect_secrets: bool) -> Scanner:
     return scan
 
 
-def _by_pattern(text: str) -> str | None:
+def _scan_by_pattern(text: str) -> str | None:
     if not _ANY.search(text):
         return None
     return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(text)), None)
@@ -122,7 +122,7 @@ def _by_pattern(text: str) -> str | None:
 _NO_ANSWER = "there is no answer"
 
 
-_COUNTED = (
+_COUNT_FILTERS = (
     "min_reasoning",
     "hidden_reasoning",
     "max_tool_errors",
@@ -138,7 +138,7 @@ _COUNTED = (
 )
 """Filters that need counts of what the model did."""
 
-_OF_SEVERAL = frozenset(
+_GROUP_FILTERS = frozenset(
     (
         "control_tokens",
         "exact_duplicates",
@@ -174,7 +174,7 @@ class RecordFilters:
         """Load what they need. Raises `ConfigError`.
 
         `reward_name` is the reward that counts. An export `with_comparisons` keeps records that
-        only preferences use; see `only_compared`. `with_unscored` keeps records that lack a reward
+        only preferences use; see `row_rejection`. `with_unscored` keeps records that lack a reward
         which a filter compares.
         """
         self._with_comparisons = with_comparisons
@@ -182,10 +182,10 @@ class RecordFilters:
         self._filters = filters
         self._threshold = threshold
         self._reward_name = reward_name
-        self.are_idle = filters.model_fields_set <= _OF_SEVERAL
+        self.is_idle = filters.model_fields_set <= _GROUP_FILTERS
         """Whether only the status of a record matters."""
-        self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
-        self._wrong = None if filters.answer is None else _answer_check(filters.answer)
+        self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNT_FILTERS)
+        self._wrong = None if filters.answer is None else _make_answer_check(filters.answer)
         self.evaluation: Contamination | None = None
         """The benchmarks that records are compared with."""
         if filters.evaluation_files:
@@ -201,30 +201,30 @@ class RecordFilters:
 
     def rejection(self, record: Record) -> Rejection | None:
         """The first filter that leaves the record out, None if none does."""
-        if self.are_idle and record.status == "completed":
+        if self.is_idle and record.status == "completed":
             return None
         return next(self._rejections(record), None)
 
     def passed(self, record: Record) -> bool | None:
         """Whether a record passed; None if nothing judged it."""
-        return judged(record, self._reward_name).is_good(self._threshold)
+        return judgement_with_reward(record, self._reward_name).is_good(self._threshold)
 
-    def only_compared(self, record: Record) -> Rejection | None:
+    def row_rejection(self, record: Record) -> Rejection | None:
         """Why a record is used only in preferences, None if it makes rows of its own."""
         status = record.status
         if self._filters.status is None and status != "completed" and not is_right_now(record):
-            return _by_status(record)
-        if (rejection := self._by_label(record)) is not None:
+            return _status_rejection(record)
+        if (rejection := self._label_rejection(record)) is not None:
             return rejection
         if self._filters.require_passed is True:
-            judgement = judged(record, self._reward_name)
+            judgement = judgement_with_reward(record, self._reward_name)
             if judgement.error is not None:
                 return Rejection(CHECK_FAILED, judgement.error)
             if judgement.is_good(self._threshold) is False:
                 return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
         return None
 
-    def _by_label(self, record: Record) -> Rejection | None:
+    def _label_rejection(self, record: Record) -> Rejection | None:
         wanted = self._filters.label
         if wanted is None:
             return None
@@ -244,13 +244,13 @@ class RecordFilters:
             yield Rejection("failed", f"{error.error_class}: {error.message}")
         if filters.status is None:
             if status != "completed" and not ended_by_wrong_answer(record):
-                yield _by_status(record)
+                yield _status_rejection(record)
         elif status not in filters.status and "any" not in filters.status:
-            yield _by_status(record)
-        if not self._with_comparisons and (why := self.only_compared(record)) is not None:
+            yield _status_rejection(record)
+        if not self._with_comparisons and (why := self.row_rejection(record)) is not None:
             yield why
         if filters.shortened_views == "reject" and record.view_compacted:
-            seen = views_of(record).get("view_compacted", 0)
+            seen = view_counts(record).get("view_compacted", 0)
             yield Rejection("shortened_views", f"{seen} replies did not see the whole conversation")
         if filters.leak_suspected == "reject" and (leaks := leaks_of(record)):
             leak = leaks[0]
@@ -260,8 +260,8 @@ class RecordFilters:
             if interrupted > limit:
                 yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
         if self._counts:
-            yield from _counts(record, filters)
-        yield from self._judged(record)
+            yield from _count_rejections(record, filters)
+        yield from self._reward_rejections(record)
         if self.evaluation is not None and (overlap := self.evaluation.overlap(record)):
             yield overlap
         if self._scanner is not None:
@@ -269,9 +269,9 @@ class RecordFilters:
                 if kind := self._scanner(text):
                     yield Rejection("secrets", f"{place}: {kind}")
 
-    def _judged(self, record: Record) -> Iterator[Rejection]:
+    def _reward_rejections(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters
-        judgement = judged(record, self._reward_name)
+        judgement = judgement_with_reward(record, self._reward_name)
         reward = judgement.reward
         detail = "no reward" if reward is None else f"reward {reward:g}"
         if self._is_outside(reward, least=filters.min_reward):
@@ -280,10 +280,10 @@ class RecordFilters:
             yield Rejection("max_reward", detail)
         for name, least in filters.min_rewards.items():
             if self._is_outside(given := reward_of(record, name), least=least):
-                yield Rejection("min_rewards", _named(name, given))
+                yield Rejection("min_rewards", _describe_reward(name, given))
         for name, highest in filters.max_rewards.items():
             if self._is_outside(given := reward_of(record, name), highest=highest):
-                yield Rejection("max_rewards", _named(name, given))
+                yield Rejection("max_rewards", _describe_reward(name, given))
         if isinstance(filters.require_passed, str):
             is_good = judgement.is_good(self._threshold)
             is_wanted = is_good is (filters.require_passed == "judged")
@@ -310,25 +310,25 @@ class RecordFilters:
         return (least is not None and reward < least) or (highest is not None and reward > highest)
 
 
-def _named(name: str, reward: float | None) -> str:
+def _describe_reward(name: str, reward: float | None) -> str:
     return f"no reward {name!r}" if reward is None else f"{name} {reward:g}"
 
 
-def _by_status(record: Record) -> Rejection:
+def _status_rejection(record: Record) -> Rejection:
     reason = record.status_reason or "ended early"
     return Rejection("status", f"{record.status}: {reason}")
 
 
-def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
+def _count_rejections(record: Record, filters: Filters) -> Iterator[Rejection]:
     """Rejections by the model's own work, without turns of the prompt or a branch's parent."""
-    own = Own(record)
-    turns, replies = len(own.turns), own.messages
+    authored = Own(record)
+    turns, replies = len(authored.turns), authored.messages
     if filters.min_reasoning is not None:
-        counts = own.counts
+        counts = authored.counts
         share = counts.with_reasoning / counts.replies if counts.replies else 0.0
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
-    if filters.hidden_reasoning == "reject" and (hidden := own.counts.hidden):
+    if filters.hidden_reasoning == "reject" and (hidden := authored.counts.hidden):
         yield Rejection("hidden_reasoning", f"the reasoning of {hidden} turns is hidden")
     results = [message for message in replies if message.role == "tool"]
     errors = sum(bool(message.is_error) for message in results)
@@ -345,14 +345,16 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     usage = record.usage or {}
     read, written = usage.get("input_tokens"), usage.get("output_tokens")
     both = None if read is None or written is None else read + written
-    yield from _bounds("turns", turns, filters.min_turns, filters.max_turns)
-    yield from _bounds("tool_calls", len(calls), filters.min_tool_calls, filters.max_tool_calls)
-    yield from _bounds("input_tokens", read, None, filters.max_input_tokens)
-    yield from _bounds("output_tokens", written, None, filters.max_output_tokens)
-    yield from _bounds("tokens", both, None, filters.max_tokens)
+    yield from _bound_rejections("turns", turns, filters.min_turns, filters.max_turns)
+    yield from _bound_rejections(
+        "tool_calls", len(calls), filters.min_tool_calls, filters.max_tool_calls
+    )
+    yield from _bound_rejections("input_tokens", read, None, filters.max_input_tokens)
+    yield from _bound_rejections("output_tokens", written, None, filters.max_output_tokens)
+    yield from _bound_rejections("tokens", both, None, filters.max_tokens)
 
 
-def _bounds(
+def _bound_rejections(
     what: str, count: int | None, least: int | None, highest: int | None
 ) -> Iterator[Rejection]:
     subject = what.replace("_", " ")
@@ -362,10 +364,10 @@ def _bounds(
         yield Rejection(f"max_{what}", f"{'unknown' if count is None else count} {subject}")
 
 
-def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
+def _make_answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     """A function that returns what is wrong with the answer of a record, None if it is right."""
     if check.function:
-        return _own_check(check.function)
+        return _make_function_check(check.function)
     how: Match = "auto"
     if check.match == "numeric":
         how = "number"
@@ -396,7 +398,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     return wrong
 
 
-def _own_check(place: str) -> Callable[[Record], str | None]:
+def _make_function_check(place: str) -> Callable[[Record], str | None]:
     """The same, decided by a user's function."""
     try:
         hook = import_function(place, "filters.answer.function")

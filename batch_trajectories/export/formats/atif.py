@@ -18,14 +18,20 @@ from typing import Any
 from agent.messages.message import SIMULATED_USER
 from agent.models.usage import count_or_none
 from batch_trajectories.basics.exact_json import within_64_bits
-from batch_trajectories.export.conversation.authors import in_order, with_context
-from batch_trajectories.export.conversation.metadata import metadata_of
+from batch_trajectories.export.conversation.authors import mark_context, order_messages
+from batch_trajectories.export.conversation.metadata import row_metadata
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_entries, system_of
 from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.style import Style, styled
-from batch_trajectories.export.conversation.tolerance import ANYWHERE, PARTS, TAGS, Flaw, Tolerance
-from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
+from batch_trajectories.export.conversation.tolerance import (
+    COMMON_FLAWS,
+    NON_TEXT_FLAWS,
+    TAG_FLAWS,
+    Flaw,
+    Tolerance,
+)
+from batch_trajectories.export.conversation.turns import Conversation, Turn, UserMessage
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.records.record_types import (
@@ -39,7 +45,7 @@ from batch_trajectories.records.record_types import (
 
 SCHEMA_VERSION = "ATIF-v1.8"
 
-_MADE = frozenset(("schema_version", "steps", "subagent_trajectories"))
+_EXPORTED_KEYS = frozenset(("schema_version", "steps", "subagent_trajectories"))
 """What an imported document has of the export."""
 
 _TOTALS = "The totals of tokens and cost include those of all inner conversations."
@@ -61,7 +67,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     extra = within_64_bits(
         {
             "completed": conversation.completed,
-            **metadata_of(conversation),
+            **row_metadata(conversation),
         }
     )
     return _document(
@@ -89,7 +95,7 @@ def _document(
     if conversation.system and style.has_system(by_default=True):
         steps.append({"source": "system", "message": conversation.system})
     for entry in conversation.entries:
-        if isinstance(entry, Said):
+        if isinstance(entry, UserMessage):
             steps.append({"source": "user", "message": entry.text})
         else:
             steps.append(_agent_step(entry, replies.get(entry.number, []), references))
@@ -110,11 +116,11 @@ def _document(
         "agent": agent,
         "steps": [{"step_id": n, **step} for n, step in enumerate(steps, start=1)],
         **({"notes": _TOTALS} if part.inner else {}),
-        "final_metrics": _known(metrics),
+        "final_metrics": _drop_unknown(metrics),
         "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
         **({"subagent_trajectories": list(inside.values())} if inside else {}),
     }
-    return _as_imported(made, kept, conversation.record) if kept else made
+    return _restore_imported(made, kept, conversation.record) if kept else made
 
 
 def _inner_documents(
@@ -162,7 +168,9 @@ def _references(inside: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[
     return references
 
 
-def _as_imported(made: dict[str, Any], kept: Mapping[str, Any], record: Record) -> dict[str, Any]:
+def _restore_imported(
+    made: dict[str, Any], kept: Mapping[str, Any], record: Record
+) -> dict[str, Any]:
     """A document that was imported, as it was, but for what has been decided since."""
     decided = {"masked", *(reward_facts(record) if record.scores else ())}
     since = {key: value for key, value in made["extra"].items() if key in decided}
@@ -171,7 +179,7 @@ def _as_imported(made: dict[str, Any], kept: Mapping[str, Any], record: Record) 
         document["extra"] = {**(kept.get("extra") or {}), **since}
     if "total_steps" in (kept.get("final_metrics") or {}):
         document["final_metrics"] = {**kept["final_metrics"], "total_steps": len(made["steps"])}
-    return {key: value for key, value in document.items() if key in kept or key in _MADE}
+    return {key: value for key, value in document.items() if key in kept or key in _EXPORTED_KEYS}
 
 
 def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Conversation:
@@ -181,13 +189,13 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
     """
     if not inner.turns:
         raise Rejected(Reason.NO_REPLY, "the model never replied")
-    inner = in_order(inner)
+    inner = order_messages(inner)
     messages = inner.messages
     called = {call.function.name for message in messages for call in message.tool_calls}
     flaws: list[Flaw] = []
     offered = [{"function": {"name": name}} for name in sorted(called)]
-    own = Own(inner)
-    entries = with_context(read_entries(messages, offered, flaws), inner, own)
+    authored = Own(inner)
+    entries = mark_context(read_entries(messages, offered, flaws), inner, authored)
     tolerance.refuse(flaws)
     return Conversation(
         system=system_of(messages),
@@ -195,10 +203,10 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
         tools=(),
         completed=True,
         record=record,
-        own=own,
+        authored=authored,
         metadata={},
         num_tool_calls=0,
-        has_others=own.brought > 0,
+        has_others=authored.prior_replies > 0,
     )
 
 
@@ -235,7 +243,7 @@ def _agent_step(
                 for result in turn.results
             ]
         }
-    if turn.is_given:
+    if turn.is_prior:
         step["is_copied_context"] = True
     elif replies:
         if turn.author == "other_model":
@@ -254,23 +262,23 @@ def _agent_step(
 
 def _metrics(replies: list[StoredTurn]) -> dict[str, Any]:
     usages = [reply.usage or StoredUsage() for reply in replies]
-    return _known(
+    return _drop_unknown(
         {
-            "prompt_tokens": _sum(count_or_none(one.input_tokens) for one in usages),
-            "completion_tokens": _sum(count_or_none(one.output_tokens) for one in usages),
-            "cached_tokens": _sum(count_or_none(one.cache_read_tokens) for one in usages),
-            "cost_usd": _sum(reply.cost_usd for reply in replies),
+            "prompt_tokens": _sum_or_none(count_or_none(one.input_tokens) for one in usages),
+            "completion_tokens": _sum_or_none(count_or_none(one.output_tokens) for one in usages),
+            "cached_tokens": _sum_or_none(count_or_none(one.cache_read_tokens) for one in usages),
+            "cost_usd": _sum_or_none(reply.cost_usd for reply in replies),
         }
     )
 
 
-def _sum(numbers: Any) -> Any:
+def _sum_or_none(numbers: Any) -> Any:
     """The sum, None if any number is unknown."""
     known = list(numbers)
     return None if None in known else sum(known)
 
 
-def _known(members: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unknown(members: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in members.items() if value is not None}
 
 
@@ -279,10 +287,10 @@ FORMAT = RowFormat(
     card="One ATIF-v1.8 document per line; not meant for `load_dataset`.",
     row_of=row_of,
     reasoning=frozenset(("field",)),
-    holds=ANYWHERE | TAGS,
+    holds=COMMON_FLAWS | TAG_FLAWS,
     # Nothing tokenizes its documents. Placeholders of parts are not what the model saw, and a call
     # that a server left in a text is not what the model did.
-    accepts=(ANYWHERE | TAGS) - PARTS - {Reason.LEAKED_CALL},
+    accepts=(COMMON_FLAWS | TAG_FLAWS) - NON_TEXT_FLAWS - {Reason.LEAKED_CALL},
     splits_calls=False,
     has_segments=False,
     marks_loss=True,

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from batch_trajectories.export.conversation.metadata import COUNTS, lineage_of
+from batch_trajectories.export.conversation.metadata import VIEW_COUNTS, lineage_of
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
-from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
+from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.validity import Reason, Rejection
-from batch_trajectories.export.rows.files import Loaded, OwnFormat
+from batch_trajectories.export.rows.files import CustomFormat, Loaded
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.records.scores import score_key
 
 
-def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
+def widest_pair(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
     """The two samples whose rewards differ most, the better first.
 
     They have the same prompt and tools and different completions, and their rewards differ by more
@@ -37,8 +37,8 @@ def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sa
 def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
     """The best sample, and the worst with another completion."""
     best = max(samples, key=attrgetter("reward"))
-    said = _said(best)
-    others = [sample for sample in samples if _said(sample) != said]
+    said = _completion_content(best)
+    others = [sample for sample in samples if _completion_content(sample) != said]
     return (best, min(others, key=attrgetter("reward"))) if others else None
 
 
@@ -63,7 +63,11 @@ def labelled_pairs(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Sample]]
         for other, worse in by_name.items():
             is_preferred = (name, other) in preferred and (other, name) not in preferred
             is_same = better.prompt == worse.prompt and better.tools == worse.tools
-            if is_preferred and is_same and _said(better) != _said(worse):
+            if (
+                is_preferred
+                and is_same
+                and _completion_content(better) != _completion_content(worse)
+            ):
                 yield better, worse
 
 
@@ -72,8 +76,8 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     lineage = lineage_of(chosen.conversation.record)
     lineage.pop("branch", None)
     metadata: dict[str, Any] = {
-        "chosen": {"id": chosen.id, "reward": chosen.reward, **_views(chosen)},
-        "rejected": {"id": rejected.id, "reward": rejected.reward, **_views(rejected)},
+        "chosen": {"id": chosen.id, "reward": chosen.reward, **_view_counts(chosen)},
+        "rejected": {"id": rejected.id, "reward": rejected.reward, **_view_counts(rejected)},
         **({"fork": lineage} if lineage else {}),
     }
     return {
@@ -86,12 +90,12 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     }
 
 
-def _views(sample: Sample) -> dict[str, int]:
+def _view_counts(sample: Sample) -> dict[str, int]:
     metadata = sample.conversation.metadata
-    return {key: metadata[key] for key in COUNTS if metadata.get(key)}
+    return {key: metadata[key] for key in VIEW_COUNTS if metadata.get(key)}
 
 
-def _said(sample: Sample) -> list[Any]:
+def _completion_content(sample: Sample) -> list[Any]:
     """The content of a completion, without ids of calls."""
     return [
         (
@@ -111,7 +115,7 @@ class _PairFiles(PreferenceFiles):
             pairs = [*labelled_pairs(samples)]
             detail = "no reviewer prefers it to another, or another to it"
         else:
-            pair = pair_of(samples, min_margin=preference.min_margin)
+            pair = widest_pair(samples, min_margin=preference.min_margin)
             pairs = [] if pair is None else [pair]
             detail = "no other sample differs enough" if pair is None else "others are the pair"
         used: set[str] = set()
@@ -124,7 +128,7 @@ class _PairFiles(PreferenceFiles):
                 yield self.reject(sample.candidate, Rejection(Reason.NO_PAIR.value, detail))
 
 
-FORMAT = OwnFormat(
+FORMAT = CustomFormat(
     name="dpo",
     card="TRL DPOTrainer: prompt, chosen, rejected. Needs datasets 4.7 or newer.",
     trainers={"TRL DPOTrainer": ("dpo_hf", "dpo")},
@@ -133,7 +137,7 @@ FORMAT = OwnFormat(
         **dict.fromkeys(("prompt", "chosen", "rejected"), "messages"),
         **dict.fromkeys(("tools", "metadata"), "string"),
     },
-    holds=ANYWHERE | TAGS,
+    holds=COMMON_FLAWS | TAG_FLAWS,
     by_prompt=True,
     prefers=True,
     files=_PairFiles,

@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.export.conversation.metadata import COMMON, common_columns
+from batch_trajectories.export.conversation.metadata import COMMON_COLUMNS, common_columns
 from batch_trajectories.export.conversation.reading import (
+    mark_hidden_reasoning,
     read_entries,
     refuse_control_tokens,
-    with_hidden_reasoning,
 )
 from batch_trajectories.export.conversation.row_json import (
     TOOL_RESPONSE,
@@ -31,8 +31,19 @@ from batch_trajectories.export.conversation.row_json import (
     write_json,
 )
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import ANYWHERE, NO_OBJECT, Flaw, Tolerance
-from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn, once
+from batch_trajectories.export.conversation.tolerance import (
+    COMMON_FLAWS,
+    NO_OBJECT,
+    Flaw,
+    Tolerance,
+)
+from batch_trajectories.export.conversation.turns import (
+    Conversation,
+    Entry,
+    Turn,
+    UserMessage,
+    once,
+)
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.records.record_types import StoredMessage, Tools
@@ -83,7 +94,7 @@ def to_conversations(
     flaws: list[Flaw] = []
     entries = read_entries(messages, tools, flaws)
     Tolerance().refuse(flaws)
-    entries = with_hidden_reasoning(entries, messages, reasoning_tokens)
+    entries = mark_hidden_reasoning(entries, messages, reasoning_tokens)
     return _conversations(entries, preamble, Style(), system="")
 
 
@@ -94,7 +105,7 @@ def _conversations(
     value = f"{preamble}\n\n{system}" if system else preamble
     conversations = [{"from": "system", "value": value}]
     for entry in entries:
-        if isinstance(entry, Said):
+        if isinstance(entry, UserMessage):
             conversations.append({"from": "human", "value": entry.text})
             continue
         conversations.append({"from": "gpt", "value": _gpt_value(entry, no_reasoning)})
@@ -170,10 +181,10 @@ FORMAT = RowFormat(
         "completed": "bool",
         "partial": "bool",
         "api_calls": "int64",
-        **COMMON,
+        **COMMON_COLUMNS,
     },
     row_of=row_of,
     reasoning=frozenset(("inline",)),
     # Calls are text, so arguments that are not an object become a string.
-    holds=ANYWHERE | NO_OBJECT,
+    holds=COMMON_FLAWS | NO_OBJECT,
 )

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.export.rows.format import Copies, Format
-from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
+from batch_trajectories.export.rows.row_files import HashingFile, MakeWriter, RowTables
 
 
 def datasets_writer(format: Format, lists_tools: bool) -> MakeWriter:
@@ -36,7 +36,7 @@ def datasets_writer(format: Format, lists_tools: bool) -> MakeWriter:
                 row[name] = [orjson.dumps(item).decode() for item in items]
         return _table(rows, schema)
 
-    def begin(file: Hashing) -> RowTables:
+    def begin(file: HashingFile) -> RowTables:
         return RowTables(pa.ipc.new_stream(file, schema), table_of)
 
     return begin

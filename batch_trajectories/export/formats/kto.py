@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from batch_trajectories.export.conversation.metadata import metadata_of
+from batch_trajectories.export.conversation.metadata import row_metadata
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
-from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
+from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.validity import Reason, Rejection
-from batch_trajectories.export.rows.files import Loaded, OwnFormat
+from batch_trajectories.export.rows.files import CustomFormat, Loaded
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.scores import verdict_of
@@ -34,7 +34,7 @@ def kto_row(sample: Sample, *, is_good: bool) -> dict[str, Any]:
         "completion": sample.completion,
         "label": is_good,
         "tools": sample.tools,
-        "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
+        "metadata": compact_json({"reward": sample.reward, **row_metadata(sample.conversation)}),
     }
 
 
@@ -50,7 +50,7 @@ class _LabelFiles(PreferenceFiles):
                 self.write(split, dumps_row(kto_row(sample, is_good=good)))
 
 
-FORMAT = OwnFormat(
+FORMAT = CustomFormat(
     name="kto",
     card="TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
     trainers={"TRL KTOTrainer": ("kto_hf", "kto")},
@@ -60,7 +60,7 @@ FORMAT = OwnFormat(
         "label": "bool",
         **dict.fromkeys(("tools", "metadata"), "string"),
     },
-    holds=ANYWHERE | TAGS,
+    holds=COMMON_FLAWS | TAG_FLAWS,
     by_prompt=True,
     prefers=True,
     files=_LabelFiles,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batch_trajectories.export.conversation.metadata import COMMON, common_columns
+from batch_trajectories.export.conversation.metadata import COMMON_COLUMNS, common_columns
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.row_json import escape_markers, write_json
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance
-from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
+from batch_trajectories.export.conversation.turns import Conversation, Turn, UserMessage
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.export.rows.messages import (
@@ -47,20 +47,20 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     last = conversation.entries[-1]
     may_end_by_call = conversation.completed or conversation.is_for_turn
     is_ended_by_call = may_end_by_call and isinstance(last, Turn) and not last.results
-    if isinstance(last, Said) or (last.calls and not is_ended_by_call):
+    if isinstance(last, UserMessage) or (last.calls and not is_ended_by_call):
         raise Rejected(Reason.UNFINISHED, "the conversation does not end with an answer")
     conversations = []
     if conversation.system and style.has_system(by_default=True):
         refuse_control_tokens(conversation.system, style.tolerance, where="system message")
         conversations.append({"from": "system", "value": conversation.system})
     for entry in conversation.entries:
-        if isinstance(entry, Said):
+        if isinstance(entry, UserMessage):
             conversations.append({"from": "human", "value": entry.text})
             continue
         kind = "function_call" if entry.calls else "gpt"
-        conversations.append({"from": kind, "value": _said(entry, style.tolerance)})
+        conversations.append({"from": kind, "value": _turn_text(entry, style.tolerance)})
         if entry.results:
-            value = _results(entry, style.tolerance)
+            value = _observation(entry, style.tolerance)
             conversations.append({"from": "observation", "value": value})
     return {
         "id": conversation.record.id,
@@ -71,7 +71,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     }
 
 
-def _said(turn: Turn, tolerance: Tolerance) -> str:
+def _turn_text(turn: Turn, tolerance: Tolerance) -> str:
     thoughts = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     text = turn.text
     if not turn.calls:
@@ -86,7 +86,7 @@ def _said(turn: Turn, tolerance: Tolerance) -> str:
     return thoughts + escape_markers(calls[0] if len(calls) == 1 else f"[{', '.join(calls)}]")
 
 
-def _results(turn: Turn, tolerance: Tolerance) -> str:
+def _observation(turn: Turn, tolerance: Tolerance) -> str:
     refuse_structure_in_results(turn, tolerance)
     # Loaders of other trainers refuse blank values.
     contents = (result.content if result.content.strip() else '""' for result in turn.results)
@@ -116,7 +116,7 @@ FORMAT = RowFormat(
     card="Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
     "names one dataset per split.",
     trainers={"LLaMA-Factory": ("llamafactory",)},
-    columns={"id": "string", "conversations": "turns", **COMMON},
+    columns={"id": "string", "conversations": "turns", **COMMON_COLUMNS},
     row_of=row_of,
     reasoning=frozenset(("inline",)),
     # Its loader finds calls and results in the text by their tags, so it cannot hold any.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from batch_trajectories.export.conversation.metadata import COMMON, common_columns
+from batch_trajectories.export.conversation.metadata import COMMON_COLUMNS, common_columns
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
+from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.export.rows.messages import messages_of, tools_column
@@ -34,10 +34,10 @@ FORMAT = RowFormat(
         "verl, fine-tuning": ("openai_parquet",),
         "ms-swift, OpenRLHF, Unsloth, NeMo AutoModel": ("openai",),
     },
-    columns={"id": "string", "messages": "messages", **COMMON},
+    columns={"id": "string", "messages": "messages", **COMMON_COLUMNS},
     row_of=row_of,
     reasoning=frozenset(("field", "inline")),
-    holds=ANYWHERE | TAGS,
+    holds=COMMON_FLAWS | TAG_FLAWS,
     marks_loss=True,
     has_turns=True,
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 from batch_trajectories.export.conversation.row_json import write_json
 from batch_trajectories.export.rows.format import Copies, Format
-from batch_trajectories.export.rows.messages import with_arguments_as_text
-from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
+from batch_trajectories.export.rows.messages import stringify_arguments
+from batch_trajectories.export.rows.row_files import HashingFile, MakeWriter, RowTables
 
 
 def parquet_writer(format: Format, lists_tools: bool) -> MakeWriter:
@@ -24,12 +24,12 @@ def parquet_writer(format: Format, lists_tools: bool) -> MakeWriter:
     def table_of(rows: list[dict[str, Any]]) -> Any:
         for row in rows:
             for name in messages:
-                row[name] = with_arguments_as_text(row[name])
+                row[name] = stringify_arguments(row[name])
             if isinstance(row.get("tools"), list):
                 row["tools"] = write_json(row["tools"])
         return pa.Table.from_pylist(rows, schema=schema)
 
-    def begin(file: Hashing) -> RowTables:
+    def begin(file: HashingFile) -> RowTables:
         writer = pq.ParquetWriter(
             file, schema, compression="zstd", store_schema=False, write_statistics=True
         )

@@ -8,15 +8,15 @@ import orjson
 
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat
+from batch_trajectories.export.rows.files import CandidateFiles, CustomFormat, Export, Loaded
 from batch_trajectories.records.record_types import Record
 
 
 def prediction_of(record: Record) -> dict[str, str]:
     """A line of a file of predictions for SWE-bench's harness. Raises `Rejected`."""
-    own = record.row.get("instance_id")
+    instance_id = record.row.get("instance_id")
     return {
-        "instance_id": own if isinstance(own, str) else record.prompt_id,
+        "instance_id": instance_id if isinstance(instance_id, str) else record.prompt_id,
         "model_name_or_path": record.model or "unknown",
         "model_patch": patch_of(record),
     }
@@ -41,7 +41,7 @@ class _PredictionFiles(CandidateFiles):
         return None
 
 
-FORMAT = OwnFormat(
+FORMAT = CustomFormat(
     name="predictions",
     card="Diffs by `instance_id`, for the harness of SWE-bench (`--predictions_path`).",
     shows_messages=False,

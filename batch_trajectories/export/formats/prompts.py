@@ -16,8 +16,8 @@ from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import FormatFiles, Loaded, OwnFormat
-from batch_trajectories.export.rows.row_files import Hashing, MakeWriter, RowTables
+from batch_trajectories.export.rows.files import CustomFormat, FormatFiles, Loaded
+from batch_trajectories.export.rows.row_files import HashingFile, MakeWriter, RowTables
 from batch_trajectories.records.checks import expected_column
 from batch_trajectories.records.record_types import Record
 
@@ -82,7 +82,7 @@ def _parquet_writer() -> MakeWriter:
     def table_of(rows: list[dict[str, Any]]) -> Any:
         return pa.Table.from_pylist(rows, schema=schema)
 
-    def begin(file: Hashing) -> RowTables:
+    def begin(file: HashingFile) -> RowTables:
         writer = pq.ParquetWriter(file, schema, compression="zstd", store_schema=False)
         return RowTables(writer, table_of)
 
@@ -104,7 +104,7 @@ class _PromptFiles(FormatFiles):
         self.write(split, dumps_row(row), uses=len(candidates))
 
 
-FORMAT = OwnFormat(
+FORMAT = CustomFormat(
     name="prompts",
     card="A row per prompt for verl's own rollouts (`data.train_files`).",
     trainers={"verl: prompts for its own rollouts": ("prompts",)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from batch_trajectories.export.conversation.validity import Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat
+from batch_trajectories.export.rows.files import CandidateFiles, CustomFormat, Loaded
 
 
 class _RawFiles(CandidateFiles):
@@ -14,7 +14,7 @@ class _RawFiles(CandidateFiles):
         return None
 
 
-FORMAT = OwnFormat(
+FORMAT = CustomFormat(
     name="raw",
     card="The records of the run, whole; not meant for `load_dataset`.",
     shows_messages=False,

@@ -20,15 +20,15 @@ from msgspec.structs import replace
 from agent.messages.message import COST_ONLY, PLAIN, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.export.conversation.reading import (
-    flaws_of_parts,
-    leaked_calls_in,
+    find_leaked_calls,
+    find_part_flaws,
     leaks_in,
 )
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat
+from batch_trajectories.export.rows.files import CandidateFiles, CustomFormat, Export, Loaded
 from batch_trajectories.records.checks import BY_TURN
 from batch_trajectories.records.record_types import (
     DiscardedReply,
@@ -106,11 +106,13 @@ def rows_of(
     Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
     this run's model has token ids, or if ids are damaged.
     """
-    STRICT.refuse(flaws_of_parts(record.messages))
+    STRICT.refuse(find_part_flaws(record.messages))
 
     def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
         masked = None if masks is None else masks.of(thread)
-        rows = _rows_of(record, thread.turns, reward_name, is_main=thread is record, masked=masked)
+        rows = _thread_rows(
+            record, thread.turns, reward_name, is_main=thread is record, masked=masked
+        )
         if not discarded:
             return rows
         return [{**row, "discarded": None} for row in rows] + _discarded_rows(
@@ -122,7 +124,7 @@ def rows_of(
         if rows and subagents:
             rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
             for thread in threads_of(record):
-                if _has_model_of(record, thread):
+                if _has_same_model(record, thread):
                     named = {"thread": thread.name, "thread_id": thread.key}
                     rows += [{**row, **named} for row in rows_and_discarded(thread)]
     except ValueError as error:
@@ -159,20 +161,20 @@ def _discarded_rows(
     rows = []
     for number, reply in enumerate(discarded_replies(thread), 1):
         before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
-        for row in _rows_of(record, [*before, reply], None, is_main=False, masked=masked):
+        for row in _thread_rows(record, [*before, reply], None, is_main=False, masked=masked):
             row |= dict.fromkeys(row.keys() & {"reward", "rewards"})
             row |= {"id": f"{record.id}#discarded{number}", "discarded": reply.discarded}
             rows.append(row)
     return rows
 
 
-def _has_model_of(record: Record, thread: InnerRecord) -> bool:
+def _has_same_model(record: Record, thread: InnerRecord) -> bool:
     """Whether the model of a subagent is that of the record: ids of another mean other tokens."""
     models = {turn.model for turn in record.turns}
     return all(turn.model in models for turn in thread.turns)
 
 
-def _rows_of(
+def _thread_rows(
     record: Record,
     turns: Sequence[StoredTurn],
     reward_name: str | None,
@@ -292,7 +294,7 @@ class _TokenFiles(CandidateFiles):
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         record, recipe = candidate.record, self.export.recipe
-        recipe.style.tolerance.refuse(leaked_calls_in(record.messages, record.tools))
+        recipe.style.tolerance.refuse(find_leaked_calls(record.messages, record.tools))
         recipe.style.tolerance.refuse(leaks_in(record))
         rows = rows_of(
             record,
@@ -319,7 +321,7 @@ class _TokenFiles(CandidateFiles):
         return None
 
 
-FORMAT = OwnFormat(
+FORMAT = CustomFormat(
     name="rl",
     card="Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
     "the program that wrote it.",

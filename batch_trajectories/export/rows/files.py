@@ -19,8 +19,8 @@ from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import (
     Conversation,
     Entry,
-    Said,
     Turn,
+    UserMessage,
     has_null_arguments,
     names_of,
 )
@@ -92,13 +92,13 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     stand so in the context.
     """
     whole = styled(conversation, style.with_reasoning(None))
-    seen = _trimmed if conversation.record.view_trimmed else _as_it_is
+    seen = _trim_newlines if conversation.record.view_trimmed else _unchanged
     replies = conversation.replies_by_turn
     entries = list(whole.entries)
     last_user = 0
     before, part = 0, 1
     for place, entry in enumerate(entries):
-        if isinstance(entry, Said):
+        if isinstance(entry, UserMessage):
             if style.reasoning != "field":
                 entries[last_user:place] = map(_without_reasoning, entries[last_user:place])
             last_user = place
@@ -129,18 +129,18 @@ def content_of(conversation: Conversation) -> Hashable:
 
 
 def _content(entry: Entry) -> Hashable:
-    if isinstance(entry, Said):
+    if isinstance(entry, UserMessage):
         return entry.text
     calls = tuple((call.name, call.arguments) for call in entry.calls)
     results = tuple(result.content for result in entry.results)
     return entry.reasoning, entry.text, calls, results
 
 
-def _as_it_is(entry: Entry) -> Entry:
+def _unchanged(entry: Entry) -> Entry:
     return entry
 
 
-def _trimmed(entry: Entry) -> Entry:
+def _trim_newlines(entry: Entry) -> Entry:
     if isinstance(entry, Turn):
         return msgspec.structs.replace(entry, text=entry.text.strip("\n"))
     return entry
@@ -150,7 +150,7 @@ def _without_reasoning(entry: Entry) -> Entry:
     return msgspec.structs.replace(entry, reasoning="") if isinstance(entry, Turn) else entry
 
 
-_OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
+_TURN_REASONS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
 """Why a row of a turn is left out, and not its conversation."""
 
 
@@ -165,9 +165,9 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
     """The name of its run."""
 
     @property
-    def own(self) -> Own:
+    def authored(self) -> Own:
         """What this run's model did in the conversation."""
-        return Own(self.record) if self.conversation is None else self.conversation.own
+        return Own(self.record) if self.conversation is None else self.conversation.authored
 
     @property
     def parsed(self) -> Conversation:
@@ -176,7 +176,7 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
         return self.conversation
 
 
-class _Lengths:
+class _LengthHistogram:
     """A histogram of lengths in steps of 5%, so memory does not grow with their number."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Export(NamedTuple):
 
     format: Format
     recipe: Recipe
-    place: FileTarget
+    target: FileTarget
 
 
 class FormatFiles(ABC):
@@ -243,7 +243,7 @@ class FormatFiles(ABC):
         self._rows = 0
         self._used = 0
         self._reasons: Counter[str] = Counter()
-        self._lengths = _Lengths()
+        self._lengths = _LengthHistogram()
 
     def write(self, split: str, line: bytes, *, uses: int = 1) -> None:
         """Write one row; `uses` is how many candidates it uses."""
@@ -325,7 +325,7 @@ class _RowFiles(CandidateFiles):
         self._others: Counter[str] = Counter()
         self._per_turn = recipe.per_turn
         self._without_copies = recipe.filters.exact_duplicates
-        self._copies = 0
+        self._duplicate_turns = 0
         self._with_nulls = 0
         style = format.limit(recipe.style)
         self._style = style if format.splits_calls else style.with_calls("keep")
@@ -339,7 +339,7 @@ class _RowFiles(CandidateFiles):
 
             self._per_turn = recipe.per_turn or not format.marks_loss
             self._segments = SegmentRows(
-                self._rendered,
+                self._render,
                 masks=self._masks,
                 since_user=style.reasoning == "since_user",
                 by_turn=self._per_turn,
@@ -364,19 +364,19 @@ class _RowFiles(CandidateFiles):
             self._not_passed += is_included
         return rejection
 
-    def _rendered(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
+    def _render(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         shown = styled(conversation, self._style)
         return shown, self._row_of(shown)
 
     def _row_of(self, shown: Conversation) -> dict[str, Any]:
         row = self._format.row_of(shown, self._style)
-        return row if self._fit is None else self._fit.fitted(row)
+        return row if self._fit is None else self._fit.fit_row(row)
 
     def _add(
         self, split: str, record: Record, conversation: Conversation, seen: set[Hashable]
     ) -> Rejection | None:
         if self._segments is not None:
-            for n, (shown, row) in enumerate(self._segments.of(conversation, record)):
+            for n, (shown, row) in enumerate(self._segments.render(conversation, record)):
                 self.write(split, dumps_row(row), uses=n == 0)
                 if not self._per_turn:
                     self._others += shown.others
@@ -384,7 +384,7 @@ class _RowFiles(CandidateFiles):
             return None
         if self._per_turn:
             return self._add_turns(split, conversation, seen)
-        conversation, row = self._rendered(conversation)
+        conversation, row = self._render(conversation)
         self.write(split, dumps_row(row))
         if conversation.has_others:
             self._others += conversation.others
@@ -411,7 +411,7 @@ class _RowFiles(CandidateFiles):
                 rows.append(self._row_of(cut))
             except Rejected as rejected:
                 error = rejected
-                if self._fit is None or rejected.reason not in _OF_ROWS:
+                if self._fit is None or rejected.reason not in _TURN_REASONS:
                     # All turns or none: a flaw anywhere rejects the conversation.
                     seen.difference_update(map(content_of, new))
                     raise
@@ -419,7 +419,7 @@ class _RowFiles(CandidateFiles):
             raise error
         if not rows:
             return Rejection("exact_duplicates", "other samples of the prompt have all its turns")
-        self._copies += copies
+        self._duplicate_turns += copies
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=number == 0)
         self._with_nulls += sum(map(self._has_nulls, new))
@@ -435,7 +435,11 @@ class _RowFiles(CandidateFiles):
             "marks_loss": self._format.marks_loss,
             "turns_of_others": dict(sorted(self._others.items())),
             **({} if self._segments is None else {"segments": self._segments.to_json()}),
-            **({"duplicate_turns": self._copies} if self._per_turn and not self._segments else {}),
+            **(
+                {"duplicate_turns": self._duplicate_turns}
+                if self._per_turn and not self._segments
+                else {}
+            ),
             **({} if self._masks is None else {"masked": self._masks.counts()}),
             **({} if self._fit is None else {"fit": self._fit.to_json()}),
             **({NOT_PASSED: self._not_passed} if self.export.recipe.include else {}),
@@ -444,7 +448,7 @@ class _RowFiles(CandidateFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OwnFormat(Format):
+class CustomFormat(Format):
     """A format whose rows are not those of single conversations."""
 
     files: Callable[[Export], FormatFiles]
@@ -454,4 +458,4 @@ class OwnFormat(Format):
 def open_format(export: Export) -> FormatFiles:
     """Begin the files of a format. Raises `ConfigError` where a package is missing."""
     format = export.format
-    return format.files(export) if isinstance(format, OwnFormat) else _RowFiles(export)
+    return format.files(export) if isinstance(format, CustomFormat) else _RowFiles(export)

@@ -12,14 +12,14 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from batch_trajectories.export.conversation.style import ReasoningStyle, Style
-from batch_trajectories.export.conversation.tolerance import ANYWHERE, NO_OBJECT, TAGS
+from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, NO_OBJECT, TAG_FLAWS
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.row_files import MakeWriter
 
 _HOLDERS: Mapping[str, str] = {
-    **dict.fromkeys(ANYWHERE | NO_OBJECT, "hermes"),
-    **dict.fromkeys(TAGS, "openai"),
+    **dict.fromkeys(COMMON_FLAWS | NO_OBJECT, "hermes"),
+    **dict.fromkeys(TAG_FLAWS, "openai"),
 }
 """For each flaw that a row can have, a format that can represent it."""
 
@@ -100,7 +100,7 @@ class RowFormat(Format):
     """Raises Rejected."""
     reasoning: frozenset[ReasoningStyle]
     """Where reasoning can be: `field`, `inline` or both."""
-    holds: frozenset[Reason] = ANYWHERE
+    holds: frozenset[Reason] = COMMON_FLAWS
     splits_calls: bool = True
     """Whether `parallel_calls: split` divides turns."""
     has_segments: bool = True

@@ -24,7 +24,14 @@ from batch_trajectories.export.conversation.row_json import (
 )
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
-from batch_trajectories.export.conversation.turns import Call, Conversation, Entry, Said, Turn, once
+from batch_trajectories.export.conversation.turns import (
+    Call,
+    Conversation,
+    Entry,
+    Turn,
+    UserMessage,
+    once,
+)
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.records.record_types import Tools
 
@@ -68,7 +75,7 @@ def tools_column(conversation: Conversation, style: Style) -> str | Tools:
 def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
     """The tools on offer as a JSON list in a string; raises Rejected."""
     text, token = once(conversation.tools, _tools_and_token)
-    if token and tolerance.minds(token):
+    if token and tolerance.refuses_token(token):
         raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token.text!r}")
     return text
 
@@ -98,7 +105,7 @@ def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
                 tolerance.refuse([Flaw(Reason.MARKER_IN_ARGUMENTS, f"{where}: {match[0]}")])
 
 
-def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def stringify_arguments(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same messages with the arguments of calls as JSON strings, for one Parquet schema.
 
     What a model wrote that is no object becomes a JSON string: all arguments can be read as JSON.
@@ -129,13 +136,13 @@ def _as_json(arguments: Any) -> str:
     return write_json(arguments)
 
 
-def _written(call: Call) -> str:
+def _arguments_text(call: Call) -> str:
     """The arguments as text: of an object, or what the model wrote that is none."""
     return call.arguments if call.arguments.startswith("{") else json.loads(call.arguments)
 
 
 def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str, Any]]:
-    if isinstance(entry, Said):
+    if isinstance(entry, UserMessage):
         return [{"role": "user", "content": entry.text}]
     text, reasoning = entry.text, entry.reasoning
     if entry.calls and style.call_text == "reasoning":
@@ -160,7 +167,7 @@ def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str,
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _written(call) if is_text else call.value,
+                    "arguments": _arguments_text(call) if is_text else call.value,
                 },
             }
             for call in entry.calls

@@ -46,7 +46,7 @@ from batch_trajectories.export.conversation.style import (
     ToolsForm,
 )
 from batch_trajectories.export.conversation.tolerance import NO_OBJECT, Tolerance, accepted
-from batch_trajectories.export.masking import NOT_PASSED, WITHOUT_BOUNDS, Mask
+from batch_trajectories.export.masking import DEFAULT_MASK, NOT_PASSED, Mask
 from batch_trajectories.export.rows.filter_options import (
     AnswerCheck,
     Filters,
@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 # Paths in the file of a recipe, which are relative to it.
 
 
-def with_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def resolve_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """What a recipe's file in `directory` holds, with its paths as seen from here.
 
     Functions and templates, which can also be in modules and packages, are looked for there first.
     """
     made = dict(loaded)
     if isinstance(filters := loaded.get("filters"), dict):
-        made["filters"] = _of_filters(filters, directory)
+        made["filters"] = _resolve_filter_paths(filters, directory)
     if isinstance(mask := loaded.get("mask"), dict) and "function" in mask:
         made["mask"] = {**mask, "function": place_beside(mask["function"], directory)}
     if isinstance(fit := loaded.get("fit"), dict) and isinstance(fit.get("template"), str):
@@ -80,7 +80,7 @@ def with_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return made
 
 
-def _of_filters(filters: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def _resolve_filter_paths(filters: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     made = dict(filters)
     if isinstance(tokenizer := filters.get("tokenizer"), str):
         made["tokenizer"] = str(directory / tokenizer)
@@ -241,7 +241,7 @@ class Recipe(BaseModel):
     def _masks_failures(cls, values: Any) -> Any:
         """Failures are masked by all that needs no bound, unless the recipe says by what."""
         if isinstance(values, dict) and values.get("include") and values.get("mask") is None:
-            return {**values, "mask": WITHOUT_BOUNDS}
+            return {**values, "mask": DEFAULT_MASK}
         return values
 
     @model_validator(mode="after")
@@ -250,7 +250,7 @@ class Recipe(BaseModel):
             raise ValueError(f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})")
         if bad := [name for name in self.splits if not name.isidentifier()]:
             raise ValueError(f"splits: {bad[0]!r}: a name is letters, digits and '_'")
-        for one in self._named:
+        for one in self._chosen_kinds:
             if isinstance(one, RowFormat):
                 if self.reasoning == "field" and "field" not in one.reasoning:
                     raise ValueError(f"reasoning: {one.name} has no field for it, only inline")
@@ -258,13 +258,13 @@ class Recipe(BaseModel):
                     raise ValueError(
                         f"reasoning: {one.name} has a field for it, so it is never inline"
                     )
-        if self.per_turn and (whole := [x.name for x in self._named if not x.has_turns]):
+        if self.per_turn and (whole := [x.name for x in self._chosen_kinds if not x.has_turns]):
             possible = [name for name in names() if named(name).has_turns]
             raise ValueError(
                 f"per_turn: {min(whole)} has no rows for single turns; "
                 f"choose formats among {', '.join(possible)}"
             )
-        if self.segments and (bad := [x.name for x in self._named if not _has_segments(x)]):
+        if self.segments and (bad := [x.name for x in self._chosen_kinds if not _has_segments(x)]):
             possible = [name for name in names() if _has_segments(named(name))]
             raise ValueError(
                 f"segments: {min(bad)} has no rows for segments; "
@@ -347,19 +347,19 @@ class Recipe(BaseModel):
         )
 
     @property
-    def _named(self) -> list[Format | Copies]:
+    def _chosen_kinds(self) -> list[Format | Copies]:
         return [named(name) for name in dict.fromkeys(self.formats)]
 
     @property
     def copies(self) -> list[Copies]:
         """What the rows are copied to, Parquet first."""
-        of_runs = [one for one in self._named if isinstance(one, Copies)]
+        of_runs = [one for one in self._chosen_kinds if isinstance(one, Copies)]
         return sorted(of_runs, key=lambda one: one.name, reverse=True)
 
     @property
     def row_formats(self) -> list[Format]:
         """The formats without copies; `openai` where only copies are asked for."""
-        formats = self._named
+        formats = self._chosen_kinds
         if not self.writes_lines:
             openai = format_named("openai")
             formats = [openai if isinstance(one, Copies) else one for one in formats]
@@ -368,7 +368,7 @@ class Recipe(BaseModel):
     @property
     def writes_lines(self) -> bool:
         """Whether a format that can be copied was asked for itself."""
-        return any(isinstance(one, Format) and one.columns for one in self._named)
+        return any(isinstance(one, Format) and one.columns for one in self._chosen_kinds)
 
     @property
     def copies_list_tools(self) -> bool:
@@ -422,7 +422,7 @@ def load_recipe(
 
     `filters` are flags too. Paths in the file are relative to it.
     """
-    values = {} if path is None else with_paths(read_mapping(path, "recipe"), path.parent)
+    values = {} if path is None else resolve_paths(read_mapping(path, "recipe"), path.parent)
     values = {"formats": ("hermes",), **values, **flags}
     if filters and isinstance(given := values.get("filters", {}), dict):
         values["filters"] = {**given, **filters}
@@ -433,7 +433,7 @@ def load_recipe(
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
-_PARTS: Mapping[str, type[BaseModel]] = {
+_SECTIONS: Mapping[str, type[BaseModel]] = {
     "filters": Filters,
     "answer": AnswerCheck,
     "mask": Mask,
@@ -464,7 +464,7 @@ def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> s
         part: type[BaseModel] = Recipe
         if inside:
             name = inside[-2] if len(inside) > 1 and key != "runs" else key
-            part = _PARTS.get(name, Recipe)
+            part = _SECTIONS.get(name, Recipe)
         known = f"known are {', '.join(part.model_fields)}"
         hint = did_you_mean(mistake.keys[-1], part.model_fields)
         return f"{place}: unknown key; {f'{hint} {known}' if hint else known}"

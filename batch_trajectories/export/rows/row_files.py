@@ -1,7 +1,7 @@
 """Row files of an export, by split and in shards, hashed and counted for the manifest.
 
-A target opens the files: `Staging` publishes them together once all are written; `Nowhere` only
-counts bytes, to check an export by making it again.
+A target opens the files. `Staging` publishes them together once all are written. `HashOnlyTarget`
+only hashes and counts bytes, to check an export by making it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batch_trajectories.records.files import make_directory, open_temporary, sync_directory
 
-_AT_ONCE = 1 << 18
+_BUFFER_BYTES = 1 << 18
 """Bytes of rows."""
 
 
@@ -47,17 +47,17 @@ class FileTarget(Protocol):
         """Give a written file its final path."""
 
 
-class _Void(io.BytesIO):
+class _NullFile(io.BytesIO):
     def write(self, content: Any) -> int:
         return len(content)
 
 
-class Nowhere:
+class HashOnlyTarget:
     """Files that are hashed and not kept."""
 
     def open(self, path: str) -> BinaryIO:
         """A file that discards its content."""
-        return _Void()
+        return _NullFile()
 
     def rename(self, path: str, final: str) -> None:
         """Does nothing."""
@@ -119,7 +119,7 @@ class Staging:
             sync_directory(folder)
 
 
-class Hashing(io.RawIOBase):
+class HashingFile(io.RawIOBase):
     """A file that is hashed while it is written."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -161,14 +161,14 @@ class RowWriter(Protocol):
         """Write buffered rows."""
 
 
-MakeWriter = Callable[[Hashing], RowWriter]
+MakeWriter = Callable[[HashingFile], RowWriter]
 """Begins a file of rows."""
 
 
 class RowLines:
     """Rows as lines, many of which are hashed and written at once."""
 
-    def __init__(self, file: Hashing) -> None:
+    def __init__(self, file: HashingFile) -> None:
         self._file = file
         self._lines: list[bytes] = []
         self._size = 0
@@ -177,7 +177,7 @@ class RowLines:
         """Append one row."""
         self._lines.append(line)
         self._size += len(line)
-        if self._size >= _AT_ONCE:
+        if self._size >= _BUFFER_BYTES:
             self.finish()
 
     def finish(self) -> None:
@@ -192,7 +192,7 @@ class _Shards:
 
     done: list[Written] = field(default_factory=list)
     """The finished files, by their temporary paths."""
-    file: Hashing | None = None
+    file: HashingFile | None = None
     writer: RowWriter | None = None
     path: str = ""
     rows: int = 0
@@ -234,7 +234,7 @@ class SplitFiles:
             self._close(shards)
         if (writer := shards.writer) is None:
             shards.path = f"{self._folder}/{split}-{len(shards.done):05}.{self._suffix}"
-            shards.file = Hashing(self._target.open(shards.path))
+            shards.file = HashingFile(self._target.open(shards.path))
             writer = shards.writer = self._make(shards.file)
         writer.write(line)
         shards.rows += 1
@@ -287,14 +287,14 @@ class RowTables:
         self._writer = writer
         self._table_of = table_of
         self._lines: list[bytes] = []
-        self._held = 0
+        self._buffered = 0
         self._tables: list[Any] = []
 
     def write(self, line: bytes) -> None:
         """Append one row."""
         self._lines.append(line)
-        self._held += len(line)
-        if self._held >= _BATCH_BYTES:
+        self._buffered += len(line)
+        if self._buffered >= _BATCH_BYTES:
             self._end_table()
             if len(self._tables) >= _GROUP_BATCHES:
                 self._end_group()
@@ -309,7 +309,7 @@ class RowTables:
         if self._lines:
             self._tables.append(self._table_of(list(map(json.loads, self._lines))))
         self._lines = []
-        self._held = 0
+        self._buffered = 0
 
     def _end_group(self) -> None:
         import pyarrow as pa

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batch_trajectories.export.conversation.style import Style, styled
-from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
+from batch_trajectories.export.conversation.turns import Conversation, Turn, UserMessage
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
 from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded
 from batch_trajectories.export.rows.messages import messages_of, tools_column
@@ -50,19 +50,19 @@ def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> 
         named = "" if name is None else f": it has no reward named {name!r}"
         raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{named}")
     messages = messages_of(conversation, style)
-    own = sum(
+    own_messages = sum(
         1 + len(entry.results)
         for entry in conversation.entries
-        if isinstance(entry, Turn) and not entry.is_given
+        if isinstance(entry, Turn) and not entry.is_prior
     )
     # Everything from the model's first own turn on is its completion, later user messages too.
     first = next(
         n
         for n, entry in enumerate(conversation.entries)
-        if isinstance(entry, Turn) and not entry.is_given
+        if isinstance(entry, Turn) and not entry.is_prior
     )
-    said = sum(isinstance(entry, Said) for entry in conversation.entries[first:])
-    cut = len(messages) - own - said
+    said = sum(isinstance(entry, UserMessage) for entry in conversation.entries[first:])
+    cut = len(messages) - own_messages - said
     tools = tools_column(conversation, style)
     return Sample(
         candidate=candidate,

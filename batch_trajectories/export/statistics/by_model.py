@@ -43,10 +43,10 @@ class ByModel:
         if len(self._counts) < 2:
             return []
         places = {model: n for n, model in enumerate(order)}
-        in_order = sorted(self._counts, key=lambda model: (places.get(model, len(places)), model))
-        return [self._of(model) for model in in_order]
+        ordered = sorted(self._counts, key=lambda model: (places.get(model, len(places)), model))
+        return [self._figures(model) for model in ordered]
 
-    def _of(self, model: str) -> dict[str, Any]:
+    def _figures(self, model: str) -> dict[str, Any]:
         counts, dollars = self._counts[model], self._dollars[model]
         is_known = dollars > 0 and not counts["unknown"]
         return {

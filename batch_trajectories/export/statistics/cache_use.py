@@ -30,9 +30,9 @@ from batch_trajectories.records.record_types import (
 PriceOf = Callable[[str], Price | None]
 """The price of a model by its name as the user wrote it; None if it is unknown."""
 
-_LEAST = 1024
+_MIN_TOKENS = 1024
 """Prompts with fewer tokens are kept by no cache of Anthropic or OpenAI."""
-_LEAST_OF = {"gemini": 4096}
+_MIN_TOKENS_BY_MODEL = {"gemini": 4096}
 """Larger minimums, by a part of the model's name."""
 _LIFETIME_S = 300.0
 """Anthropic and OpenAI may drop what was not used for so long."""
@@ -40,11 +40,11 @@ _GROUPS_OF_TURNS = 8
 """Turn 1, 2, 3 to 4, 5 to 8, and so on."""
 _GROUP_OF = [0, *(min((n - 1).bit_length(), _GROUPS_OF_TURNS - 1) for n in range(1, 129))]
 """Of the number of a turn."""
-_SHOWN = 3
+_MAX_EXAMPLES = 3
 _TOLERATED = 0.1
 _BLOCK_TOKENS = 256
 """Caches keep whole blocks; so many tokens at the end of a prompt can be missing."""
-_FEW = 0.02
+_RARE = 0.02
 _MILLION = 1_000_000
 
 TOOLS, SYSTEM, REASONING, REPLICAS, PREFIX = "tools", "system", "reasoning", "replicas", "prefix"
@@ -65,7 +65,7 @@ CAUSES: Mapping[str, str] = {
 """Likely causes of misses, in words."""
 
 
-class Look(NamedTuple):
+class TurnUse(NamedTuple):
     """What one turn tells of caches."""
 
     part: StoredConversation
@@ -125,7 +125,7 @@ class _Sums:
         self.input_by_turn = [0] * _GROUPS_OF_TURNS
         self.read_by_turn = [0] * _GROUPS_OF_TURNS
 
-    def add(self, record: Record, looks: Sequence[Look], least: int) -> None:
+    def add(self, record: Record, uses: Sequence[TurnUse], least: int) -> None:
         """Count turns of a conversation, each of which found at least `least` tokens.
 
         Sums are kept in names of their own until the end: records have many turns.
@@ -133,37 +133,37 @@ class _Sums:
         given = found = repeated = found_again = later = grown = 0
         more = least + max(_BLOCK_TOKENS, _TOLERATED * least)
         input_by_turn, read_by_turn = self.input_by_turn, self.read_by_turn
-        for look in looks:
-            number, read, same = look.turn.turn, look.read or 0, look.repeated
-            given += look.input
+        for use in uses:
+            number, read, same = use.turn.turn, use.read or 0, use.repeated
+            given += use.input
             found += read
             group = _GROUP_OF[number] if number < len(_GROUP_OF) else _GROUPS_OF_TURNS - 1
-            input_by_turn[group] += look.input
+            input_by_turn[group] += use.input
             read_by_turn[group] += read
             if same:
                 repeated += same
                 found_again += read if read < same else same
-                if expected := look.expected:
+                if expected := use.expected:
                     later += 1
                     grown += read > more
-                    if expected - read > _BLOCK_TOKENS and look.is_missed:
-                        self._add_miss(record, look)
-        self.turns += len(looks)
+                    if expected - read > _BLOCK_TOKENS and use.is_missed:
+                        self._add_miss(record, use)
+        self.turns += len(uses)
         self.input += given
         self.read += found
-        self.written += sum([look.written for look in looks])
+        self.written += sum([use.written for use in uses])
         self.repeated += repeated
         self.found += found_again
         self.later += later
         self.grown += grown
 
-    def _add_miss(self, record: Record, look: Look) -> None:
-        lost = look.expected - (look.read or 0)
+    def _add_miss(self, record: Record, use: TurnUse) -> None:
+        lost = use.expected - (use.read or 0)
         self.missed += 1
         self.lost += lost
-        self.lost_written += min(lost, look.written)
-        self.causes[_cause_in(record, look)] += lost
-        if len(self.examples) < _SHOWN and record.id not in self.examples:
+        self.lost_written += min(lost, use.written)
+        self.causes[_find_cause(record, use)] += lost
+        if len(self.examples) < _MAX_EXAMPLES and record.id not in self.examples:
             self.examples.append(record.id)
 
     def merge(self, other: _Sums) -> None:
@@ -172,7 +172,7 @@ class _Sums:
             if isinstance(ours, int):
                 setattr(self, name, ours + theirs)
         self.causes.merge(other.causes)
-        self.examples = [*dict.fromkeys([*self.examples, *other.examples])][:_SHOWN]
+        self.examples = [*dict.fromkeys([*self.examples, *other.examples])][:_MAX_EXAMPLES]
         for mine, their in (
             (self.input_by_turn, other.input_by_turn),
             (self.read_by_turn, other.read_by_turn),
@@ -190,45 +190,45 @@ class _Sums:
         if not self.lost:
             return None
         # Where a prefix moves, all turns of a conversation find what is before that place.
-        usual = REPLICAS if self.grown > _FEW * self.later else PREFIX
+        usual = REPLICAS if self.grown > _RARE * self.later else PREFIX
         named: KeyCounts[str] = KeyCounts()
         for name, tokens in self.causes.items():
             named[name or usual] += tokens
         return max(named, key=lambda name: named[name])
 
 
-class _Counted:
+class _EndpointUse:
     """The turns at one endpoint, as far as it counts cached tokens."""
 
     def __init__(self) -> None:
-        self._told, self._silent = _Sums(), _Sums()
+        self._reported, self._unreported = _Sums(), _Sums()
         self._zeros = 0
         self.unknown = 0
         """Turns without any count of tokens."""
 
-    def add(self, record: Record, looks: Sequence[Look]) -> None:
+    def add(self, record: Record, uses: Sequence[TurnUse]) -> None:
         """Count the turns of a conversation."""
-        least = min([look.read or 0 for look in looks if look.expected], default=0)
-        told = [look for look in looks if look.read is not None]
-        self._told.add(record, told, least)
-        self._zeros += sum([look.read == 0 for look in told])
-        if len(told) < len(looks):
-            self._silent.add(record, [look for look in looks if look.read is None], least)
+        least = min([use.read or 0 for use in uses if use.expected], default=0)
+        told = [use for use in uses if use.read is not None]
+        self._reported.add(record, told, least)
+        self._zeros += sum([use.read == 0 for use in told])
+        if len(told) < len(uses):
+            self._unreported.add(record, [use for use in uses if use.read is None], least)
 
-    def merge(self, other: _Counted) -> None:
-        self._told.merge(other._told)
-        self._silent.merge(other._silent)
+    def merge(self, other: _EndpointUse) -> None:
+        self._reported.merge(other._reported)
+        self._unreported.merge(other._unreported)
         self._zeros += other._zeros
         self.unknown += other.unknown
 
     def sums(self) -> tuple[_Sums, int]:
         """The sums over the turns whose cached tokens are known, and the number of the others."""
         whole = _Sums()
-        whole.merge(self._told)
-        if self._told.read and not self._zeros:
-            whole.merge(self._silent)
+        whole.merge(self._reported)
+        if self._reported.read and not self._zeros:
+            whole.merge(self._unreported)
             return whole, self.unknown
-        return whole, self.unknown + self._silent.turns
+        return whole, self.unknown + self._unreported.turns
 
 
 class Misses(NamedTuple):
@@ -246,7 +246,7 @@ class Misses(NamedTuple):
     """Ids of records."""
 
     @property
-    def words(self) -> str:
+    def explanation(self) -> str:
         """What they cost, and the likely cause."""
         if self.cause is None:
             return ""
@@ -258,7 +258,7 @@ class CacheUse:
     """The use of caches in the records given to `add` so far."""
 
     def __init__(self) -> None:
-        self._at: dict[tuple[str | None, str | None], _Counted] = {}
+        self._at: dict[tuple[str | None, str | None], _EndpointUse] = {}
 
     def add(self, record: Record) -> None:
         """Count one record, with the conversations inside it."""
@@ -272,8 +272,8 @@ class CacheUse:
                 counted = self._counted(record.endpoint, record.model)
             else:  # a subagent or a simulated user with a model of its own
                 counted = self._counted(None, turns[0].model)
-            counted.add(record, _looks_at(record, part))
-            counted.unknown += sum([_input_of(turn) is None for turn in turns])
+            counted.add(record, _turn_uses(record, part))
+            counted.unknown += sum([_input_tokens(turn) is None for turn in turns])
 
     def merge(self, other: CacheUse) -> None:
         """Add the records of `other`, which come after those of this one."""
@@ -286,7 +286,7 @@ class CacheUse:
         for (_, model), counted in self._at.items():
             sums, _ = counted.sums()
             if sums.has_cache and sums.later:
-                found.append((sums, _dollars_of(sums, model, price_of)))
+                found.append((sums, _lost_usd(sums, model, price_of)))
         dollars = [usd for sums, usd in found if sums.lost]
         known = [usd for usd in dollars if usd is not None]
         worst = max((sums for sums, _ in found), key=lambda sums: sums.lost, default=None)
@@ -296,7 +296,9 @@ class CacheUse:
             lost=sum(sums.lost for sums, _ in found),
             usd=sum(known) if known and len(known) == len(dollars) else None,
             cause=None if worst is None else worst.cause,
-            examples=[*dict.fromkeys(id for sums, _ in found for id in sums.examples)][:_SHOWN],
+            examples=[*dict.fromkeys(id for sums, _ in found for id in sums.examples)][
+                :_MAX_EXAMPLES
+            ],
         )
 
     def to_json(self, price_of: PriceOf | None = None) -> dict[str, Any]:
@@ -319,7 +321,7 @@ class CacheUse:
                     "model": model,
                     "unknown_turns": missing,
                     **_shares(sums),
-                    **_misses_of(sums, model, price_of),
+                    **_misses_to_json(sums, model, price_of),
                 }
             )
         by_turn = zip(whole.input_by_turn, whole.read_by_turn, strict=True)
@@ -340,8 +342,8 @@ class CacheUse:
             "endpoints": sorted(endpoints, key=lambda one: -one["input_tokens"]),
         }
 
-    def _counted(self, endpoint: str | None, model: str | None) -> _Counted:
-        return self._at.setdefault((endpoint, model), _Counted())
+    def _counted(self, endpoint: str | None, model: str | None) -> _EndpointUse:
+        return self._at.setdefault((endpoint, model), _EndpointUse())
 
 
 def conversations_of(part: StoredConversation) -> Iterator[StoredConversation]:
@@ -358,12 +360,10 @@ def missed_turns(record: Record) -> list[int]:
     usages = [turn.usage for turn in record.own_turns if turn.usage is not None]
     if not any(usage.cache_read_tokens or usage.cache_write_tokens for usage in usages):
         return []
-    looks = _looks_at(record, record)
-    is_silence_zero = 0 not in [look.read for look in looks]
+    uses = _turn_uses(record, record)
+    is_silence_zero = 0 not in [use.read for use in uses]
     return [
-        look.turn.turn
-        for look in looks
-        if look.is_missed and (look.read is not None or is_silence_zero)
+        use.turn.turn for use in uses if use.is_missed and (use.read is not None or is_silence_zero)
     ]
 
 
@@ -392,10 +392,10 @@ def as_text(caches: Mapping[str, Any]) -> Iterator[str]:
     if not caches["input_tokens"]:
         yield f"prompt caches: unknown for {caches['unknown_turns']:,} turns, nothing reports them"
         return
-    yield f"prompt caches: {_in_words(caches)}"
+    yield f"prompt caches: {_describe(caches)}"
     several = len(caches["endpoints"]) > 1
     for one in caches["endpoints"] if several else ():
-        yield f"  {one['model'] or 'model unknown'} at {one['endpoint'] or '?'}: {_in_words(one)}"
+        yield f"  {one['model'] or 'model unknown'} at {one['endpoint'] or '?'}: {_describe(one)}"
     groups = [
         f"{_turns(one)} {one['share']:.1f}%" for one in caches["by_turn"] if one["input_tokens"]
     ]
@@ -403,7 +403,7 @@ def as_text(caches: Mapping[str, Any]) -> Iterator[str]:
         yield f"  by turn: {', '.join(groups)}"
 
 
-def _in_words(counts: Mapping[str, Any]) -> str:
+def _describe(counts: Mapping[str, Any]) -> str:
     if counts["share"] is None:
         return f"unknown for {counts['unknown_turns']:,} turns"
     parts = [f"{counts['share']:.1f}% of {counts['input_tokens']:,} input tokens"]
@@ -434,18 +434,18 @@ def _shares(sums: _Sums) -> dict[str, Any]:
     }
 
 
-def _misses_of(sums: _Sums, model: str | None, price_of: PriceOf | None) -> dict[str, Any]:
+def _misses_to_json(sums: _Sums, model: str | None, price_of: PriceOf | None) -> dict[str, Any]:
     is_counted = sums.has_cache
     return {
         "later_turns": sums.later if is_counted else 0,
         "missed_turns": sums.missed if is_counted else 0,
         "lost_tokens": sums.lost if is_counted else 0,
-        "lost_usd": _dollars_of(sums, model, price_of) if is_counted else None,
+        "lost_usd": _lost_usd(sums, model, price_of) if is_counted else None,
         "cause": sums.cause if is_counted else None,
     }
 
 
-def _dollars_of(sums: _Sums, model: str | None, price_of: PriceOf | None) -> float | None:
+def _lost_usd(sums: _Sums, model: str | None, price_of: PriceOf | None) -> float | None:
     """What the lost tokens cost more than cached ones; None if it is unknown."""
     if not sums.lost or price_of is None or model is None:
         return None
@@ -456,7 +456,7 @@ def _dollars_of(sums: _Sums, model: str | None, price_of: PriceOf | None) -> flo
     return max(0.0, fresh + again) / _MILLION
 
 
-def _looks_at(record: Record, part: StoredConversation) -> list[Look]:
+def _turn_uses(record: Record, part: StoredConversation) -> list[TurnUse]:
     """The turns of a conversation whose input is counted."""
     if record.api == SCRIPTED:
         return []
@@ -464,10 +464,10 @@ def _looks_at(record: Record, part: StoredConversation) -> list[Look]:
     # change what was said before, as they are meant to.
     is_shortened = part is record and record.view_compacted and _has_option(record, "compact_after")
     expects = record.imported is None and not is_shortened
-    least = _least_of(record.model)
+    least = _least_tokens(record.model)
     rewrites = {number: one for one in record.rewritten or () for number in one.exchanges}
     resumed = {resume.turn for resume in part.resumes}
-    looks = []
+    uses = []
     before: StoredTurn | None = None
     following, latest = 0, 0.0  # the turn after the one before; until when a cache keeps that
     for turn in part.own_turns:
@@ -483,14 +483,14 @@ def _looks_at(record: Record, part: StoredConversation) -> list[Look]:
             and began <= latest
             and turn.batch_item is None
             and before.turn not in resumed
-            and not _is_new(part, before, turn, rewrites)
+            and not _breaks_prefix(part, before, turn, rewrites)
         ):
-            repeated, expected = _of_before(record, before, given)
+            repeated, expected = _repeated_tokens(record, before, given)
             if repeated < least:
                 repeated = expected = 0
         read, written = usage.cache_read_tokens, usage.cache_write_tokens or 0
-        looks.append(
-            Look(
+        uses.append(
+            TurnUse(
                 part=part,
                 turn=turn,
                 input=given,
@@ -502,10 +502,10 @@ def _looks_at(record: Record, part: StoredConversation) -> list[Look]:
             )
         )
         before, following, latest = turn, number + 1, began + _LIFETIME_S
-    return looks
+    return uses
 
 
-def _of_before(record: Record, before: StoredTurn, given: int) -> tuple[int, int]:
+def _repeated_tokens(record: Record, before: StoredTurn, given: int) -> tuple[int, int]:
     """How many tokens of a request the one before had, and how many of these must be kept.
 
     The reply is left out: not all servers keep it, and not all of it comes back.
@@ -520,7 +520,7 @@ def _of_before(record: Record, before: StoredTurn, given: int) -> tuple[int, int
     return repeated, repeated
 
 
-def _is_new(
+def _breaks_prefix(
     part: StoredConversation,
     before: StoredTurn,
     turn: StoredTurn,
@@ -539,7 +539,7 @@ def _is_new(
                 is_system = part.messages[patch.at].role == "system"
                 if not is_system and (patch.content is not None or patch.tool_calls is not None):
                     return True  # the agent has shortened what it repeats
-    return (_input_of(turn) or 0) < (_input_of(before) or 0) and not _has_reasoning(part)
+    return (_input_tokens(turn) or 0) < (_input_tokens(before) or 0) and not _has_reasoning(part)
 
 
 def _summary(turn: StoredTurn) -> str | None:
@@ -554,9 +554,9 @@ def _is_of_system(part: StoredConversation, rewrite: StoredRewrite | None) -> bo
     return all(message.role == "system" for message in (*replaced, *rewrite.messages))
 
 
-def _cause_in(record: Record, look: Look) -> str:
+def _find_cause(record: Record, use: TurnUse) -> str:
     """What a record says of the cause of a miss; "" if nothing."""
-    turn, before, part = look.turn, look.before, look.part
+    turn, before, part = use.turn, use.before, use.part
     assert before is not None
     if turn.exchange is not None:
         for one in record.rewritten or ():
@@ -568,7 +568,7 @@ def _cause_in(record: Record, look: Look) -> str:
                 return TOOLS
             for patch in now.shown:
                 return SYSTEM if part.messages[patch.at].role == "system" else REASONING
-    given, had = look.input, _input_of(before) or 0
+    given, had = use.input, _input_tokens(before) or 0
     if _has_reasoning(part) and (given < had or _follows_user(part, turn)):
         return REASONING
     return ""
@@ -594,12 +594,14 @@ def _has_option(record: Record, name: str) -> bool:
     return bool((record.options or {}).get(name))
 
 
-def _least_of(model: str | None) -> int:
+def _least_tokens(model: str | None) -> int:
     name = (model or "").lower()
-    return next((least for part, least in _LEAST_OF.items() if part in name), _LEAST)
+    return next(
+        (least for part, least in _MIN_TOKENS_BY_MODEL.items() if part in name), _MIN_TOKENS
+    )
 
 
-def _input_of(turn: StoredTurn) -> int | None:
+def _input_tokens(turn: StoredTurn) -> int | None:
     return None if turn.usage is None else turn.usage.input_tokens
 
 

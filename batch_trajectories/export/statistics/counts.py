@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agent.messages.message import MOST_TOKENS
 from batch_trajectories.basics.text import without_values
-from batch_trajectories.export.conversation.own_work import Counts, Own
+from batch_trajectories.export.conversation.own_work import Own, WorkCounts
 from batch_trajectories.export.conversation.turns import names_of
 from batch_trajectories.records.checks import UNCHECKED, CheckSums, judgement_of
 from batch_trajectories.records.record_types import Record
@@ -126,9 +126,9 @@ class Statistics:
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
-    def add(self, record: Record, own: Own) -> None:
+    def add(self, record: Record, authored: Own) -> None:
         """Count one record; of its messages only those of `own`."""
-        turns, counts = len(own.turns), own.counts
+        turns, counts = len(authored.turns), authored.counts
         self._statuses[record.status] += 1
         judgement = judgement_of(record)
         if judgement is not UNCHECKED:
@@ -228,7 +228,7 @@ class Statistics:
         counts = {"turns_with": having, "turns_without": self._turns - having}
         return {"token_ids": counts} if having else {}
 
-    def _add_replies(self, offered: frozenset[str], counts: Counts) -> None:
+    def _add_replies(self, offered: frozenset[str], counts: WorkCounts) -> None:
         if not offered <= self._offered:
             self._offered |= offered
         for stats in counts.tools:

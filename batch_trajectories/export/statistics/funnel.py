@@ -77,29 +77,29 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
         if is_sampled and "not_needed" in funnel:
             note = f"  up to {samples:,} samples per row; {funnel['not_needed']:,} not needed"
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
-        yield from _lost(step["lost"])
+        yield from _lost_lines(step["lost"])
     for export in funnel["exports"]:
         outdated = "; conversations have ended since, export again" if export["outdated"] else ""
         yield (
             f"{'exported':<12}{export['rows']:>12,}  rows of {export['format']} in "
             f"{export['path']}, from {export['used']:,} of {export['tasks']:,} tasks{outdated}"
         )
-        yield from _lost(export["lost"])
+        yield from _lost_lines(export["lost"])
         if masked := export.get("masked"):
             yield f"  {'masked':<10}{masked['turns']:>12,}  of {masked['of']:,} turns carry no loss"
             for reason, count in masked["by_reason"].items():
                 yield f"  {'':<10}{count:>12,}  {reason}"
 
 
-def _lost(lost: Mapping[str, int]) -> Iterator[str]:
+def _lost_lines(lost: Mapping[str, int]) -> Iterator[str]:
     return (f"  {'left out':<10}{count:>12,}  {reason}" for reason, count in lost.items())
 
 
 def _step(name: str, count: int, lost: Mapping[str, int]) -> dict[str, Any]:
-    return {"name": name, "count": count, "lost": _sorted(lost)}
+    return {"name": name, "count": count, "lost": _sort_reasons(lost)}
 
 
-def _sorted(lost: Mapping[str, int]) -> dict[str, int]:
+def _sort_reasons(lost: Mapping[str, int]) -> dict[str, int]:
     """The reasons that occurred, the most frequent first."""
     ordered = sorted(lost.items(), key=lambda reason: (-reason[1], reason[0]))
     return {reason: count for reason, count in ordered if count}
@@ -109,7 +109,7 @@ def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]
     manifest = _read(run_dir / EXPORTS / MANIFEST_FILE)
     if manifest is None:
         return
-    lost = {**_before(manifest), "ended early": manifest["partial"]}
+    lost = {**_left_out_of_all(manifest), "ended early": manifest["partial"]}
     rows = manifest["exported"]
     path = training_file_of(run_dir).name
     yield _export("hermes", path, manifest, totals, lost, rows=rows, used=rows)
@@ -120,7 +120,7 @@ def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
     if manifest is None or manifest.get("unfinished"):
         return
     for part in manifest["formats"]:
-        lost = Counter(_before(manifest)) + Counter(part["rejected_by_reason"])
+        lost = Counter(_left_out_of_all(manifest)) + Counter(part["rejected_by_reason"])
         paths = (file["path"] for file in part["files"])
         path = f"exports/dataset/{next(paths, part['format']).partition('/')[0]}"
         rows, used = part["rows"], part["used"]
@@ -128,7 +128,7 @@ def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
         yield {**found, "masked": part["masked"]} if "masked" in part else found
 
 
-def _before(manifest: Mapping[str, Any]) -> dict[str, int]:
+def _left_out_of_all(manifest: Mapping[str, Any]) -> dict[str, int]:
     """What a manifest counts as left out of all its files; `failed` records it lists by reason."""
     lost = Counter(manifest["rejected_by_reason"])
     lost["failed"] += manifest["failed"]
@@ -159,7 +159,7 @@ def _export(
         "rows": rows,
         "used": used,
         "tasks": tasks,
-        "lost": _sorted(lost),
+        "lost": _sort_reasons(lost),
         "outdated": exported != now,
     }
 

@@ -71,11 +71,11 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
 _FAILURES = {"invalid_calls": "invalid_arguments", "interrupted_calls": "interrupted"}
 """Checks of results, and the kind of failure that each looks for."""
 
-_SHOWN = 3
+_MAX_EXAMPLES = 3
 _REPEATS = 5
 _TOOL_CALLS = 10
 _PROMPT_FAILURES = 3
-_RECORDS_OF_A_VALUE = 20
+_MIN_RECORDS_PER_VALUE = 20
 _CHANCE = 0.001
 """Rewards are constant against the odds if chance alone would give that less often."""
 _MAX_VALUES = 1000
@@ -132,9 +132,9 @@ class Health:
         self._passed_ids: list[str] = []
         self.caches = CacheUse()
 
-    def add(self, record: Record, own: Own) -> None:
+    def add(self, record: Record, authored: Own) -> None:
         """Look at one record."""
-        id, turns, counts = record.id, own.turns, own.counts
+        id, turns, counts = record.id, authored.turns, authored.counts
         is_completed = record.status == "completed"
         self._count("unfinished", id, not is_completed)
         if self._has_samples:
@@ -152,7 +152,7 @@ class Health:
         for name, kind in _FAILURES.items():
             found = counts.failures.count(kind) if counts.failures else 0
             self._count(name, id, found, of=counts.results)
-        self._add_calls(record, own)
+        self._add_calls(record, authored)
         self.caches.add(record)
         judgement = judgement_of(record)
         if judgement.reward is not None:
@@ -186,7 +186,7 @@ class Health:
         self._found.merge(other._found)
         self._of.merge(other._of)
         for name, ids in other._examples.items():
-            self._examples[name] = [*self._examples[name], *ids][:_SHOWN]
+            self._examples[name] = [*self._examples[name], *ids][:_MAX_EXAMPLES]
         self._tool_calls.merge(other._tool_calls)
         self._tool_failures.merge(other._tool_failures)
         self._failed_records.merge(other._failed_records)
@@ -210,7 +210,7 @@ class Health:
         self._conclude()
         results = {name: self._result(name, check) for name, check in HEALTH_CHECKS.items()}
         misses = results["cache_misses"]
-        if (words := self.caches.misses(price_of).words) and misses["is_problem"]:
+        if (words := self.caches.misses(price_of).explanation) and misses["is_problem"]:
             misses["problem"] += f": {words}"
         return [*results.values()]
 
@@ -225,7 +225,7 @@ class Health:
             "limit": check.limit,
             "is_problem": share is not None and of >= check.least and share > check.limit,
             "problem": check.problem,
-            "examples": self._examples[name][:_SHOWN],
+            "examples": self._examples[name][:_MAX_EXAMPLES],
         }
 
     def _count(self, name: str, example: str, found: int, *, of: int = 1) -> None:
@@ -233,18 +233,18 @@ class Health:
         if found:
             self._found[name] += found
             examples = self._examples[name]
-            examples += [example] * min(found, _SHOWN - len(examples))
+            examples += [example] * min(found, _MAX_EXAMPLES - len(examples))
 
-    def _add_calls(self, record: Record, own: Own) -> None:
+    def _add_calls(self, record: Record, authored: Own) -> None:
         offered = names_of(record.tools)
         made = 0
-        for tool in own.counts.tools:
+        for tool in authored.counts.tools:
             made += tool["count"]
             if (name := tool["tool"]) in offered:  # there can be any number of invented names
                 self._tool_calls[name] += tool["success"] + tool["failure"]
                 self._tool_failures[name] += tool["failure"]
         if made:
-            is_found = made >= _REPEATS and _longest_run(own.messages) >= _REPEATS
+            is_found = made >= _REPEATS and _longest_run(authored.messages) >= _REPEATS
             self._count("repeated_calls", record.id, is_found)
 
     def _add_ending(self, prompt: str, ending: str, count: int) -> None:
@@ -282,7 +282,7 @@ class Health:
         for column, values in self._rewards.items():
             if len(values) <= _MAX_VALUES:
                 for value, rewards in values.items():
-                    if rewards.count >= _RECORDS_OF_A_VALUE:
+                    if rewards.count >= _MIN_RECORDS_PER_VALUE:
                         name = column if value is None else f"{column}={value}"
                         shown = f"{name}: {rewards.first:g} in {rewards.count:,}"
                         self._count("constant_rewards", shown, _is_suspect(rewards, whole))

@@ -54,11 +54,11 @@ class _Numbers:
                 continue
             number = series[place]
             self._make_room(number)
-            own = self._counts[number]
+            before = self._counts[number]
             between = mean - self._means[number]
             self._counts[number] += count
-            self._means[number] += between * count / (own + count)
-            self._squares[number] += square + between * between * own * count / (own + count)
+            self._means[number] += between * count / (before + count)
+            self._squares[number] += square + between * between * before * count / (before + count)
 
     def _make_room(self, series: int) -> None:
         if (missing := series + 1 - len(self._counts)) > 0:
@@ -66,7 +66,7 @@ class _Numbers:
             self._means.extend([0.0] * missing)
             self._squares.extend([0.0] * missing)
 
-    def all(self) -> Iterator[tuple[int, float, float | None]]:
+    def summaries(self) -> Iterator[tuple[int, float, float | None]]:
         """Count, mean and standard deviation of each series that has numbers.
 
         The deviation is that of a sample (n - 1), None for a single number.
@@ -104,13 +104,13 @@ class RewardStatistics:
                     _add(self._by_turn, name, 0, reward)
         if not named:
             return
-        prompt = self._number_of(record.prompt_id) if self._has_groups else 0
+        prompt = self._prompt_number(record.prompt_id) if self._has_groups else 0
         for name, reward in named.items():
             _add(self._all, name, 0, reward)
             if self._has_groups:
                 _add(self._groups, name, prompt, reward)
         if self._has_groups and is_good is not None:
-            self._judge(prompt, 1, is_good)
+            self._count_outcomes(prompt, 1, is_good)
 
     def merge(self, other: RewardStatistics) -> None:
         """Add the records of `other`, which come after those of this one."""
@@ -125,9 +125,9 @@ class RewardStatistics:
                 if name in ours or len(ours) < MAX_NAMES:
                     ours.setdefault(name, _Numbers()).merge(numbers, series)
         for place, (judged, passed) in enumerate(zip(other._judged, other._passed, strict=True)):
-            self._judge(prompts[place], judged, passed)
+            self._count_outcomes(prompts[place], judged, passed)
 
-    def _judge(self, prompt: int, judged: int, passed: int) -> None:
+    def _count_outcomes(self, prompt: int, judged: int, passed: int) -> None:
         if (missing := prompt + 1 - len(self._judged)) > 0:
             self._judged.extend([0] * missing)
             self._passed.extend([0] * missing)
@@ -143,21 +143,23 @@ class RewardStatistics:
         rule = self._rule
         models = self._by_model.to_json(() if rule is None else rule.models)
         return {
-            "by_name": {name: self._of_name(name) for name in self._all},
-            "turns": {name: _one(numbers, "turns") for name, numbers in self._by_turn.items()},
+            "by_name": {name: self._figures(name) for name in self._all},
+            "turns": {
+                name: _spread_of(numbers, "turns") for name, numbers in self._by_turn.items()
+            },
             "pass_at": self._pass_at(),
             **({} if rule is None else {"stopped_at": [rule.passed, rule.failed]}),
             **({"models": models} if models else {}),
         }
 
-    def _number_of(self, prompt_id: str) -> int:
+    def _prompt_number(self, prompt_id: str) -> int:
         return self._prompts.setdefault(hash(prompt_id), len(self._prompts))
 
-    def _of_name(self, name: str) -> dict[str, Any]:
-        figures = _one(self._all[name], "records")
+    def _figures(self, name: str) -> dict[str, Any]:
+        figures = _spread_of(self._all[name], "records")
         if not self._has_groups:
             return figures
-        stds = [std for _, _, std in self._groups[name].all() if std is not None]
+        stds = [std for _, _, std in self._groups[name].summaries() if std is not None]
         return {
             **figures,
             "groups": len(stds),
@@ -184,7 +186,7 @@ class RewardStatistics:
             chances = [
                 chance
                 for count, passed in numbers
-                if count and (chance := chance_of_pass(count, passed, k, rule)) is not None
+                if count and (chance := pass_chance(count, passed, k, rule)) is not None
             ]
             if chances:
                 rates[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
@@ -223,7 +225,7 @@ def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from by_model.as_text(figures.get("models", ()))
 
 
-def chance_of_pass(count: int, passed: int, k: int, rule: StoppingRule | None) -> float | None:
+def pass_chance(count: int, passed: int, k: int, rule: StoppingRule | None) -> float | None:
     """The chance that `k` samples hold one that passed, None if it is unknown.
 
     Drawn at random of the `count` samples of a prompt, unless `rule` ended these.
@@ -244,8 +246,8 @@ def _add(places: dict[str, _Numbers], name: str, series: int, number: float) -> 
         places.setdefault(name, _Numbers()).add(series, number)
 
 
-def _one(numbers: _Numbers, unit: str) -> dict[str, Any]:
-    ((count, mean, std),) = numbers.all()
+def _spread_of(numbers: _Numbers, unit: str) -> dict[str, Any]:
+    ((count, mean, std),) = numbers.summaries()
     return {unit: count, "mean": _rounded(mean), "std": None if std is None else _rounded(std)}
 
 

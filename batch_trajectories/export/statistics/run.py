@@ -16,7 +16,7 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
-from batch_trajectories.export.conversation.rewards import not_passed
+from batch_trajectories.export.conversation.rewards import why_not_passed
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import names_of
 from batch_trajectories.export.conversation.validity import Rejected
@@ -89,20 +89,20 @@ class RunStatistics:
         """Count records."""
         given = [(record, Own(record)) for record in records]
         # First this: what reads a conversation counts its replies on the way.
-        kept = [self._is_kept(record, own) for record, own in given]
-        for record, own in given:
-            self._statistics.add(record, own)
-        for record, own in given:
+        kept = [self._is_kept(record, authored) for record, authored in given]
+        for record, authored in given:
+            self._statistics.add(record, authored)
+        for record, authored in given:
             self._rewards.add(record)
             self._agreement.add(record)
-            self.health.add(record, own)
-        for (record, own), is_kept in zip(given, kept, strict=True):
-            self._add_amounts(record, own, is_kept=is_kept)
+            self.health.add(record, authored)
+        for (record, authored), is_kept in zip(given, kept, strict=True):
+            self._add_amounts(record, authored, is_kept=is_kept)
         self._records += len(records)
 
-    def _add_amounts(self, record: Record, own: Own, *, is_kept: bool) -> None:
+    def _add_amounts(self, record: Record, authored: Own, *, is_kept: bool) -> None:
         usage = record.usage or {}
-        turns, calls = own.turns, record.own_tool_calls
+        turns, calls = authored.turns, record.own_tool_calls
         cached = cached_share_of(record)
         amounts = {
             "turns": len(turns),
@@ -149,15 +149,15 @@ class RunStatistics:
         self._cost += other._cost
         self._unknown_costs += other._unknown_costs
 
-    def _is_kept(self, record: Record, own: Own) -> bool:
+    def _is_kept(self, record: Record, authored: Own) -> bool:
         if record.status != "completed":
             return False
         if self._left_out is not None:
             return record.id not in self._left_out
-        if self._style.require_passed and not_passed(judgement_of(record)) is not None:
+        if self._style.require_passed and why_not_passed(judgement_of(record)) is not None:
             return False
         try:
-            conversation = read_conversation(record, own)
+            conversation = read_conversation(record, authored)
             self._style.tolerance.refuse(conversation.flaws)
         except Rejected:
             return False

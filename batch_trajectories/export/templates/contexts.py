@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from batch_trajectories.export.templates.rendering import EOS, Chat, without_marks
+from batch_trajectories.export.templates.rendering import EOS, Chat, strip_marks
 
 Message = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ class LearntTurn(NamedTuple):
     reasoning: str
 
 
-class Shown(NamedTuple):
+class TrainerRow(NamedTuple):
     """A row as a trainer gets it."""
 
     messages: Sequence[Message]
@@ -34,7 +34,7 @@ class Shown(NamedTuple):
     turns: Sequence[LearntTurn]
 
 
-def as_shown(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> Shown:
+def read_trainer_row(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> TrainerRow:
     """A row of `openai`; `key` is that of its reasoning."""
     messages = row["messages"]
     learnt = (
@@ -42,7 +42,7 @@ def as_shown(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> Shown:
         for n, message in enumerate(messages)
         if message["role"] == "assistant" and message.get("weight") != 0
     )
-    return Shown(messages, tools, [*learnt])
+    return TrainerRow(messages, tools, [*learnt])
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class ParityCounts:
         """Whether every turn is learnt as it was sampled."""
         return not self.refused and self.same == self.turns and not self.reasoning_lost
 
-    def add(self, chat: Chat, rows: Iterable[Shown], keep: Callable[[str], None]) -> bool:
+    def add(self, chat: Chat, rows: Iterable[TrainerRow], keep: Callable[[str], None]) -> bool:
         """Render the rows of a conversation; returns whether nothing differs in them.
 
         `keep` gets the text of each row.
@@ -80,7 +80,7 @@ class ParityCounts:
             self.turns += len(row.turns)
             self.with_reasoning += sum(bool(turn.reasoning) for turn in row.turns)
             try:
-                text, trained = without_marks(chat(row.messages, row.tools, False))
+                text, trained = strip_marks(chat(row.messages, row.tools, False))
             except MemoryError:
                 raise
             except Exception as error:  # a template can raise anything
@@ -90,14 +90,14 @@ class ParityCounts:
                 continue
             keep(text.replace(EOS, ""))
             is_same &= self._compare(chat, row, text)
-            self._look_for_the_end(row, text, trained)
+            self._count_stop(row, text, trained)
         return is_same
 
-    def _compare(self, chat: Chat, row: Shown, text: str) -> bool:
+    def _compare(self, chat: Chat, row: TrainerRow, text: str) -> bool:
         is_same = True
         begin = 0
         for turn in row.turns:
-            cause = difference(chat, turn, row.tools, text)
+            cause = find_difference(chat, turn, row.tools, text)
             if cause is None:
                 self.same += 1
             else:
@@ -113,7 +113,7 @@ class ParityCounts:
                 is_same &= place >= 0
         return is_same
 
-    def _look_for_the_end(self, row: Shown, text: str, trained: Sequence[tuple[int, int]]) -> None:
+    def _count_stop(self, row: TrainerRow, text: str, trained: Sequence[tuple[int, int]]) -> None:
         last = row.messages[-1]
         words = str(last.get("content") or "").strip()
         if not trained or not words or last["role"] != "assistant" or last.get("tool_calls"):
@@ -123,7 +123,7 @@ class ParityCounts:
         if found:
             self.stops[bool(after.strip())] += 1
 
-    def left(self) -> Iterator[str]:
+    def describe_differences(self) -> Iterator[str]:
         """Why what still differs does, in words."""
         for why, rows in self.refused.most_common(1):
             yield f"the template refuses {rows:,} of {self.rows:,} rows: {why}"
@@ -149,16 +149,16 @@ class ParityCounts:
         }
 
 
-def difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: str) -> str | None:
+def find_difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: str) -> str | None:
     """What differs from a turn's context of inference in the text of its row; None: nothing.
 
     Raises nothing; see `ParityCounts.causes`.
     """
     try:
-        context, _ = without_marks(chat(turn.before, tools, True))
+        context, _ = strip_marks(chat(turn.before, tools, True))
         if text.startswith(context):
             return None
-        plain, _ = without_marks(chat(turn.before, tools, False))
+        plain, _ = strip_marks(chat(turn.before, tools, False))
     except Exception:  # as above: inference had no such context
         return "context"
     return "generation_prompt" if text.startswith(plain) else "context"

@@ -17,12 +17,12 @@ from agent.options import PositiveInt
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 
-_NAMED = 1000
+_MAX_IDS = 1000
 """Ids of rows that were cut, in the manifest."""
 
 
 class Fit(BaseModel):
-    """What rows are fitted to."""
+    """A chat template and the limits that rows are fitted to: the key `fit` of a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,30 +71,30 @@ class Fitting:
         self._cut: list[str] = []
         self._refused: Counter[str] = Counter()
 
-    def fitted(self, row: dict[str, Any]) -> dict[str, Any]:
+    def fit_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row, with marks or cut; one that the template refuses stays as it is.
 
         Raises Rejected for a row that is too long, or of which nothing is left to learn.
         """
-        from batch_trajectories.export.templates.contexts import as_shown, difference
-        from batch_trajectories.export.templates.rendering import tools_in, without_marks
+        from batch_trajectories.export.templates.contexts import find_difference, read_trainer_row
+        from batch_trajectories.export.templates.rendering import strip_marks, tools_in
 
         tools = tools_in(row)
         try:
-            text, _ = without_marks(self._chat(row["messages"], tools, False))
+            text, _ = strip_marks(self._chat(row["messages"], tools, False))
         except Exception as error:  # a template can raise anything
             self._refused[(str(error) or type(error).__name__)[:200]] += 1
             return row
-        shown = as_shown(row, tools, self._key)
+        shown = read_trainer_row(row, tools, self._key)
         if self._is_long(text):
-            row, text = self._shorter(row, tools, [turn.at for turn in shown.turns])
-            shown = as_shown(row, tools, self._key)
+            row, text = self._shorten(row, tools, [turn.at for turn in shown.turns])
+            shown = read_trainer_row(row, tools, self._key)
         self._turns += len(shown.turns)
         if self._fit.other_context == "keep":
             return row
         messages = [*row["messages"]]
         for turn in shown.turns:
-            if difference(self._chat, turn, tools, text) is not None:
+            if find_difference(self._chat, turn, tools, text) is not None:
                 messages[turn.at] = {**messages[turn.at], "weight": 0, "loss": False}
         masked = sum(now is not was for now, was in zip(messages, row["messages"], strict=True))
         self._masked += masked
@@ -109,17 +109,17 @@ class Fitting:
 
         if self._tokens is None or self._fit.max_length is None:
             return False
-        return self._tokens.of(text.replace(EOS, "")) > self._fit.max_length
+        return self._tokens.count(text.replace(EOS, "")) > self._fit.max_length
 
-    def _shorter(
+    def _shorten(
         self, row: dict[str, Any], tools: Sequence[Any], turns: Sequence[int]
     ) -> tuple[dict[str, Any], str]:
-        from batch_trajectories.export.templates.rendering import without_marks
+        from batch_trajectories.export.templates.rendering import strip_marks
 
         if self._fit.too_long == "cut":
             for at in reversed(turns):
                 messages = row["messages"][: at + 1]
-                text, _ = without_marks(self._chat(messages, tools, False))
+                text, _ = strip_marks(self._chat(messages, tools, False))
                 if not self._is_long(text):
                     self._cut.append(row["id"])
                     return {**row, "messages": messages}, text
@@ -134,6 +134,6 @@ class Fitting:
             "masked_turns": self._masked,
             "left_out": self._left_out,
             "cut": len(self._cut),
-            "rows_cut": self._cut[:_NAMED],
+            "rows_cut": self._cut[:_MAX_IDS],
             "refused": dict(sorted(self._refused.items())),
         }

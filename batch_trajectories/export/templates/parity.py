@@ -28,8 +28,8 @@ from batch_trajectories.export.templates.contexts import (
     LearntTurn,
     Message,
     ParityCounts,
-    Shown,
-    as_shown,
+    TrainerRow,
+    read_trainer_row,
 )
 from batch_trajectories.export.templates.rendering import (
     Chat,
@@ -44,16 +44,16 @@ from batch_trajectories.export.templates.rendering import (
 #
 # Rows are changed as the options would change them, and rendered again.
 
-Change = Callable[[Shown], Iterator[Shown]]
+Change = Callable[[TrainerRow], Iterator[TrainerRow]]
 
 
-class Mend(NamedTuple):
+class Remedy(NamedTuple):
     """Options, and what they turn a row into."""
 
     options: tuple[str, ...]
     changes: tuple[Change, ...]
 
-    def rows(self, row: Shown) -> list[Shown]:
+    def rows(self, row: TrainerRow) -> list[TrainerRow]:
         """The rows that one row becomes."""
         rows = [row]
         for change in self.changes:
@@ -61,25 +61,25 @@ class Mend(NamedTuple):
         return rows
 
 
-_TRIED = 3
+_MAX_TRIED = 3
 """Rows that try all choices, and choices that are tried on all rows of the sample."""
-NOTHING = Mend((), ())
+NO_REMEDY = Remedy((), ())
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-def mend_for(chat: Chat, sample: Sequence[Shown], *, is_cut: bool) -> Mend:
+def find_remedy(chat: Chat, sample: Sequence[TrainerRow], *, is_cut: bool) -> Remedy:
     """The fewest options that have nothing differ in a sample of rows, or the best ones found.
 
     `is_cut`: rows already show single views or turns.
     """
     choices = [
-        Mend(options, changes)
+        Remedy(options, changes)
         for options, changes in _choices(is_cut=is_cut)
-        if not changes or any(_changes(changes, row) for row in sample[:_TRIED])
+        if not changes or any(_have_effect(changes, row) for row in sample[:_MAX_TRIED])
     ]
-    bad = [_badness(_tally(chat, choice, sample[:_TRIED])) for choice in choices]
+    bad = [_badness(_tally(chat, choice, sample[:_MAX_TRIED])) for choice in choices]
     order = sorted(range(len(choices)), key=lambda n: (bad[n], len(choices[n].options)))
-    tallies = [(choices[n], _tally(chat, choices[n], sample)) for n in order[:_TRIED]]
+    tallies = [(choices[n], _tally(chat, choices[n], sample)) for n in order[:_MAX_TRIED]]
     return min(tallies, key=lambda it: _badness(it[1]))[0]
 
 
@@ -97,7 +97,7 @@ def _subset(choices: Mapping[str, Change], bits: int) -> Mapping[str, Change]:
     return {name: choices[name] for n, name in enumerate(choices) if bits >> n & 1}
 
 
-def _changes(changes: Sequence[Change], row: Shown) -> bool:
+def _have_effect(changes: Sequence[Change], row: TrainerRow) -> bool:
     """Whether each of them changes something in a row."""
     for change in changes:
         rows = [*change(row)]
@@ -106,7 +106,7 @@ def _changes(changes: Sequence[Change], row: Shown) -> bool:
     return True
 
 
-def _tally(chat: Chat, choice: Mend, rows: Sequence[Shown]) -> ParityCounts:
+def _tally(chat: Chat, choice: Remedy, rows: Sequence[TrainerRow]) -> ParityCounts:
     tally = ParityCounts()
     for row in rows:
         tally.add(chat, choice.rows(row), lambda _: None)
@@ -124,7 +124,7 @@ def _badness(tally: ParityCounts) -> tuple[float, ...]:
     )
 
 
-def _each(row: Shown, change: Callable[[Message], Message]) -> Iterator[Shown]:
+def _change_messages(row: TrainerRow, change: Callable[[Message], Message]) -> Iterator[TrainerRow]:
     """The row with its messages changed, also in the contexts of inference."""
     turns = [
         turn._replace(before=[change(message) for message in turn.before]) for turn in row.turns
@@ -132,7 +132,7 @@ def _each(row: Shown, change: Callable[[Message], Message]) -> Iterator[Shown]:
     yield row._replace(messages=[change(message) for message in row.messages], turns=turns)
 
 
-def _arguments_as_text(row: Shown) -> Iterator[Shown]:
+def _arguments_as_text(row: TrainerRow) -> Iterator[TrainerRow]:
     def change(message: Message) -> Message:
         if not message.get("tool_calls"):
             return message
@@ -148,10 +148,10 @@ def _arguments_as_text(row: Shown) -> Iterator[Shown]:
         ]
         return {**message, "tool_calls": calls}
 
-    return _each(row, change)
+    return _change_messages(row, change)
 
 
-def _split_calls(row: Shown) -> Iterator[Shown]:
+def _split_calls(row: TrainerRow) -> Iterator[TrainerRow]:
     """One call per turn, as `--parallel_calls split` divides them."""
     messages: list[Message] = []
     learnt = {turn.at: turn for turn in row.turns}
@@ -188,10 +188,10 @@ def _with_key(key: str) -> Change:
         kept = {name: value for name, value in message.items() if name != "reasoning_content"}
         return {**kept, key: message["reasoning_content"]}
 
-    return lambda row: _each(row, change)
+    return lambda row: _change_messages(row, change)
 
 
-def _inline(row: Shown) -> Iterator[Shown]:
+def _inline(row: TrainerRow) -> Iterator[TrainerRow]:
     def change(message: Message) -> Message:
         if not (thought := message.get("reasoning_content")):
             return message
@@ -199,10 +199,10 @@ def _inline(row: Shown) -> Iterator[Shown]:
         text = f"<think>\n{thought}\n</think>\n\n{message['content']}".rstrip()
         return {**kept, "content": text}
 
-    return _each(row, change)
+    return _change_messages(row, change)
 
 
-def _call_text(row: Shown) -> Iterator[Shown]:
+def _call_text(row: TrainerRow) -> Iterator[TrainerRow]:
     def change(message: Message) -> Message:
         text = message.get("content")
         if not message.get("tool_calls") or not text:
@@ -211,7 +211,7 @@ def _call_text(row: Shown) -> Iterator[Shown]:
         thought = "\n\n".join(filter(None, (message.get(key), text)))
         return {**message, "content": "", key: thought}
 
-    for changed in _each(row, change):
+    for changed in _change_messages(row, change):
         turns = [
             turn._replace(reasoning=_reasoning_of(changed.messages[turn.at]))
             for turn in changed.turns
@@ -223,17 +223,17 @@ def _reasoning_of(message: Message) -> str:
     return next((message[key] for key in _REASONING if message.get(key)), "")
 
 
-def _empty_think(row: Shown) -> Iterator[Shown]:
+def _empty_think(row: TrainerRow) -> Iterator[TrainerRow]:
     def change(message: Message) -> Message:
         if message["role"] != "assistant" or _reasoning_of(message):
             return message
         text = message["content"]
         return message if "<think>" in text else {**message, "content": EMPTY_THINK + text}
 
-    return _each(row, change)
+    return _change_messages(row, change)
 
 
-def _since_user(row: Shown) -> Iterator[Shown]:
+def _since_user(row: TrainerRow) -> Iterator[TrainerRow]:
     """A row for each user message, as `--segments --reasoning since_user` makes them."""
     asked = [n for n, message in enumerate(row.messages) if message["role"] == "user"]
     for begin, end in zip(asked, [*asked[1:], len(row.messages)], strict=True):
@@ -248,11 +248,11 @@ def _without_reasoning(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in _REASONING}
 
 
-def _per_turn_since_user(row: Shown) -> Iterator[Shown]:
+def _per_turn_since_user(row: TrainerRow) -> Iterator[TrainerRow]:
     return (one for part in _since_user(row) for one in _per_turn(part))
 
 
-def _per_turn(row: Shown) -> Iterator[Shown]:
+def _per_turn(row: TrainerRow) -> Iterator[TrainerRow]:
     """A row for each turn."""
     for turn in row.turns:
         yield row._replace(messages=row.messages[: turn.at + 1], turns=[turn])
@@ -290,7 +290,7 @@ _MEMORY_BYTES = 2 << 30
 _SAMPLE = 12
 """Rows that differ, by which options are chosen; all rows then prove them."""
 _BLOCK = 64
-_NAMED = 1000
+_MAX_IDS = 1000
 """Ids of rows above the length, in the manifest."""
 
 
@@ -451,7 +451,7 @@ def _judge_one(
     recipe = manifest["recipe"]
     key = recipe["reasoning_key"]
     lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
-    tally, sample = ParityCounts(), list[Shown]()
+    tally, sample = ParityCounts(), list[TrainerRow]()
     by_run: dict[str, dict[str, int]] = {}
     for row, shown in _rows(directory, manifest, key, pipe):
         texts: list[str] = []
@@ -465,18 +465,18 @@ def _judge_one(
         if lengths is not None:
             for text in texts:
                 lengths.add(row["id"], text)
-    mend, mended = NOTHING, tally
+    mend, mended = NO_REMEDY, tally
     if sample:
-        mend = mend_for(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
+        mend = find_remedy(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
         if mend.options:
-            mended = _with(mend, chat, directory, manifest, key, pipe)
+            mended = _tally_remedied(mend, chat, directory, manifest, key, pipe)
     is_better = mended.is_clean and mend.options
     return {
         **tally.to_json(),
         "mend": " ".join(mend.options) if is_better else None,
         "mended": mended.to_json() if mend.options else None,
         "tried": " ".join(mend.options) if mend.options and not is_better else None,
-        "left": [*mended.left()],
+        "left": [*mended.describe_differences()],
         "masked_by_fit": mended.turns - mended.same,
         "is_proved": tally.is_clean,
         "lengths": None if lengths is None else lengths.to_json(),
@@ -484,8 +484,13 @@ def _judge_one(
     }
 
 
-def _with(
-    mend: Mend, chat: Any, directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection
+def _tally_remedied(
+    mend: Remedy,
+    chat: Any,
+    directory: Path,
+    manifest: Mapping[str, Any],
+    key: str,
+    pipe: Connection,
 ) -> ParityCounts:
     tally = ParityCounts()
     for _, shown in _rows(directory, manifest, key, pipe, counts=False):
@@ -495,12 +500,12 @@ def _with(
 
 def _rows(
     directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
-) -> Iterator[tuple[Mapping[str, Any], Shown]]:
+) -> Iterator[tuple[Mapping[str, Any], TrainerRow]]:
     """The rows, also as shown; says now and then how many there were."""
     rows = rows_of(directory, manifest)
     while block := list(islice(rows, _BLOCK)):
         for row in block:
-            yield row, as_shown(row, tools_in(row), key)
+            yield row, read_trainer_row(row, tools_in(row), key)
         pipe.send(len(block) if counts else 0)
 
 
@@ -515,7 +520,7 @@ class _Lengths:
 
     def add(self, id: str, text: str) -> None:
         """Count the tokens of a row."""
-        length = self._tokens.of(text)
+        length = self._tokens.count(text)
         self._lengths.append(length)
         if self._max_length is not None and length > self._max_length:
             self._above.append(id)
@@ -533,7 +538,7 @@ class _Lengths:
             found |= {
                 "max_length": self._max_length,
                 "above": len(self._above),
-                "rows_above": self._above[:_NAMED],
+                "rows_above": self._above[:_MAX_IDS],
             }
         return found
 

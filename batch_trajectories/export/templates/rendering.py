@@ -114,12 +114,12 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
         try:
             text = chat(row["messages"], tools, False).replace(EOS, "")
             marks = _Marks()
-            marked = chat(*marks.put(row["messages"], tools), False)
+            marked = chat(*marks.replace_texts(row["messages"], tools), False)
         except Exception as error:  # a template can raise anything
             why = str(error) or type(error).__name__
             return Rendered("", [], [f"the template refuses the row: {why}"])
         dropped = [place for mark, place in marks.places.items() if mark not in marked]
-        return Rendered(*without_marks(text), dropped)
+        return Rendered(*strip_marks(text), dropped)
 
     return render
 
@@ -148,7 +148,7 @@ def _source(path: Path) -> str:
     return held
 
 
-def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def strip_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and the parts that were between two marks."""
     pieces = _MARK.split(text)
     ends = list(accumulate(map(len, pieces)))
@@ -161,7 +161,7 @@ class _Marks:
     def __init__(self) -> None:
         self.places: dict[str, str] = {}
 
-    def put(self, messages: Any, tools: Any) -> tuple[list[dict[str, Any]], list[Any]]:
+    def replace_texts(self, messages: Any, tools: Any) -> tuple[list[dict[str, Any]], list[Any]]:
         marked = [
             self._message(message, f"message {number} ({message['role']})")
             for number, message in enumerate(messages, start=1)
@@ -267,7 +267,7 @@ class Tokens:
         except Exception as error:  # the library raises no narrower class
             raise ConfigError(f"{tokenizer}: cannot read this tokenizer: {error}") from error
 
-    def of(self, text: str) -> int:
+    def count(self, text: str) -> int:
         """The number of tokens of a text."""
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -305,12 +305,12 @@ def find(given: str) -> list[ChatTemplate]:
 def _find(name: str) -> Iterator[ChatTemplate]:
     path = Path(name)
     if path.is_dir():
-        yield from _in_directory(path)
+        yield from _find_in_directory(path)
         return
     if path.is_file():
         yield ChatTemplate(path.stem if path.suffix == ".jinja" else path.parent.name, path)
         return
-    known = {one.name: one for one in _bundled(name)}
+    known = {one.name: one for one in _find_bundled(name)}
     if name == ALL:
         yield from known.values()
     elif name in known:
@@ -323,7 +323,7 @@ def _find(name: str) -> Iterator[ChatTemplate]:
         )
 
 
-def _in_directory(path: Path) -> Iterator[ChatTemplate]:
+def _find_in_directory(path: Path) -> Iterator[ChatTemplate]:
     tokenizer = path / TOKENIZER
     for file in TEMPLATES:
         if (path / file).is_file():
@@ -338,7 +338,7 @@ def _in_directory(path: Path) -> Iterator[ChatTemplate]:
     yield from (ChatTemplate(file.stem, file) for file in files)
 
 
-def _bundled(name: str) -> Iterator[ChatTemplate]:
+def _find_bundled(name: str) -> Iterator[ChatTemplate]:
     """The templates that the installed `trl` brings."""
     spec = find_spec("trl")
     if spec is None or spec.origin is None:
@@ -346,4 +346,4 @@ def _bundled(name: str) -> Iterator[ChatTemplate]:
             f"--parity={name}: names of templates are those of the package trl, which is not "
             "installed: pip install trl, or give the directory of a tokenizer or a Jinja file"
         )
-    yield from _in_directory(Path(spec.origin).parent / "chat_templates")
+    yield from _find_in_directory(Path(spec.origin).parent / "chat_templates")
