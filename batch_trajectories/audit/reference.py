@@ -109,8 +109,8 @@ def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[st
 def _solved_files(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, SolvedFile]]:
     """For each file of a patch, the result of the hunks that add lines."""
     mark = "-" if is_reversed else "+"
-    for of_file in re.split(r"^diff ", patch, flags=re.MULTILINE):
-        header, *hunks = re.split(r"^@@[^\n]*\n", of_file, flags=re.MULTILINE)
+    for section in re.split(r"^diff ", patch, flags=re.MULTILINE):
+        header, *hunks = re.split(r"^@@[^\n]*\n", section, flags=re.MULTILINE)
         made = SolvedFile([], [])
         for hunk in hunks:
             lines = hunk.splitlines()

@@ -86,11 +86,11 @@ def _summaries(output: str) -> list[tuple[str, bool]]:
         skipped = re.search(r"skipped=(\d+)", match[2] or "")
         is_hollow = int(match[1]) == (int(skipped[1]) if skipped else 0)
         summaries.append((" ".join(match[0].split()), is_hollow))
-    of_go = [match for match in _GO.finditer(output) if match[1] or match[0].startswith("ok")]
-    if of_go:
+    go_lines = [match for match in _GO.finditer(output) if match[1] or match[0].startswith("ok")]
+    if go_lines:
         tests = set(_GO_TESTS.findall(output))
-        is_hollow = tests == {"SKIP"} or (not tests and all(match[1] for match in of_go))
-        summaries.append((" ".join(of_go[-1][0].split()), is_hollow))
+        is_hollow = tests == {"SKIP"} or (not tests and all(match[1] for match in go_lines))
+        summaries.append((" ".join(go_lines[-1][0].split()), is_hollow))
     for match in _CARGO.finditer(output):
         summaries.append((match[0], match[1] == "0"))
     for match in _JEST.finditer(output):

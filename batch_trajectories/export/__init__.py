@@ -1,1 +1,1 @@
-"""From records to training files."""
+"""Training files and datasets, made from the records of runs."""

@@ -1,4 +1,4 @@
-"""Which turns of a record are masked, and why."""
+"""Masks turns of records, by the key `mask` of a recipe: masked turns carry no loss."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from toolsets.catalog.custom import OwnToolError, import_function
 # The key `mask` of a recipe: which turns carry no loss.
 
 NOT_PASSED = "not_passed"
-"""Conversations that did not pass, or ended early."""
+"""The name for conversations that did not pass, or ended early."""
 
 
 def _by_name(value: Any) -> Any:
-    """A number alone is the bound of `reward`."""
+    """Read a number alone as the bound of `reward`."""
     return {MAIN: value} if isinstance(value, int | float) else value
 
 
@@ -45,28 +45,28 @@ Bound = Annotated[Float, Field(allow_inf_nan=False)]
 
 
 class Mask(BaseModel):
-    """Why a turn carries no loss; the keys are the names of the reasons."""
+    """Reasons why a turn carries no loss; each field has the name of its reason."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     turn_reward: Annotated[dict[str, Bound], BeforeValidator(_by_name)] = {}
-    """A turn reward below its bound, by name; a number alone is for `reward`."""
+    """A turn reward is below its bound. Bounds are by name; a number alone is for `reward`."""
     failed_call: bool = False
     """A call failed."""
     repeated_call: bool = False
-    """A call, its arguments and its result are those of the turn before."""
+    """A call is the same as in the turn before, with the same arguments and result."""
     bad_arguments: bool = False
-    """A call that its tool refused unread, or that had to be repaired."""
+    """A call had invalid arguments, or had to be repaired."""
     interrupted_result: bool = False
     """A stop of the run interrupted a call."""
     leak_suspected: bool = False
-    """A call that looks for the solution; see `export.conversation.leaks`."""
+    """A call looked for the solution; see `export.conversation.leaks`."""
     label: bool = False
-    """A turn that a reviewer marked to carry no loss."""
+    """A reviewer marked the turn to carry no loss."""
     wrong_answer: bool = False
-    """The answer of a conversation that did not pass."""
+    """The turn is the answer of a conversation that did not pass."""
     model: Literal["own_model"] | None = None
-    """`own_model`: the reply is of another model that an agent called."""
+    """`own_model`: another model that an agent called wrote the reply."""
     function: Annotated[str, Field(pattern=r"^.+:[\w.]+$")] | None = None
     """MODULE:FUNCTION, called with the record; returns a list with an item for each turn of this
     run's model: true or a text (the reason) for a turn without loss."""
@@ -82,7 +82,7 @@ DEFAULT_MASK: dict[str, Any] = {
     **{name: True for name, field in Mask.model_fields.items() if field.annotation is bool},
     "model": "own_model",
 }
-"""All reasons that need no number and no function: the mask of failures, if none is given."""
+"""The mask if failures are included and the recipe has none: reasons without a parameter."""
 
 
 Masked = Mapping[int, tuple[str, ...]]
@@ -92,14 +92,14 @@ _UNFINISHED_FAILURES = frozenset({"not_run", "interrupted"})
 """Failures of calls that might have succeeded."""
 
 _MAX_REASON_CHARS = 80
-"""Of the reason that a user's function gives."""
+"""Maximum characters of a reason that a user's function gives."""
 
 _MAX_REASONS = 100
-"""Reasons that are counted by themselves."""
+"""Maximum number of reasons that are counted by name; further ones count as `function`."""
 
 
 def masks_to_json(masked: Masked) -> list[dict[str, Any]]:
-    """What `masked` in the metadata of a row says."""
+    """The value of `masked` in the metadata of a row."""
     return [{"turn": turn, "reasons": list(names)} for turn, names in masked.items()]
 
 
@@ -125,7 +125,7 @@ class Masks:
     def of(self, part: StoredConversation) -> Masked:
         """The masked turns of this run's model in a record or a conversation inside one.
 
-        Raises `ConfigError` where the user's function fails.
+        Raises `ConfigError` if the user's function fails.
         """
         found: dict[int, dict[str, None]] = {}
         for turn, reason in self._reasons_by_turn(part):
@@ -133,7 +133,7 @@ class Masks:
         return {turn: tuple(found[turn]) for turn in sorted(found)}
 
     def applied(self, conversation: Conversation) -> Conversation:
-        """The conversation with its turns masked, and `masked` in its metadata.
+        """Mask the turns of a conversation, and add `masked` to its metadata.
 
         An answer that was part of a reply with calls is masked with that reply.
         """
@@ -146,8 +146,10 @@ class Masks:
         for entry in conversation.entries:
             if isinstance(entry, Turn) and not entry.is_prior:
                 if made := replies.get(entry.number):
-                    of_replies = (masked.get(reply.turn, ()) for reply in made)
-                    reasons = tuple(dict.fromkeys(name for names in of_replies for name in names))
+                    reasons_by_reply = (masked.get(reply.turn, ()) for reply in made)
+                    reasons = tuple(
+                        dict.fromkeys(name for names in reasons_by_reply for name in names)
+                    )
                 entry = msgspec.structs.replace(entry, masked=(*entry.masked, *reasons))
             entries.append(entry)
         metadata = {**conversation.metadata, "masked": masks_to_json(masked)}
@@ -158,7 +160,7 @@ class Masks:
         return record.status != "completed" or self._has_failed(record)
 
     def count(self, turns: Iterable[Sequence[str]]) -> None:
-        """Count turns that are in rows, by their reasons."""
+        """Count turns that are in rows; each item has the reasons of one turn, none: not masked."""
         for reasons in turns:
             self._turns += 1
             self._masked += bool(reasons)
@@ -167,10 +169,10 @@ class Masks:
                 self._reasons["function" if is_new else reason] += 1
 
     def counts(self) -> dict[str, Any]:
-        """For the manifest: masked `turns`, `of` how many, and `by_reason`.
+        """The counts for the manifest: masked `turns`, all turns (`of`), and `by_reason`.
 
-        A turn can have several reasons. Raises `ConfigError` if no conversation has a turn reward
-        that has a bound.
+        A turn can have several reasons. Raises `ConfigError` for a bound of a turn reward that no
+        conversation has.
         """
         if self._missing and self._turns:
             name = min(self._missing)
@@ -225,7 +227,7 @@ class Masks:
                     yield turn.turn, "turn_reward"
 
     def _call_function(self, record: Record, turns: int) -> list[Any]:
-        """The reasons that the user's function gives."""
+        """Call the user's function; returns a reason, true, false or None for each turn."""
         assert self._function is not None
         place = f"mask.function: {self._mask.function}"
         try:
@@ -253,7 +255,7 @@ class Masks:
 
 
 def _result_reasons(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str]]:
-    """Reasons from calls and their results."""
+    """Turns of a conversation with the reasons that follow from calls and results."""
     before: set[tuple[str, str | bytes, str]] = set()
     added = [(note.turn, f"\n\n{note.text}") for note in reversed(part.notes) if note.text]
     for turn, reply, results in _steps(Own(part)):
@@ -274,14 +276,15 @@ def _result_reasons(part: StoredConversation, mask: Mask) -> Iterator[tuple[int,
 
 
 def _has_bad_arguments(reply: StoredMessage) -> bool:
-    """Whether arguments were repaired, or are none: agents do not say what became of a call."""
+    """Whether a reply has arguments that were repaired or are no object."""
+    # Agents that run as commands do not say what became of a call, so the arguments are parsed.
     if reply.repairs or reply.unusable:
         return True
     return not all(is_object(call.function.arguments) for call in reply.tool_calls)
 
 
 def _steps(authored: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:
-    """For each own reply the number of its turn, the message, and the results by call."""
+    """The replies of this run's model: number of the turn, message, results by id of the call."""
     turns = iter(authored.turns)
     reply: StoredMessage | None = None
     number = 0
@@ -302,7 +305,7 @@ def _call_identities(
 ) -> Iterator[tuple[str, str | bytes, str]]:
     """Name, arguments and the tool's own text of each call that has a result.
 
-    `added` are what the runtime wrote behind it, the last first.
+    `added` are texts that the runtime appended to results, the last one first.
     """
     for call in reply.tool_calls:
         result = results.get(call.id)

@@ -1,7 +1,7 @@
 """Reads records in the order of the dataset, with a few bytes of memory per record.
 
-Records are stored in the order in which they were finished. The scan holds the keys of all tasks
-and each record its row, so the dataset itself is not read again.
+Records are stored in the order in which they were finished. The scan has the keys of all tasks and
+each record has its row, so the dataset is not read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batch_trajectories.records.scores import Scores
 
 
 class RecordOrder:
-    """The places of a run's records by task number; samples of a prompt are adjacent."""
+    """Finds the records of a run by the number of the task; samples of a prompt are adjacent."""
 
     def __init__(self, run_dir: Path, scan: Scan, *, num_samples: int) -> None:
         """The scan must be for `num_samples` samples of each prompt.
@@ -43,19 +43,19 @@ class RecordOrder:
         return len(self._lengths)
 
     def locate(self, number: int) -> tuple[int, int, bytes]:
-        """Offset, length and key of the record of a task."""
+        """The offset, length and key of the record of a task."""
         return self._offsets[number], self._lengths[number], self._key(number)
 
     def without_record(self) -> Iterator[int]:
-        """The tasks that have no record."""
+        """The numbers of tasks that have no record."""
         return (number for number, length in enumerate(self._lengths) if not length)
 
     @contextmanager
     def reading(self, scores: Scores | None = None) -> Iterator[RecordReader]:
-        """What reads the records of tasks, with `scores` that were given after the run.
+        """Open the records; yields a reader, which adds `scores` that were given after the run.
 
-        It raises `UnreadableRecord`. The index is then removed, so the next start reads all records
-        and sets aside the unreadable ones.
+        If the reader raises `UnreadableRecord`, the index is removed, so that the next start reads
+        all records and sets aside the unreadable ones.
         """
         try:
             with open_records(self._run_dir) as records:
@@ -68,7 +68,7 @@ class RecordOrder:
 
     @property
     def total_bytes(self) -> int:
-        """Of the lines of all records."""
+        """The bytes of the lines of all records."""
         return sum(self._lengths)
 
     @property
@@ -77,21 +77,21 @@ class RecordOrder:
         return sum(1 for _ in self.numbers())
 
     def numbers(self) -> Iterator[int]:
-        """The tasks that have a record."""
+        """The numbers of tasks that have a record."""
         return (number for number, length in enumerate(self._lengths) if length)
 
     def few(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """The numbers of tasks, a few at a time; see `few_of`."""
+        """Divide numbers of tasks into small lists; see `few_of`."""
         return few_of(numbers, self._lengths.__getitem__)
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
-        """Tasks with a record in groups, alone or by prompt; a few groups at a time."""
+        """Tasks with a record in groups of one, or by prompt; yields a few groups at a time."""
         if not by_prompt or self._samples == 1:
             return ([[number] for number in few] for few in self.few(self.numbers()))
         return few_of(self._prompts(), lambda numbers: sum(map(self._lengths.__getitem__, numbers)))
 
     def _prompts(self) -> Iterator[list[int]]:
-        """The tasks with a record of each prompt that has any."""
+        """The tasks with a record by prompt; prompts without any are left out."""
         for first in range(0, len(self._lengths), self._samples):
             lengths = self._lengths[first : first + self._samples]
             if numbers := [number for number, length in enumerate(lengths, first) if length]:
@@ -107,7 +107,7 @@ class RecordReader:
         self._scores = scores
 
     def __call__(self, number: int) -> Record:
-        """The record of a task. Raises `UnreadableRecord`."""
+        """Read the record of a task. Raises `UnreadableRecord`."""
         record = read_record(self._records, *self._order.locate(number))
         return record if self._scores is None else self._scores.added_to(record)
 

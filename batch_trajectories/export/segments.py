@@ -1,4 +1,7 @@
-"""Segments as conversations that formats can render."""
+"""Segments of conversations, as the model saw them, for formats to render.
+
+A segment has calls of a conversation of which each one only adds messages to the one before.
+"""
 
 from __future__ import annotations
 
@@ -39,43 +42,43 @@ from batch_trajectories.records.record_types import (
     Tools,
 )
 
-# What each call of a record was shown: the messages of its request, and the tools on offer.
+# The view of each call of a record: the messages of its request, and the tools on offer.
 #
-# The views of the loop itself are made again from the record: summaries, shortened turns,
-# reasoning that an API does not take. Agents say what they show; the record has it
-# (`StoredRequest`). What the user keeps out of records (`ephemeral_system_prompt`,
-# `prefill_messages`) is in no view, and calls of the text protocol stand as calls.
+# Views of the program's own loop are computed again from the record: summaries, shortened turns,
+# reasoning that an API does not take. For agents that run as commands, the record has the requests
+# (`StoredRequest`). Messages that the user keeps out of records (`ephemeral_system_prompt`,
+# `prefill_messages`) are in no view. Calls in the text protocol appear as calls.
 
 MAIN = "main"
-"""The name of a record's own conversation among its parts."""
+"""The name of the main conversation of a record."""
 
 
 class View(NamedTuple):
-    """One call: what its request showed, and the reply."""
+    """A model call: the messages and tools of its request, and the reply."""
 
     turn: StoredTurn
     messages: Sequence[StoredMessage]
-    """In the order of the request; those of agents may have any roles in a row."""
+    """The messages in the order of the request; requests of agents may have any order of roles."""
     reply: StoredMessage
     tools: Tools
 
 
 @dataclass(slots=True)
 class ConversationViews:
-    """The calls of one conversation of a record, in order."""
+    """The views of one conversation of a record, in the order of the calls."""
 
     name: str
     conversation: StoredConversation
     views: list[View] = field(default_factory=list)
     unknown: int = 0
-    """Calls of this run of which the record does not say what they were shown."""
+    """Number of calls of this run whose view is not in the record."""
 
 
 def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ConversationViews]:
-    """The conversations of a record: its own, then those inside it, of this run's model only.
+    """The conversations of a record with this run's model: the main one, then those inside it.
 
-    A simulated user's and those that are no chats are left out. With `since_user`, reasoning before
-    the last user message of each request is taken as dropped by the endpoint.
+    Conversations of simulated users, and those that are no chats, are left out. With `since_user`,
+    the views lack reasoning from before the last user message, as some endpoints drop it.
     """
     offers = _read(record.offers) or []
     tools_of = _read(record.inner_tools) or {}
@@ -112,7 +115,7 @@ def parts_of(record: Record, *, since_user: bool = False) -> Iterator[Conversati
 def _tools_of(
     inner: InnerRecord, by_name: Mapping[str, Tools], *, is_deepest: bool
 ) -> Tools | None:
-    """What a conversation inside a record was offered; None if the record does not say."""
+    """The tools that an inner conversation was offered; None if the record does not say."""
     if (recorded := _read(inner.raw_tools)) is not None:
         return list(recorded)
     if inner.name == SUMMARY:
@@ -124,7 +127,7 @@ def _tools_of(
 
 
 def _read(raw: msgspec.Raw) -> Any:
-    """The JSON, None without any."""
+    """Parse JSON; None for an empty text."""
     return exact_json.loads(bytes(raw)) if bytes(raw) else None
 
 
@@ -139,7 +142,7 @@ def _drop_reasoning(message: StoredMessage) -> StoredMessage:
 
 
 def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[View]:
-    """Those of the loop itself."""
+    """The views of a conversation of the program's own loop."""
     messages, turns = part.messages, part.turns
     replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
     replies = replies[len(replies) - len(turns) :]
@@ -174,7 +177,10 @@ def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Itera
 
 
 def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
-    """The key of the summary that a reply saw: by their times in records that do not name it."""
+    """The key of the summary that a reply saw; None if it saw none.
+
+    Records that do not name it are read by times.
+    """
     if any(other.request is not None for other in part.turns):
         return None if turn.request is None else turn.request.summary
     begun = [
@@ -186,10 +192,8 @@ def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
 
 
 def _is_reasoning_sent(message: StoredMessage, record: Record) -> bool:
-    """Whether the reasoning of a reply goes back to the API of the run.
-
-    All take what they wrote themselves; the clients of some leave out what came from elsewhere.
-    """
+    """Whether the reasoning of a reply is sent back to the API of the run."""
+    # All APIs take their own reasoning; some clients leave out reasoning of other models.
     if not message.reasoning or message.role != "assistant":
         return True
     blocks = message.provider_blocks
@@ -202,7 +206,7 @@ def _is_reasoning_sent(message: StoredMessage, record: Record) -> bool:
 
 
 class _Shortening:
-    """Shortens older replies as `compact_after` does."""
+    """Shortens older replies as the option `compact_after` does."""
 
     def __init__(self, after: int, record: Record) -> None:
         from agent.views.views import compact
@@ -236,7 +240,7 @@ class _Shortening:
 def _agent_views(
     record: Record, part: StoredConversation, tools: Tools, offers: Sequence[Tools]
 ) -> Iterator[View]:
-    """Those of a conversation of an agent, in the order of the calls."""
+    """The views of a conversation of an agent that runs as a command, in the order of the calls."""
     found = []
     seen = _PatchedMessages(part.messages)
     for turn in part.turns:
@@ -248,7 +252,7 @@ def _agent_views(
             offered = tools if request.tools is None else offers[request.tools]
             shown = seen.messages[: request.at]
             found.append(View(turn, shown, part.messages[request.at], offered))
-    of_call = {turn.exchange: turn for turn in part.turns}
+    turn_by_exchange = {turn.exchange: turn for turn in part.turns}
     key = part.key if isinstance(part, InnerRecord) else next((t.key for t in record.threads), "")
     for changed in record.rewritten or ():
         if changed.thread != key or changed.until is None:
@@ -257,7 +261,7 @@ def _agent_views(
         seen = _PatchedMessages(messages)
         for request in changed.requests:
             seen.apply(request.shown)
-            turn = of_call[request.exchange]
+            turn = turn_by_exchange[request.exchange]
             if turn.request is None and turn.inherited is None and request.at is not None:
                 offered = tools if request.tools is None else offers[request.tools]
                 found.append(View(turn, seen.messages[: request.at], messages[request.at], offered))
@@ -267,21 +271,21 @@ def _agent_views(
 def _apply_rewrite(
     changed: StoredRewrite, messages: Sequence[StoredMessage]
 ) -> list[StoredMessage]:
-    """The conversation that calls were shown in place of another one, the last reply included."""
+    """The messages that calls were shown instead of the recorded ones, the last reply included."""
     assert changed.until is not None
     after = messages[changed.end : changed.until + 1]
     return [*messages[: changed.start], *changed.messages, *after]
 
 
 class _PatchedMessages:
-    """The messages of a conversation as its requests showed them."""
+    """The messages of a conversation with the changes that its requests had."""
 
     def __init__(self, recorded: Sequence[StoredMessage]) -> None:
         self._recorded = recorded
         self.messages = list(recorded)
 
     def apply(self, patches: Sequence[StoredPatch]) -> None:
-        """Take what changed since the request before."""
+        """Apply the changes since the request before."""
         for patch in patches:
             at = patch.at if patch.message_at is None else patch.message_at
             message = self._recorded[at]
@@ -294,26 +298,27 @@ class _PatchedMessages:
             self.messages[patch.at] = message
 
 
-# Calls joined into segments, as long as each one only adds to what the one before was shown.
+# Calls are joined into a segment as long as each one only adds messages to the one before.
 
 _OPEN = 8
-"""Segments that a call may continue: agents keep few conversations in turns."""
+"""Number of last segments that a call may continue: agents interleave few conversations."""
 
 START = "start"
 
 
 @dataclass(slots=True)
 class Segment:
-    """What a few calls of a conversation were shown, and their replies."""
+    """Calls of a conversation that continue each other, with their replies."""
 
     messages: Sequence[StoredMessage]
-    """Those of the last request, and its reply."""
+    """The messages of the last request, and its reply."""
     learnt: dict[int, StoredTurn]
-    """The replies that are learnt here, by their positions: each one is so in one segment."""
+    """The turns that are learnt in this segment, by position; each turn is learnt in one
+    segment."""
     tools: Tools
     why: str
-    """Why it begins: `start`, or what changed otherwise than by messages at the end (`tools`,
-    `system`, `reasoning`, `messages`)."""
+    """Why the segment begins: `start`, or the part of the request that changed other than by
+    messages at its end (`tools`, `system`, `reasoning`, `messages`)."""
 
 
 def segments_of(part: ConversationViews) -> list[Segment]:
@@ -365,27 +370,27 @@ _WHOLE_CONVERSATION_ONLY = (
     "trimmed_replies",
     "masked",
 )
-"""What is told of a row of the whole conversation, and is not so for its segments."""
+"""Metadata of whole conversations that does not hold for their segments."""
 
 
 @dataclass(slots=True)
 class SegmentCounts:
-    """What the manifest says of segments."""
+    """Counts of segments for the manifest."""
 
     begun: Counter[str] = field(default_factory=Counter)
-    """Segments by why they begin."""
+    """Segments by the reason why they begin."""
     conversations: Counter[str] = field(default_factory=Counter)
     """Segments by the name of their conversation."""
     turns: int = 0
     """Turns that are learnt, each in one row."""
     unknown_turns: int = 0
-    """Turns of which the record does not say what the model was shown."""
+    """Turns whose view is not in the record."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Segments that are no rows, by reason."""
+    """Segments without a row, by reason."""
 
 
 class SegmentRows:
-    """Makes the rows of segments, and counts them."""
+    """Makes and counts the rows of segments."""
 
     def __init__(
         self,
@@ -395,9 +400,10 @@ class SegmentRows:
         since_user: bool,
         by_turn: bool,
     ) -> None:
-        """`render` may raise Rejected; `masks` are counted here; for `since_user` see `parts_of`.
+        """`render` may raise Rejected. The masked turns of rows are counted in `masks`.
 
-        With `by_turn` there is a row for each turn that is learnt, which it ends with.
+        For `since_user` see `parts_of`. With `by_turn` there is a row for each learnt turn, which
+        ends with this turn.
         """
         self._render = render
         self._masks = masks
@@ -406,12 +412,12 @@ class SegmentRows:
         self._counts = SegmentCounts()
 
     def render(self, whole: Conversation, record: Record) -> list[tuple[Conversation, Row]]:
-        """The rows of a conversation, and of those inside its record, with what they show.
+        """Make the rows of a record's conversations, each after the conversation that it shows.
 
-        `record` is as it was stored: that of `whole` can have its messages in another order.
-
-        Ids are `ID#s2` for the second segment, with `by_turn` `ID#s2.t3` for its third turn. Raises
-        Rejected if no segment keeps the rules of rows.
+        `whole` is the conversation of the record. `record` is the record as it was stored: the one
+        in `whole` can have its messages in another order. Ids are `ID#s2` for the second segment,
+        with `by_turn` `ID#s2.t3` for its third turn. Raises Rejected if no segment keeps the rules
+        of rows.
         """
         rows: list[tuple[Conversation, Row]] = []
         counts = self._counts
@@ -424,8 +430,8 @@ class SegmentRows:
                 number += 1
                 try:
                     found = _conversation(whole, part, segment, number, masked)
-                    made = _split_by_turn(found) if self._by_turn else (found,)
-                    rows += [*map(self._render, made)]
+                    parts = _split_by_turn(found) if self._by_turn else (found,)
+                    rows += [*map(self._render, parts)]
                 except Rejected as rejected:
                     counts.rejected[rejected.reason.value] += 1
                     why = rejected if not rows else why
@@ -454,7 +460,7 @@ class SegmentRows:
 def _conversation(
     whole: Conversation, part: ConversationViews, segment: Segment, number: int, masked: Masked
 ) -> Conversation:
-    """A segment; `masked` are the masked turns of its conversation. Raises Rejected."""
+    """Make a segment a conversation; `masked` are masked turns of `part`. Raises Rejected."""
     messages = (
         merge_messages(segment.messages)
         if is_agent_conversation(part.conversation)
@@ -481,7 +487,7 @@ def _conversation(
     }
     if reasons:
         kept["masked"] = masks_to_json(reasons)
-    told = {"of": part.name, "number": number, "why": segment.why}
+    described = {"of": part.name, "number": number, "why": segment.why}
     return replace(
         whole,
         system=system_of(messages),
@@ -493,7 +499,7 @@ def _conversation(
             **kept,
             "finish_reason": turns[-1].finish_reason,
             "tool_stats": stats,
-            "segment": told,
+            "segment": described,
         },
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
@@ -504,7 +510,7 @@ def _conversation(
 def _mark_context(
     entries: Sequence[Entry], learnt: Sequence[StoredTurn | None], masked: Masked
 ) -> Iterator[Entry]:
-    """Turns that are learnt in another row, or in none, are this row's context."""
+    """The entries with masks; turns that are not learnt in this segment are marked as context."""
     place = 0
     for entry in entries:
         if isinstance(entry, Turn):
@@ -519,7 +525,7 @@ def _mark_context(
 
 
 def _split_by_turn(segment: Conversation) -> Iterator[Conversation]:
-    """For each turn that is learnt, the segment up to it."""
+    """Cut a segment: for each learnt turn, yield the segment up to this turn."""
     for place, entry in enumerate(segment.entries):
         if not isinstance(entry, Turn) or not entry.has_loss:
             continue

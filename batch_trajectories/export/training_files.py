@@ -1,4 +1,4 @@
-"""The training files of a run, made from its records: the same records give the same bytes.
+"""Makes the training files of a run from its records: the same records give the same bytes.
 
     ../<run_name>.jsonl    completed conversations that are valid rows, in dataset order
     exports/partial.jsonl  conversations that ended early, in the same form
@@ -6,7 +6,7 @@
     exports/manifest.json  what each file holds; its counts sum to all tasks
     statistics.json        statistics of all these records; no file above depends on it
 
-Every file is written to a temporary file and renamed, so readers never see an incomplete one.
+Every file is written under a temporary name and renamed, so readers never see an incomplete file.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Part:
         advance: Advance,
         paths: Mapping[FileName, Path],
     ) -> None:
-        """Write the rows of the records with these numbers, a few at a time."""
+        """Write the rows of records; `numbers` are those of their tasks, a few at a time."""
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context(open_temporary(file, paths[name]))
@@ -127,7 +127,7 @@ class _Part:
                 advance(len(few))
 
     def add(self, other: _Part) -> None:
-        """Add the records of `other`, which come after those of this one."""
+        """Add the records of `other`, which follow those of this part."""
         self.rows.merge(other.rows)
         self.reasons.merge(other.reasons)
         self.others.merge(other.others)
@@ -160,7 +160,7 @@ def _part_file(temporary: Path, first: object) -> Path:
 
 
 def style_of_run(config: Mapping[str, Any]) -> Style:
-    """The style of the training file of a run with this config, as run.json has it."""
+    """The style of the training file of a run; `config` is the one in run.json."""
     return FORMAT.limit(
         Style(
             empty_think=config.get("empty_think", "keep"),
@@ -180,8 +180,8 @@ def route(
 ) -> Routed:
     """Choose the file of a record and make its row; `style` is that of the run.
 
-    `own` is that of `read_conversation`. `render` makes another object than the row, and raises
-    Rejected where the row does.
+    For `authored` see `read_conversation`. `render` may make another object than the row; it must
+    raise Rejected for the same conversations.
     """
     if record.status == "failed":
         error = record.error or StoredError("unknown", "")
@@ -300,10 +300,10 @@ def _write_files(
 
 
 def left_out(run_dir: Path) -> frozenset[str] | None:
-    """The ids of completed conversations that are not in the training file, from its rejects.
+    """The ids of completed conversations that are not in the training file, read from its rejects.
 
-    None if the files may differ from what the records and options would give now: something was
-    written after the manifest, there are records of rows that are gone, or later scores.
+    None if the files may be outdated: something was written after the manifest, there are records
+    of rows that are gone, or later scores.
     """
     manifest, rejects = (run_dir / EXPORTS / name for name in (MANIFEST_FILE, "rejects.jsonl"))
     try:

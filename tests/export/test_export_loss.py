@@ -46,12 +46,12 @@ def mixed() -> dict[str, Any]:
 def test_every_message_knows_who_wrote_it() -> None:
     conversation = read_conversation(stored(mixed()))
     assert [(type(entry).__name__, entry.author) for entry in conversation.entries] == [
-        ("Said", "prompt"),
+        ("UserMessage", "prompt"),
         ("Turn", "prompt"),
-        ("Said", "prompt"),
+        ("UserMessage", "prompt"),
         ("Turn", "parent"),
         ("Turn", "parent"),
-        ("Said", "runtime"),
+        ("UserMessage", "runtime"),
         ("Turn", "model"),
         ("Turn", "model"),
     ]

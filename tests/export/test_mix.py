@@ -320,7 +320,7 @@ def test_every_order_of_joins_gives_the_same_groups(tmp_path: Path) -> None:
         ]
         for one in loaded:
             splits.join(one)
-        places = dict(zip(order, map(splits.of, loaded), strict=True))
+        places = dict(zip(order, map(splits.choose, loaded), strict=True))
         assert len({places[n] for n in range(4)}) == 1
         drawn.add(tuple(places[n] for n in range(5)))
     assert len(drawn) == 1

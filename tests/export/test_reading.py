@@ -174,11 +174,11 @@ def check_usual(record: Record) -> bool:
     """Whether a record has the usual shape; then both ways of reading give the same."""
     stored = decode_record(line_of(record))
     own, same = Own(stored), Own(stored)
-    happened = reading.flaws_of_run(stored)
+    happened = reading.find_run_flaws(stored)
     usual = usual_entries(stored, own)
     if usual is None or happened or stored.status != "completed":
         return False
-    general = reading._general(stored, same, happened)
+    general = reading._read_any(stored, same, happened)
     assert usual == list(general.entries)
     assert (stored.messages, stored.tools) == (general.messages, general.tools)
     assert (list(general.flaws), general.completion) == ([], "text")

@@ -1,4 +1,4 @@
-"""Who wrote each message of a conversation: only turns of this run's model are to be learnt."""
+"""Finds who wrote each message of a conversation: only turns of this run's model are learnt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batch_trajectories.records.record_types import (
 )
 
 _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
-"""What an endpoint adds to the name of a model that was asked for."""
+"""The suffix, such as a date, that an endpoint adds to the requested name of a model."""
 
 
 def assign_authors(entries: list[Entry], record: Record, authored: Own) -> list[Entry]:
@@ -67,9 +67,9 @@ def assign_authors(entries: list[Entry], record: Record, authored: Own) -> list[
 
 
 def retried_turns(record: Record) -> set[int]:
-    """The turns whose answer was found wrong and given again (`--expected_attempts`).
+    """Numbers of the turns whose answer was wrong and was given again (`--expected_attempts`).
 
-    Rows of runs from before `--expected_match` stay as they are.
+    Empty for runs from before `--expected_match`, so that their rows stay as they are.
     """
     if "expected_match" not in (record.options or {}):
         return set()
@@ -77,9 +77,10 @@ def retried_turns(record: Record) -> set[int]:
 
 
 def mark_context(entries: list[Entry], part: StoredConversation, authored: Own) -> list[Entry]:
-    """The entries of an inner conversation; turns before its own first one are context.
+    """The entries of an inner conversation, with earlier turns marked as context.
 
-    An agent writes some itself, and what follows a compaction repeats others.
+    Earlier turns are those before the conversation's first model call: an agent may have written
+    them itself, or repeats them after a compaction.
     """
     given = _turns_before(part.messages, authored.start) if authored.prior_replies else 0
     return [
@@ -91,19 +92,20 @@ def mark_context(entries: list[Entry], part: StoredConversation, authored: Own) 
 
 
 def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
-    """Who wrote a user message that begins with one of the added texts, which are then used up.
+    """The author of a user message: that of the added text with which it begins, else `prompt`.
 
-    Texts before that one were appended to other messages, whose authors they do not change.
+    Removes this text, and those before it, from `added`.
     """
     for n, (beginning, author) in enumerate(added, start=1):
         if text.startswith(beginning):
+            # Texts before this one were appended to other messages, whose authors stay.
             del added[:n]
             return author
     return "prompt"
 
 
 def _added_texts(record: Record) -> list[tuple[str, Author]]:
-    """The texts added on the user's side after the prompt, in order, with their authors."""
+    """The texts that were added on the user's side after the prompt, in order, with authors."""
     simulated = {inner.key for inner in record.inner}
     added: list[tuple[str, Author]] = []
     further = 0
@@ -120,9 +122,9 @@ def _added_texts(record: Record) -> list[tuple[str, Author]]:
 
 
 def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
-    """How many turns end before the message at `start`, a reply.
+    """The number of turns that end before the reply at `start`.
 
-    A reply that continues the turn before it belongs to that turn, which is then not counted.
+    A turn that this reply continues is not counted.
     """
     opening = [message.role for message in messages[: start + 1]]
     turns = [role for role, _ in groupby(opening) if role == "assistant"]
@@ -130,10 +132,11 @@ def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
 
 
 def other_models(record: Record, *, inside: bool = False) -> frozenset[str]:
-    """The names of models in an agent's conversation that are not this run's.
+    """The names of models in an agent's conversation that are not this run's model.
 
-    An agent that runs as a command may call several. Where no name is that of the run's model,
-    nothing is known, and none is another. `inside`: also those of its other conversations.
+    An agent that runs as a command may call several models. Empty if no name is that of the run's
+    model: then the endpoint names models differently. `inside`: include the agent's other
+    conversations.
     """
     if not is_agent_conversation(record):
         return frozenset()
@@ -156,25 +159,25 @@ _Part = TypeVar("_Part", bound=StoredConversation)
 
 
 def is_agent_conversation(part: StoredConversation) -> bool:
-    """Whether a record, or an inner conversation, is that of an agent that runs as a command."""
+    """Whether a record or inner conversation comes from an agent that runs as a command."""
     if isinstance(part, Record):
         return part.agent is not None
     return isinstance(part, InnerRecord) and part.key.startswith(_THREAD)
 
 
 def ends_with_call(record: Record) -> bool:
-    """Whether an agent ended its task by a call, whose result no model has seen."""
+    """Whether an agent's conversation ends with a call, whose result no model has seen."""
     last = record.messages[-1]
     return is_agent_conversation(record) and last.role == "assistant" and bool(last.tool_calls)
 
 
 def order_messages(part: _Part) -> _Part:
-    """An agent's conversation with its messages in order; any other as it is.
+    """Put the messages of an agent's conversation in order; any other one is returned as it is.
 
-    Agents that run as commands speak several times in a row: reminders after results, several
-    messages before the first reply, system messages in the middle. Every trainer wants: system,
-    user, assistant, results, and so on. What would be out of order is added to the message before
-    it, as the model read it there; `OWN_CHARS` of a result says where its own text ends.
+    Agents that run as commands write several messages in a row: reminders after results, several
+    messages before the first reply, system messages in the middle. Trainers expect system, user,
+    assistant, results, and so on. A message out of order is appended to the one before it, where
+    the model read it; `OWN_CHARS` of a result says where the tool's own text ends.
     """
     return (
         replace(part, messages=merge_messages(part.messages))
@@ -184,7 +187,7 @@ def order_messages(part: _Part) -> _Part:
 
 
 def merge_messages(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
-    """User and system messages joined to the one before, unless they may follow it."""
+    """Append user and system messages to the message before, unless they may follow it."""
     found: list[StoredMessage] = []
     for message in messages:
         role, before = message.role, found[-1].role if found else "system"

@@ -1,6 +1,6 @@
-"""Final answers given by a call of `final_answer`, rewritten as a last message in plain text.
+"""Rewrites a final answer that was given by a call of `final_answer` as a last message in text.
 
-Rows look the same whichever way the model had to end its conversation.
+So rows look the same however the model had to end its conversation.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from batch_trajectories.records.record_types import Record, StoredCall, StoredMe
 
 
 class PlainEnding(NamedTuple):
-    """A conversation as rows render it."""
+    """A conversation whose answer, if it has one, is text."""
 
     messages: Sequence[StoredMessage]
     tools: Tools
     """The tools on offer; without the reserved ones unless a message calls one."""
     completion: Literal["final_answer", "text"] | None
-    """How the answer was given; None without an answer."""
+    """The way in which the answer was given; None without an answer."""
     invented: Sequence[str] = ()
-    """Calls of tools that were not offered, if they are no longer among the messages."""
+    """Descriptions of calls of tools that were not offered, found before the answer was moved."""
 
 
 def rewrite_ending(
@@ -42,7 +42,7 @@ def rewrite_ending(
     *,
     answered: bool,
 ) -> PlainEnding:
-    """Rewrite the answer of a conversation that was `answered` as text; raises Rejected.
+    """Rewrite the answer of a conversation as text, if it was `answered`. Raises Rejected.
 
     A conversation without an answer keeps all its calls, also those of the reserved tools.
     """
@@ -61,7 +61,7 @@ def rewrite_ending(
 
 
 def is_answered(record: Record) -> bool:
-    """Whether a conversation ended with an answer, right or wrong."""
+    """Whether a conversation ended with an answer, be it right or wrong."""
     return record.status == "completed" or ended_by_wrong_answer(record)
 
 

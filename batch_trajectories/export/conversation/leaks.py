@@ -1,13 +1,13 @@
-"""Calls that look where the solution of a checked task may lie: `leak_suspected`.
+"""Finds calls that look for the solution of a checked task: `leak_suspected`.
 
-A suspicion, by the words of the call alone: whether it found anything is for a reader to say. A
-conversation that does so teaches to look for solutions, even where it failed.
+It is a suspicion by the text of the call alone: a reader has to judge whether the call found
+anything. Even a failed attempt would teach a model to look for solutions.
 
-- `other_commits`: git commands that read commits, stashes or objects that are not the task's state
+- `other_commits`: git commands that read commits, stashes or objects other than the task's state
 - `project_download`: the task's project from a package index, a clone or a page of its repository
-- `checker_files`: files of the check, which the model does not know of
+- `checker_files`: files of the check, which the model was not told about
 
-Only conversations with a check are looked at; others cost nothing.
+Only conversations with a check are searched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Reason = Literal["other_commits", "project_download", "checker_files"]
 
 _MAX_EVIDENCE = 200
 _MAX_ARGUMENTS = 100_000
-"""How many characters of a call's arguments are searched."""
+"""Maximum number of characters of a call's arguments that are searched."""
 
 _BREAKS = re.compile(r"[\"'`,\[\](){}]+")
 """Separators between the words of a command in code or JSON."""
@@ -51,7 +51,7 @@ _OBJECT_COMMANDS = frozenset(
         "archive",
     )
 )
-"""Commands of git that are of use only with other commits."""
+"""Commands of git that are useful only with other commits."""
 
 _REVISION_COMMANDS = frozenset(
     ("log", "show", "diff", "checkout", "restore", "reset", "switch", "grep", "worktree", "merge")
@@ -79,19 +79,19 @@ _FORGES = re.compile(
 
 
 class Leak(NamedTuple):
-    """A call that looked where the solution may lie."""
+    """A call that looked for the solution."""
 
     turn: int
-    """The turn of the call, from 1; of a branch's own turns too."""
+    """The turn of the call, from 1; in a branch inherited turns count, too."""
     reason: Reason
     evidence: str
-    """The part of the call's arguments."""
+    """The suspicious part of the call's arguments."""
 
 
 def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
     """The suspicious calls of a conversation with a check, in their order.
 
-    With `ended_well` only those whose result is no error: of commands, exit code 0.
+    With `ended_well` only calls whose result is no error; commands must have exit code 0.
     """
     if record.check is None:
         return []
@@ -121,7 +121,7 @@ def _has_failed(result: StoredMessage) -> bool:
 
 
 class _Search:
-    """Looks at the calls of one conversation in order."""
+    """Searches the calls of one conversation, which must be given in order."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self._project, self._owner = _find_project(row)
@@ -129,7 +129,7 @@ class _Search:
         self._has_stashed = self._has_committed = False
 
     def find_in(self, reply: StoredMessage) -> Iterator[tuple[str, Reason, str]]:
-        """Ids of calls, with why they are suspicious."""
+        """The suspicious calls of a reply: id of the call, reason and evidence."""
         for call in reply.tool_calls:
             for reason, evidence in self._find_in_arguments(call.function.arguments):
                 yield call.id, reason, evidence
@@ -196,7 +196,7 @@ class _Search:
 
 
 def _texts(arguments: str) -> Iterator[str]:
-    """The texts in a call's arguments; a list of words is one text."""
+    """The texts in a call's arguments; a list of strings, such as argv, is one text."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -218,7 +218,7 @@ def _texts(arguments: str) -> Iterator[str]:
 
 
 def _find_project(row: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Name and owner of the repository, as the columns of SWE datasets name it."""
+    """Name and owner of the repository in the columns of SWE datasets; None if unknown."""
     for column in ("repo", "repo_name", "repository"):
         if isinstance(name := row.get(column), str) and name.strip():
             owner, _, project = name.lower().removesuffix(".git").rstrip("/").rpartition("/")
@@ -227,12 +227,12 @@ def _find_project(row: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _normalized(name: str) -> str:
-    """A name as package indexes compare names."""
+    """The form of a name by which package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name.lower())
 
 
 def _checker_files(row: dict[str, Any]) -> re.Pattern[str] | None:
-    """A pattern of the paths of the check's files, without those that the prompt names."""
+    """A pattern of the paths of the check's files, without paths that the prompt names."""
     check = row.get("check")
     if not isinstance(check, dict):
         return None

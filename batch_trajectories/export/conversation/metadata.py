@@ -1,4 +1,4 @@
-"""The metadata of a row: facts of its record, and what the model saw that the row does not show."""
+"""The metadata of a row: facts of its record, and counts of what the model saw differently."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VIEW_COUNTS = (
     "cut_by_export",
     "trimmed_replies",
 )
-"""Keys of counts of what the model saw differently from what the row shows."""
+"""Keys of counts of what the model saw in another form than the row shows."""
 
 COMMON_COLUMNS: Mapping[str, str] = {
     "tools": "string",
@@ -50,11 +50,13 @@ _CHECK_COLUMNS = _PROMPT_COLUMNS | {"setup", "check"}
 def view_counts(record: Record) -> dict[str, int]:
     """The counts that are not zero, by key.
 
-    `view_compacted` counts replies for which the model saw older messages shortened or as one of
-    the `summaries`; `cut_results` counts results that it saw cut, which rows hold cut too;
-    `workspace_lost` counts resumes without the files of the conversation, and `rewritten_calls`
-    those of an agent that saw earlier messages in another form than the last call;
-    `trimmed_replies` counts replies that the model later saw without the newlines around them.
+    - `view_compacted`: replies for which the model saw older messages shortened or summarized
+    - `summaries`: the summaries that it saw
+    - `cut_results`: results that the model saw cut; rows hold them cut, too
+    - `workspace_lost`: resumes without the files of the conversation
+    - `rewritten_calls`: calls of an agent whose request had earlier messages in another form than
+      the last request has
+    - `trimmed_replies`: replies that the model later saw without the newlines around them
     """
     counts = {"workspace_lost": sum(r.workspace_kept is False for r in record.resumes)}
     if changed := record.rewritten:
@@ -98,7 +100,7 @@ def record_metadata(
     noted: Iterable[StoredMessage],
     finish_reason: str | None,
 ) -> dict[str, Any]:
-    """The metadata of a row, except for counts of reasoning, which depend on the style.
+    """The metadata of a row without the counts of reasoning, which depend on the style.
 
     Keys that most rows do not need are present only with a value.
     """
@@ -155,7 +157,7 @@ def record_metadata(
 
 
 def common_columns(conversation: Conversation) -> dict[str, Any]:
-    """The columns that rows of one conversation end with."""
+    """The last columns of a row of one conversation; see `COMMON_COLUMNS`."""
     metadata = row_metadata(conversation)
     return {
         "num_turns": conversation.num_turns,
@@ -166,7 +168,7 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
 
 
 def row_metadata(conversation: Conversation) -> dict[str, Any]:
-    """The metadata of a row, with counts of the reasoning that is left after styling."""
+    """The metadata of a row, with counts of the reasoning that the row still has."""
     said = conversation.own_turns
     with_reasoning = len([None for turn in said if turn.reasoning])
     reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
@@ -176,7 +178,10 @@ def row_metadata(conversation: Conversation) -> dict[str, Any]:
 
 
 def lineage_of(record: Record) -> dict[str, Any]:
-    """For a branch: the run and record it continues, after which turn, its number; else empty."""
+    """The origin of a branch: `run`, `record`, its last shared `turn`, and the number `branch`.
+
+    Empty if the record is no branch.
+    """
     if (fork := record.fork) is None:
         return {}
     known = {"run": fork.run, "record": fork.record, "turn": fork.turn, "branch": fork.branch}
@@ -195,10 +200,8 @@ def _notes_and_repairs(messages: Iterable[StoredMessage]) -> tuple[dict[str, int
 
 
 def _small_columns(record: Record) -> dict[str, Any]:
-    """Short columns of the dataset, to filter by; long values stay only in the record.
-
-    So do `setup` and `check`: a model must not learn what the check looks for.
-    """
+    """Short columns of the dataset, to filter rows by; long values stay only in the record."""
+    # A model must not learn what the check looks for, so `setup` and `check` are no metadata.
     hidden = _PROMPT_COLUMNS if record.check is None else _CHECK_COLUMNS
     return {
         name: value

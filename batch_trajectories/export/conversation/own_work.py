@@ -1,4 +1,7 @@
-"""What a model did in a conversation, apart from the turns that the prompt brought along."""
+"""Finds and counts the work of the run's model in a conversation.
+
+Assistant messages of the prompt, and turns of a branch's parent, are not its work.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,38 @@ from batch_trajectories.records.record_types import (
 )
 
 _UNNAMED_FAILURE = "reported"
-"""The kind of failures that tools report themselves, without an exception."""
+"""The kind of a failure that the tool itself reports, without an exception."""
 
 
 class WorkCounts(msgspec.Struct, frozen=True, gc=False):
-    """Counts of what this run's model did in a conversation."""
+    """Counts of the work of this run's model in a conversation."""
 
     tools: list[dict[str, Any]]
-    """Counts of its tool calls, see `tool_stats`."""
+    """Counts of the model's tool calls, see `tool_stats`."""
     replies: int
-    """Number of its messages."""
+    """Number of the model's messages."""
     with_reasoning: int
-    """Number of those that have reasoning, see `has_reasoning`."""
+    """Number of replies that have reasoning, see `has_reasoning`."""
     hidden: int
-    """Number of those with hidden reasoning."""
+    """Number of replies whose reasoning the API hides."""
     failures: Sequence[str]
-    """The kinds of its calls' failures."""
+    """The kinds of failures of calls, one for each failed call."""
     hollow: int
-    """Number of its messages with neither text nor reasoning nor a call."""
+    """Number of replies with neither text nor reasoning nor a call."""
     results: int
-    """Number of results."""
+    """Number of results of calls."""
     with_token_ids: int
-    """Number of its turns with token ids."""
+    """Number of turns with token ids."""
     started_at: float | None
-    """When its first turn began; None without turns."""
+    """When the first turn began, epoch seconds; None without turns."""
     ended_at: float | None
-    """When its last turn ended."""
+    """When the last turn ended, epoch seconds; None without turns."""
 
 
 class Own:
-    """What this run's model did in a record, without the turns of a branch's parent."""
+    """The work of this run's model in a record, without the turns of a branch's parent."""
 
-    __slots__ = ("_counts", "_messages", "_location", "turns")
+    __slots__ = ("_counts", "_location", "_messages", "turns")
 
     def __init__(self, record: StoredConversation) -> None:
         self.turns: Sequence[StoredTurn] = record.own_turns
@@ -57,12 +60,12 @@ class Own:
 
     @property
     def prior_replies(self) -> int:
-        """Number of replies that were there before, from the prompt or a branch's parent."""
+        """Number of replies from before this work: of the prompt, or of a branch's parent."""
         return self._locate()[0]
 
     @property
     def start(self) -> int:
-        """Index of its first message among those of the record."""
+        """Index of the model's first message in the record."""
         return self._locate()[1]
 
     def _locate(self) -> tuple[int, int]:
@@ -76,18 +79,18 @@ class Own:
 
     @property
     def messages(self) -> Sequence[StoredMessage]:
-        """That message and all later ones."""
+        """The model's first message and all later messages of the record."""
         return self._messages[self.start :]
 
     @property
     def counts(self) -> WorkCounts:
-        """Counts of it, made once."""
+        """Counts of this work, made at the first use."""
         if self._counts is None:
             self._counts = _counts_of(self)
         return self._counts
 
     def set_known(self, start: int, counts: WorkCounts) -> None:
-        """Take what the caller knows; nothing was brought along."""
+        """Set start and counts that the caller has found; there are no prior replies."""
         self._location, self._counts = (0, start), counts
 
 
@@ -133,7 +136,7 @@ def _counts_of(authored: Own) -> WorkCounts:
 
 
 def interrupted_calls(record: Record) -> list[str]:
-    """The ids of calls whose results say that a crash interrupted them; a branch inherits some."""
+    """The ids of calls whose results say that a crash interrupted them, inherited ones included."""
     if not record.resumes and record.fork is None:
         return []
     calls = [call for resume in record.resumes for call in resume.interrupted]
@@ -148,9 +151,9 @@ def interrupted_calls(record: Record) -> list[str]:
 
 
 def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:
-    """The index of the first of the last `turns` assistant messages, or the end without any.
+    """The index of the first of the last `turns` assistant messages; without any, of the end.
 
-    These are the model's own; earlier assistant messages came with the prompt.
+    The last `turns` assistant messages are the model's; earlier ones came with the prompt.
     """
     starts = [n for n, message in enumerate(messages) if message.role == "assistant"]
     last = starts[-turns:] if turns else []
@@ -158,16 +161,16 @@ def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:
 
 
 def tool_stats(messages: Iterable[StoredMessage]) -> list[dict[str, Any]]:
-    """How often each tool was called in `messages` and how it went, sorted by tool.
+    """Counts of the calls in `messages` by tool: `tool`, `count`, `success`, `failure`.
 
-    A call without a result is neither a success nor a failure.
+    Sorted by tool. A call without a result is neither a success nor a failure.
     """
     stats: dict[str, dict[str, Any]] = {}
-    of_call: dict[str | None, dict[str, Any]] = {}
+    tool_by_call: dict[str | None, dict[str, Any]] = {}
     for message in messages:
         role = message.role
         if role == "tool":
-            if (tool := of_call.get(message.tool_call_id)) is not None:
+            if (tool := tool_by_call.get(message.tool_call_id)) is not None:
                 tool["failure" if message.is_error else "success"] += 1
         elif role == "assistant":
             for call in message.tool_calls:
@@ -175,12 +178,12 @@ def tool_stats(messages: Iterable[StoredMessage]) -> list[dict[str, Any]]:
                 if (tool := stats.get(name)) is None:
                     tool = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
                 tool["count"] += 1
-                of_call[call.id] = tool
+                tool_by_call[call.id] = tool
     return [stats[name] for name in sorted(stats)]
 
 
 def has_reasoning(message: StoredMessage) -> bool:
-    """Whether an assistant message has reasoning, in its own field or inline."""
+    """Whether an assistant message has reasoning, in a field or inline."""
     if (reasoning := message.reasoning) and not reasoning.isspace():
         return True
     content = message.content
@@ -198,6 +201,6 @@ def is_reasoning_hidden(message: StoredMessage, reasoning_tokens: int | None) ->
 
 
 def kind_of_failure(details: Mapping[str, Any]) -> str:
-    """The kind of a failure by the details of its result."""
+    """The kind of a failure, read from the details of its result."""
     kind = details.get("failure")
     return kind if isinstance(kind, str) else _UNNAMED_FAILURE

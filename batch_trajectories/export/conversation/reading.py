@@ -1,8 +1,8 @@
-"""Parses a record into a `Conversation`, once for all formats.
+"""Parses a record into a `Conversation`, once for all formats, which only render it.
 
-Reasoning is separate from text, arguments are JSON objects, a turn that the provider paused is one
-turn, and the final answer is text however the model gave it. Formats only render this. A record
-that breaks a rule raises Rejected; no turn is repaired, shortened or invented.
+In a conversation, reasoning is separate from text, arguments are JSON objects, a turn that the
+provider paused is one turn, and the final answer is text however the model gave it. A record that
+breaks a rule raises Rejected; no turn is repaired, shortened or invented.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ from batch_trajectories.export.conversation.validity import (
 from batch_trajectories.records.checks import is_right_now
 from batch_trajectories.records.record_types import Record, StoredCall, StoredMessage, Tools
 
-# Reads conversations of the usual shape in one pass, twice as fast as `reading`.
+# Conversations of the usual shape are read in one pass, twice as fast as by the general reader.
 #
-# The prompt, then turns of this run's model, each with calls of offered tools and their results
-# in the same order, and an answer in text. Nothing was inherited, attached or said twice, and no
-# text may be read as structure. Whatever differs is left to `read_conversation`, which has all
-# the rules: both give the same.
+# The usual shape: a prompt, then turns of this run's model, each with calls of offered tools and
+# their results in the same order, and at last an answer in text. Nothing was inherited or attached,
+# and no text may be read as structure. `_read_any` reads all other conversations by all rules; for
+# the usual shape it gives the same result.
 
 
 def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
-    """The entries of a completed conversation, None if it is not of the usual shape.
+    """Read a completed conversation of the usual shape; None if it has another shape.
 
-    Start and counts of `own` are made on the way.
+    Sets the start and the counts of `authored`.
     """
     offered = once(record.tools, _unreserved_names)
     messages, turns = record.messages, authored.turns
@@ -226,7 +226,7 @@ def _holds_server_markup(entries: list[Entry], tools: Collection[str]) -> bool:
 
 
 def _unreserved_names(tools: Tools) -> frozenset[str] | None:
-    """The names of tools; None if one of them ends a conversation."""
+    """The names of tools; None if one of the tools ends a conversation."""
     names = names_of(tools)
     return names if RESERVED.isdisjoint(names) else None
 
@@ -234,8 +234,8 @@ def _unreserved_names(tools: Tools) -> frozenset[str] | None:
 def read_conversation(record: Record, authored: Own | None = None) -> Conversation:
     """Parse a record; raises Rejected if it breaks a rule of all formats.
 
-    `own` is `Own(record)`, if the caller has it already. A record that ended early is parsed too,
-    with `completed` false; the caller decides where it belongs.
+    `authored` is that of the record; None: it is made here. A record that ended early is parsed,
+    too, with `completed` false; the caller decides where it belongs.
     """
     if is_agent_conversation(record):
         record = order_messages(record)
@@ -284,7 +284,7 @@ def read_conversation(record: Record, authored: Own | None = None) -> Conversati
 
 
 def _mask_imported(conversation: Conversation, turns: Sequence[int]) -> Conversation:
-    """The conversation, with the turns masked that were imported as such."""
+    """Mask the replies with these numbers, which the source of an imported conversation masks."""
     replies = conversation.replies_by_turn
     entries = [
         msgspec.structs.replace(entry, masked=("marked in its source",))
@@ -297,10 +297,8 @@ def _mask_imported(conversation: Conversation, turns: Sequence[int]) -> Conversa
 
 
 def refuse_all_masked(conversation: Conversation) -> None:
-    """Raise Rejected for an imported conversation of which its source says: learn no turn.
-
-    Not for kto, whose rows hold conversations that are not to be learnt.
-    """
+    """Raise Rejected for an imported conversation if its source masks every turn."""
+    # The format kto does not call this: its rows may hold conversations that are not learnt.
     if conversation.record.imported is None:
         return
     turns = [entry for entry in conversation.entries if isinstance(entry, Turn)]
@@ -309,7 +307,7 @@ def refuse_all_masked(conversation: Conversation) -> None:
 
 
 class _ReadMessages(NamedTuple):
-    """What `_read_any` reads in a record, as its row shows it."""
+    """The parts of a record as its row shows them."""
 
     messages: Sequence[StoredMessage]
     tools: Tools
@@ -319,7 +317,10 @@ class _ReadMessages(NamedTuple):
 
 
 def _read_any(record: Record, authored: Own, run_flaws: Sequence[Flaw]) -> _ReadMessages:
-    """Any conversation; `run_flaws` are its `find_run_flaws`. Raises Rejected."""
+    """Read a conversation of any shape; `run_flaws` are those of `find_run_flaws`.
+
+    Raises Rejected.
+    """
     answered = is_answered(record)
     messages, tools, completion, invented = rewrite_ending(
         record.messages, record.tools, answered=answered
@@ -353,7 +354,7 @@ def find_run_flaws(record: Record) -> list[Flaw]:
 
 
 def leaks_in(record: Record) -> list[Flaw]:
-    """The flaw of a conversation that was rewarded and looked where the solution may lie."""
+    """The flaw of a conversation that has a reward and looked for the solution; else empty."""
     if record.check is None:
         return []
     from batch_trajectories.export.conversation.leaks import rewarded_leak
@@ -370,10 +371,10 @@ def read_entries(
     *,
     as_sent: bool = False,
 ) -> list[Entry]:
-    """All messages but those of the system, as entries; raises Rejected.
+    """Read user messages and turns as entries; system messages are left out. Raises Rejected.
 
     A turn that the provider paused is one entry with its continuation. Flaws are added to `flaws`.
-    `as_sent`: results stay in the order of the messages; else they get that of their calls.
+    `as_sent`: results stay in the order of the messages; else they get the order of their calls.
     """
     flaws += find_part_flaws(messages)
     flaws[:0] = find_parser_flaws(messages, tools)  # other formats call its tags by other names
@@ -403,10 +404,10 @@ def read_entries(
 
 
 def find_parser_flaws(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
-    """A flaw for each reply with a tool call or a thought in its text, which servers split off.
+    """A flaw for each reply whose text has a tool call or a thought that a server should split off.
 
-    See `agent.messages.leaked_calls`. Raises Rejected for a reply that holds nothing but such a
-    call in its reasoning.
+    See `agent.messages.leaked_calls`. Raises Rejected for a reply that has only a tool call in its
+    reasoning.
     """
     flaws = find_leaked_calls(messages, tools)
     for place, message in enumerate(messages, start=1):
@@ -417,7 +418,10 @@ def find_parser_flaws(messages: Sequence[StoredMessage], tools: Tools) -> list[F
 
 
 def find_leaked_calls(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
-    """The same for tool calls only."""
+    """A flaw for each reply with a tool call in its text or reasoning.
+
+    Raises Rejected for a reply that has nothing else.
+    """
     names = names_of(tools)
     flaws = []
     for place, message in enumerate(messages, start=1):
@@ -436,7 +440,7 @@ def find_leaked_calls(messages: Sequence[StoredMessage], tools: Tools) -> list[F
 
 
 def _sort_results(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:
-    """A turn with its results in the order of the messages."""
+    """Put the results of a turn in the order of the messages."""
     if isinstance(entry, UserMessage) or len(entry.results) < 2:
         return entry
     order = {message.tool_call_id: n for n, message in enumerate(messages)}
@@ -445,7 +449,7 @@ def _sort_results(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:
 
 
 def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
-    """Whether a text of user or model may hold a tag or control token: one search for all."""
+    """Whether any text of user or model may hold a tag or control token."""
     texts: list[str] = []
     for message in messages:
         if message.role in ("assistant", "user"):
@@ -454,9 +458,9 @@ def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
 
 
 def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
-    """A flaw for each part of the messages that is not text.
+    """A flaw for each content part of the messages that is not text.
 
-    Raises Rejected if messages are missing, so that the others need not fit together.
+    Raises Rejected if earlier messages are unknown.
     """
     flaws = []
     for place, message in enumerate(messages, start=1):
@@ -486,7 +490,7 @@ def _token_flaw(token: Token, where: str) -> Flaw:
 
 
 def system_of(messages: Iterable[StoredMessage]) -> str:
-    """The joined text of all system messages, "" without any."""
+    """The texts of all system messages, joined; "" without any."""
     texts = [message.content for message in messages if message.role == "system"]
     return "\n\n".join(text for text in texts if text.strip())
 
@@ -496,9 +500,9 @@ def mark_hidden_reasoning(
     messages: Iterable[StoredMessage],
     reasoning_tokens: Sequence[int | None],
 ) -> list[Entry]:
-    """The entries, with turns of hidden reasoning marked.
+    """Mark the turns whose reasoning the API hides.
 
-    `messages` are those of the record; `reasoning_tokens` belong to the last of its replies.
+    `messages` are those of the record; `reasoning_tokens` belong to its last replies.
     """
     for entry in entries:
         if isinstance(entry, Turn) and not entry.reasoning:
@@ -507,14 +511,14 @@ def mark_hidden_reasoning(
         return entries
     replies = [message for message in messages if message.role == "assistant"]
     # Replies of the prompt come first and have no usage.
-    of_replies = [*[None] * len(replies), *reasoning_tokens][-len(replies) :]
+    tokens_by_reply = [*[None] * len(replies), *reasoning_tokens][-len(replies) :]
     marked = []
     end = 0
     is_hidden = False
     for entry in entries:
         if isinstance(entry, Turn):
             start, end = end, end + entry.replies
-            made = list(zip(replies[start:end], of_replies[start:end], strict=True))
+            made = list(zip(replies[start:end], tokens_by_reply[start:end], strict=True))
             if made:  # else the answer belongs to the previous reply
                 is_hidden = any(is_reasoning_hidden(*reply) for reply in made)
             if is_hidden and not entry.reasoning:
@@ -540,9 +544,9 @@ def _read_turn(
     *,
     may_be_flawed: bool,
 ) -> Turn:
-    """A turn from its messages: one, or several if the provider paused.
+    """Read a turn from its `messages`: one, or several if the provider paused.
 
-    `results` are those of the calls of its last message, by id.
+    `results` belong to the calls of the last message, by id of the call.
     """
     if len(messages) == 1:
         reasoning, text = _split_reasoning(messages[0], number)
@@ -589,7 +593,7 @@ def _read_turn(
 
 
 def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) -> Call:
-    """A call with arguments of any kind."""
+    """Read a call whose arguments may be no JSON object, which adds a flaw."""
     try:
         arguments = read_arguments(call, where=f"turn {number}, call {position}")
     except Rejected as rejected:
@@ -607,7 +611,7 @@ def _find_structure(text: str, flaws: list[Flaw], number: int, place: str) -> No
 
 
 def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:
-    """Reasoning and text of a reply; reasoning both in its field and inline counts once."""
+    """Reasoning and text of a reply; equal reasoning in its field and inline is taken once."""
     apart, text = message.reasoning or "", message.content
     if apart.isspace():
         apart = ""
@@ -622,6 +626,6 @@ def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:
 
 
 def _join_parts(parts: Sequence[str]) -> str:
-    """The parts that are not blank, joined by blank lines."""
+    """Join the parts that are not blank by blank lines."""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])

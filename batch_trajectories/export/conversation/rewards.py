@@ -1,4 +1,4 @@
-"""The rewards of a record, for rows, filters and preferences."""
+"""Rewards of records, for rows, filters and preferences."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from batch_trajectories.records.record_types import Record
 
 
 def reward_of(record: Record, name: str | None = None) -> float | None:
-    """The reward of a record with this name; without a name the one that `judgement_of` gives."""
+    """The reward of a record with this name; None: the reward that `judgement_of` gives."""
     return judgement_of(record, name).reward
 
 
 def judgement_with_reward(record: Record, name: str | None) -> Judgement:
-    """The judgement of a record, with the reward of this name."""
+    """The judgement of a record with the reward of this name; None: the usual reward."""
     judgement = judgement_of(record)
     return judgement if name is None else judgement._replace(reward=reward_of(record, name))
 
 
 def why_not_passed(judgement: Judgement) -> Rejected | None:
-    """Why a conversation is left out if only those that passed are wanted."""
+    """Why an export of passed conversations leaves one out; None if it is kept."""
     if judgement.error is not None:
         return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
     if judgement.passed is False:
@@ -41,7 +41,8 @@ def why_not_passed(judgement: Judgement) -> Rejected | None:
 def reward_facts(record: Record) -> dict[str, Any]:
     """The rewards of a record for the metadata of its row; empty if it has none.
 
-    `reward` counts where no name is given; `rewards` are all by name, if there are others.
+    `reward` is the one that counts if no name is given; `rewards` has all by name, if there are
+    others.
     """
     check = record.check
     if not record.scores and (check is None or check.rewards is None):

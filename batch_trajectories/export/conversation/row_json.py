@@ -1,7 +1,7 @@
-"""The JSON of rows: read strictly, written with one spacing, with tags escaped.
+"""Reads JSON strictly and writes the JSON of rows, with one spacing and with tags escaped.
 
-Keys keep their order and numbers their digits. Text that a strict reader would refuse or read
-differently is not JSON here.
+Keys keep their order and numbers their digits. Text that a strict reader would refuse, or read
+differently, does not count as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _END_IN_BRACKETS = re.compile(r"INST\]")
 
 TOOL_CALL = re.compile(r"</?tool_call>")
 TOOL_RESPONSE = re.compile(r"</?tool_response>")
-"""The tags that chat templates put around calls and results."""
+"""Tags that chat templates put around results; `TOOL_CALL` has those around calls."""
 
 MARKER = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
 """A tag that, in a model's own text, would be read as structure or reasoning."""
@@ -48,7 +48,7 @@ _MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
 """The start of a tag of the format or of a control token; in JSON it is inside a string."""
 
 _MAX_PLACES = 16
-"""Up to this many places, checking each one is faster than a search by pattern."""
+"""If there are more places than this, one search by pattern is faster than checking each."""
 
 _MAX_DEPTH = 100
 """Maximum depth of JSON: widely used readers refuse more than 128 levels."""
@@ -68,13 +68,13 @@ _LINE_ENDS = {char.encode(): json.dumps(char)[1:-1].encode() for char in "\x85\u
 JSON writes for them; it escapes all others itself."""
 
 _SHORTEST = frozenset((str, int, bool, type(None)))
-"""Types with one shortest spelling, unlike floats (`1e9`)."""
+"""Types whose values have one shortest spelling, unlike floats (`1e9`)."""
 
 _STRINGS = frozenset((str,))
 
 
 class Repeated(str):
-    """Text of many rows, escaped only once."""
+    """Text that many rows share, so that it is escaped only once."""
 
     __slots__ = ("_json",)
     _json: orjson.Fragment
@@ -83,7 +83,7 @@ class Repeated(str):
         return Repeated, (str(self),)  # other processes escape it themselves
 
     def as_json(self) -> orjson.Fragment:
-        """Its JSON. Raises TypeError for halves of surrogate pairs."""
+        """The JSON of this text. Raises TypeError for halves of surrogate pairs."""
         try:
             return self._json
         except AttributeError:
@@ -98,7 +98,7 @@ class _Digits(str):
 
 
 def write_json(value: Any) -> str:
-    """JSON text of a value as models read it: with spaces, non-ASCII unescaped.
+    """The JSON of a value as models read it: with spaces, non-ASCII text unescaped.
 
     Raises ValueError for NaN and infinity.
     """
@@ -106,7 +106,7 @@ def write_json(value: Any) -> str:
 
 
 def compact_json(value: Any) -> str:
-    """JSON text that only programs read. `value` must not hold NaN or infinity."""
+    """The compact JSON of a value, for programs. `value` must not hold NaN or infinity."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
@@ -114,10 +114,8 @@ def compact_json(value: Any) -> str:
 
 
 def dumps_row(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD.
-
-    It holds no NaN or infinity: the readers of records and arguments refuse them.
-    """
+    """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD."""
+    # A row holds no NaN or infinity: the readers of records and arguments refuse them.
     try:
         line = orjson.dumps(row, _json_of_repeated, _ROW_OPTIONS)
     except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
@@ -140,7 +138,7 @@ class Token(NamedTuple):
 
     text: str
     is_markup: bool
-    """Only tokenizers of some models know it, such as `<s>` of Llama 2."""
+    """True for a token that only some tokenizers know, such as `<s>` of Llama 2."""
 
 
 def control_token(text: str) -> Token | None:
@@ -187,10 +185,11 @@ def _has_in_brackets(text: str) -> bool:
 
 
 def read_arguments(call: StoredCall, *, where: str) -> tuple[str, Mapping[str, Any]]:
-    """The arguments of a call: JSON text of an object, and its value; raises Rejected.
+    """The arguments of a call: the JSON text of an object, and its value. Raises Rejected.
 
-    Numbers in the text keep their digits. In the value an integer beyond 64 bits is a string of its
-    digits: loaders would round it or refuse the whole file. Blank arguments are an empty object.
+    Numbers in the text keep their digits. In the value, an integer beyond 64 bits is a string of
+    its digits, as loaders would round it or refuse the whole file. Blank arguments are an empty
+    object.
     """
     try:
         return parse_arguments(call.function.arguments)
@@ -203,11 +202,11 @@ def read_arguments(call: StoredCall, *, where: str) -> tuple[str, Mapping[str, A
 
 
 class _NotAnObject(ValueError):
-    """Arguments are JSON, but not an object."""
+    """Arguments that are JSON, but not an object."""
 
 
 def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
-    """The same for the text of arguments; raises ValueError."""
+    """Read the text of arguments as `read_arguments` does; raises ValueError."""
     if not sent or sent.isspace():
         return "{}", {}
     text, value = _respace(sent)
@@ -221,7 +220,7 @@ def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def is_object(sent: str) -> bool:
-    """Whether the text of arguments is that of an object."""
+    """Whether the text of arguments is a JSON object."""
     try:
         parse_arguments(sent)
     except ValueError:
@@ -230,7 +229,7 @@ def is_object(sent: str) -> bool:
 
 
 def content_json(text: str) -> str:
-    """A result as JSON: an object or list as it is, any other text as a string."""
+    """The JSON of a result: an object or list as it is, any other text as a string."""
     if text.lstrip().startswith(("{", "[")):
         try:
             return _respace(text)[0]
@@ -240,7 +239,7 @@ def content_json(text: str) -> str:
 
 
 def escape_markers(json_text: str) -> str:
-    """The same JSON with tags of the format in its strings escaped."""
+    """Escape the tags of the format in the strings of JSON, which keeps its meaning."""
     if "<" in json_text and _has_in_angles(json_text, _MARKER_IN_ANGLES):
         json_text = _MARKER_IN_ANGLES.sub(r"\\u003c", json_text)
     if "[" in json_text and _has_in_brackets(json_text):
@@ -249,9 +248,9 @@ def escape_markers(json_text: str) -> str:
 
 
 def _respace(text: str) -> tuple[str, Any]:
-    """JSON `text` with the separators of the format and the digits of its numbers, and its value.
+    """JSON `text` with the separators of the format, and its value; numbers keep their digits.
 
-    The value is None if only the text was computed. Raises ValueError for what a strict reader
+    The value is None if only the text was computed. Raises ValueError for text that a strict reader
     refuses or reads differently: NaN, numbers out of range, repeated keys, too deep nesting.
     """
     # Text that orjson reads and writes back unchanged is strict; that is the usual case.
@@ -278,7 +277,7 @@ def _is_compact(text: str, value: Any, spaced: str) -> bool:
 
 
 def _write_exactly(value: Any, depth: int = 1) -> str:
-    """JSON of a value at a nesting `depth`; raises ValueError if that is too deep."""
+    """The JSON of a value at a nesting `depth`; raises ValueError if it is too deep."""
     kind = type(value)
     if kind is str:
         return _string_json(value)
@@ -318,7 +317,8 @@ def _key_json(key: str) -> str:
 
 
 def _string_json(text: str) -> str:
-    """A string as JSON; orjson and the standard library write it alike, the former faster."""
+    """The JSON of a string."""
+    # Both libraries write the same; orjson is faster.
     try:
         return orjson.dumps(text).decode()
     except (TypeError, UnicodeDecodeError):  # halves of surrogate pairs

@@ -32,13 +32,13 @@ ToolsForm = Literal["text", "list"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How conversations are rendered; None is the default of each format."""
+    """Options for rendering conversations; None: each format has its default."""
 
     reasoning: ReasoningStyle | None = None
-    """Where reasoning goes: inline, in its own field, only that of the last turn, or nowhere.
+    """Where reasoning goes: inline, in a field, kept for the last turn only, or nowhere.
 
-    `since_user`, for segments: as each format has it, without that before the last user message of
-    a request."""
+    `since_user` is for segments: the format's default place, but only reasoning since the last user
+    message of a request."""
     parallel_calls: CallStyle = "keep"
     """Whether a turn with several calls is kept, or split into one turn per call."""
     system: SystemStyle | None = None
@@ -57,7 +57,7 @@ class Style:
     require_reasoning: bool = False
     """Whether completed conversations need reasoning in words to be in a run's training file."""
     require_passed: bool = False
-    """Whether those that did not pass their check are left out of it."""
+    """Whether conversations that did not pass their check are left out of the training file."""
 
     reasoning_key: ReasoningKey = REASONING_KEY
     """The key of reasoning in messages."""
@@ -67,11 +67,11 @@ class Style:
     """Whether messages hold the arguments of calls as objects, or as the JSON text of one."""
 
     def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
-        """The same style with another choice for reasoning."""
+        """A copy of this style with another choice for reasoning."""
         return replace(self, reasoning=reasoning)
 
     def with_calls(self, calls: CallStyle) -> Style:
-        """The same style with another choice for parallel calls."""
+        """A copy of this style with another choice for parallel calls."""
         return replace(self, parallel_calls=calls)
 
     def is_inline(self, *, by_default: bool) -> bool:
@@ -84,7 +84,7 @@ class Style:
 
 
 def styled(conversation: Conversation, style: Style) -> Conversation:
-    """The conversation with the style applied to its reasoning, calls and results."""
+    """Apply a style to the reasoning, calls and results of a conversation."""
     entries = conversation.entries
     if style.max_tool_chars is not None:
         entries = [_cut_results(entry, style.max_tool_chars) for entry in entries]
@@ -127,7 +127,10 @@ def _count_cut_results(entry: Entry, short: Entry) -> int:
 
 
 def _split_calls(entry: Entry) -> Sequence[Entry]:
-    """One turn per call, the first with reasoning and text; calls without results are one turn."""
+    """Divide a turn into one turn per call; calls without results share a turn.
+
+    The first turn keeps reasoning and text.
+    """
     if isinstance(entry, UserMessage) or len(entry.calls) < 2 or not entry.results:
         return [entry]
     results = {result.id: result for result in entry.results}

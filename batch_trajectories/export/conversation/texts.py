@@ -1,4 +1,4 @@
-"""All texts of a record with a description of their place, the words of a text, and the diff."""
+"""Texts of a record: all of them with their places, those of the user, and its diff."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
 def texts_of(record: Record) -> Iterator[tuple[str, str]]:
-    """Place and text of everything in a record that any format can hold.
+    """All texts of a record that any format can hold, each after a description of its place.
 
-    That includes inner conversations, discarded replies and the outputs of the check and an agent.
+    Inner conversations, discarded replies and the outputs of the check and an agent are included.
     """
     yield from _conversation_texts(record, "")
     for name, value in record.row.items():
@@ -49,7 +49,7 @@ def words_of(text: str) -> list[str]:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All strings in a JSON value, at any depth, without keys."""
+    """Strings in a JSON value, at any depth, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -91,7 +91,7 @@ def _message_texts(message: StoredMessage, place: str) -> Iterator[tuple[str, st
 def patch_of(record: Record) -> str:
     """The conversation's changes to its repository, in the form of `git apply`.
 
-    Raises `Rejected` where the record does not hold all of it.
+    Raises `Rejected` if the record does not hold all of them.
     """
     diff = record.diff
     if diff is None or not isinstance(diff.get("patch"), str):

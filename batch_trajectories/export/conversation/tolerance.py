@@ -1,4 +1,4 @@
-"""Flaws of conversations that some trainers accept: which rows are refused, and how to keep them.
+"""Flaws of conversations that some trainers accept, and which of them a user accepts.
 
 Reading a record finds its flaws, once for all formats. A format always refuses flaws that it cannot
 represent, and refuses the others unless the user accepts them.
@@ -16,11 +16,11 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 Tokens = Literal["template", "all"]
 
 TAG_FLAWS = frozenset((Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT))
-"""Tags of calls, results and reasoning, where rows show text as it is."""
+"""Flaws by tags of calls, results and reasoning; formats that show text as it is can hold them."""
 NO_OBJECT = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
-"""Arguments that rows can only hold as text."""
+"""Flaws by arguments that are no object, which rows can only hold as text."""
 NON_TEXT_FLAWS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
-"""Formats hold a placeholder of such a part, which is not what the model saw."""
+"""Flaws by content parts that are not text. Rows hold a placeholder, not what the model saw."""
 COMMON_FLAWS = NON_TEXT_FLAWS | frozenset(
     (
         Reason.CONTROL_TOKEN,
@@ -30,26 +30,27 @@ COMMON_FLAWS = NON_TEXT_FLAWS | frozenset(
         Reason.LEAKED_CALL,
     )
 )
-"""What rows of every format can hold."""
+"""Flaws that rows of every format can hold."""
 
 
 class Flaw(NamedTuple):
-    """A flaw; `reason` and `detail` are those of `Rejected`."""
+    """A flaw of a conversation; `reason` and `detail` are those of `Rejected`."""
 
     reason: Reason
     detail: str
     token: Token | None = None
-    """The control token, if the flaw is one."""
+    """The control token, if the flaw is by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Which flaws are accepted."""
+    """The flaws with which rows are kept."""
 
     accepts: frozenset[Reason] = frozenset()
     tokens: Tokens = "template"
-    """`template`: tokens that only chat templates use; `all`: also those that are structure to some
-    tokenizers and ordinary markup to most (`<s>`, `[INST]`)."""
+    """The control tokens for which rows are refused. `template`: tokens that only chat templates
+    use; `all`: also tokens that are structure to some tokenizers, but ordinary markup to most
+    (`<s>`, `[INST]`)."""
 
     def refuses(self, flaw: Flaw) -> bool:
         """Whether a row is refused for a flaw."""
@@ -58,7 +59,7 @@ class Tolerance:
         return flaw.token is None or self.refuses_token(flaw.token)
 
     def refuses_token(self, token: Token) -> bool:
-        """Whether a row is refused for a token."""
+        """Whether a row is refused for a control token."""
         if Reason.CONTROL_TOKEN in self.accepts:
             return False
         return self.tokens == "all" or not token.is_markup
@@ -71,11 +72,11 @@ class Tolerance:
 
 
 STRICT = Tolerance()
-"""Accepts no flaw."""
+"""A tolerance that accepts no flaw."""
 
 
 def refuse_everywhere(flaws: Sequence[Flaw], tolerances: Iterable[Tolerance]) -> None:
-    """Raise the Rejected of the first format if no format accepts the flaws."""
+    """Raise Rejected, as the first format does, if no format accepts the flaws."""
     refused: Rejected | None = None
     for tolerance in tolerances:
         try:
@@ -89,5 +90,5 @@ def refuse_everywhere(flaws: Sequence[Flaw], tolerances: Iterable[Tolerance]) ->
 
 
 def accepted(names: Iterable[Any]) -> frozenset[Reason]:
-    """The reasons with these names."""
+    """The reasons with these names. Raises ValueError for unknown ones."""
     return frozenset(map(Reason, names))

@@ -1,7 +1,4 @@
-"""A conversation as formats render it, with its parts: user messages, turns, calls, results.
-
-They refer to each other in no cycles, so the garbage collector need not know them.
-"""
+"""A conversation as formats render it, with its parts: user messages, turns, calls, results."""
 
 from __future__ import annotations
 
@@ -17,9 +14,16 @@ from batch_trajectories.export.conversation.tolerance import Flaw
 from batch_trajectories.records.record_types import Record, StoredTurn, Tools
 
 Author = Literal["model", "other_model", "prompt", "parent", "context", "simulated_user", "runtime"]
-"""Who wrote a message: this run's model, another model that an agent called, the row, the parent
-conversation of a branch, anyone in a turn that is only context in its row, the model that plays the
-user, or the runtime (a note). Results of calls are their tools'."""
+"""Who wrote a message. Results of calls have no author: tools write them.
+
+- `model`: this run's model; `other_model`: another model that an agent called
+- `prompt`: the row; `parent`: the parent conversation of a branch
+- `context`: anyone, in a turn that is only context in its row
+- `simulated_user`: the model that plays the user; `runtime`: a note of the runtime
+"""
+
+
+# These types refer to each other in no cycles, so the garbage collector need not know them (`gc`).
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
@@ -43,11 +47,11 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     content: str
     is_error: bool
     own_chars: int | None = None
-    """The length of the tool's own text, if words of the user or the system follow it."""
+    """The length of the tool's own text if other text follows it, of user or system; else None."""
 
 
 class UserMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message of the user's side: the row's, a simulated user's, or a note of the runtime."""
+    """A message on the user's side: from the row, a simulated user or the runtime."""
 
     text: str
     author: Author = "prompt"
@@ -63,13 +67,13 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     calls: Sequence[Call] = ()
     results: Sequence[Result] = ()
     replies: int = 1
-    """Number of replies: several if the provider paused, none for a final answer that was part of a
+    """Number of replies: several if the provider paused; 0 for a final answer that was part of a
     reply with calls."""
     author: Author = "model"
     hides_reasoning: bool = False
-    """The model reasoned, but the API hides how. That is not the same as no reasoning."""
+    """Whether the model reasoned, but the API hides the reasoning."""
     masked: tuple[str, ...] = ()
-    """Why it carries no loss although this run's model wrote it."""
+    """The reasons why the turn carries no loss although this run's model wrote it."""
 
     @property
     def is_prior(self) -> bool:
@@ -78,16 +82,16 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def has_loss(self) -> bool:
-        """Whether trainers are to learn it."""
+        """Whether trainers are to learn the turn."""
         return self.author == "model" and not self.masked
 
 
 Entry = UserMessage | Turn
-"""What a user said, or an assistant turn."""
+"""A user message or an assistant turn."""
 
 
 class Conversation(msgspec.Struct, frozen=True, gc=False):
-    """The content of a record that rows of any format render."""
+    """The content of a record, from which rows of any format are rendered."""
 
     system: str
     """The system prompt that the model saw, "" without one."""
@@ -101,18 +105,18 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     flaws: Sequence[Flaw] = ()
     """Flaws that not every format accepts."""
     has_others: bool = False
-    """Whether any turn is not of this run's model."""
+    """Whether any turn has another author than this run's model."""
     is_for_turn: bool = False
-    """It ends with the turn that its row is for; what precedes that is its context."""
+    """Whether the row is for the last turn only; all earlier entries are its context."""
 
     @property
     def num_turns(self) -> int:
-        """Number of replies of this run's model, in a row for a turn 1."""
+        """Number of replies of this run's model; 1 in a row for a single turn."""
         return 1 if self.is_for_turn else len(self.authored.turns)
 
     @property
     def own_turns(self) -> list[Turn]:
-        """The turns that this run paid for; in a row for a turn only that one."""
+        """The turns that this run paid for; in a row for a single turn only this one."""
         if self.is_for_turn and isinstance(last := self.entries[-1], Turn):
             return [last]
         turns = [entry for entry in self.entries if isinstance(entry, Turn)]
@@ -120,7 +124,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def others(self) -> Counter[str]:
-        """The number of turns that are not of this run's model, by author."""
+        """The number of turns by each author other than this run's model."""
         if not self.has_others:
             return Counter()
         authors = [entry.author for entry in self.entries if isinstance(entry, Turn)]
@@ -128,7 +132,10 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def replies_by_turn(self) -> dict[int, list[StoredTurn]]:
-        """The replies of each own turn by its number: several if the provider paused it."""
+        """The replies of each turn that this run paid for, by the number of the turn.
+
+        A turn has several replies if the provider paused it.
+        """
         left = list(self.authored.turns)
         by_turn = {}
         for turn in reversed(self.own_turns):
@@ -162,11 +169,11 @@ T = TypeVar("T")
 
 _MAX_LISTS = 64
 _cache: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
-"""Lists of tools with their results. Holding a list keeps its `id` from being reused."""
+"""Lists of tools with the computed values. A reference to the list keeps its `id` in use."""
 
 
 def once(tools: Tools, make: Callable[[Tools], T]) -> T:
-    """The result of `make(tools)`, computed once for each list object."""
+    """The value of `make(tools)`, computed once for each list object."""
     key = id(tools), make
     known = _cache.get(key)
     if known is None:
@@ -183,7 +190,7 @@ def names_of(tools: Tools) -> frozenset[str]:
 
 
 def without_reserved(tools: Tools) -> Tools:
-    """The tools without those that end a conversation; the same list if it has none."""
+    """The tools that do not end a conversation; the same list object if all are so."""
     return once(tools, _without_reserved)
 
 

@@ -1,7 +1,7 @@
 """The rules that a conversation must keep to become a training row.
 
-Trainers silently drop rows that break them, or stop the whole training. Such rows are rejected here
-with a reason; their records stay as they are.
+Trainers silently drop rows that break these rules, or stop the whole training. Such rows are
+rejected with a reason; their records stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batch_trajectories.records.record_types import StoredCall, StoredMessage
 
 
 class Reason(StrEnum):
-    """Why a record is not converted."""
+    """Reasons why a record does not become a row."""
 
     NO_REPLY = "no_reply"
     """The model never replied, so there is nothing to train on."""
@@ -43,7 +43,7 @@ class Reason(StrEnum):
     REASONING_ONLY = "reasoning_only"
     """An assistant turn holds reasoning, but neither text nor calls."""
     UNCLOSED_THINK = "unclosed_think"
-    """An assistant turn opens a block of reasoning and never closes it."""
+    """An assistant turn opens a block of reasoning and never closes this block."""
     MARKER_IN_TEXT = "marker_in_text"
     """The model's text or reasoning holds a tag that would be read as structure."""
     MARKER_IN_ARGUMENTS = "marker_in_arguments"
@@ -57,7 +57,7 @@ class Reason(StrEnum):
     LEAKED_CALL = "leaked_call"
     """A text of the model holds a tool call that its server did not read, and that never ran."""
     LEAK_SUSPECTED = "leak_suspected"
-    """A conversation with a reward made a call that looked where the solution may lie."""
+    """A conversation with a reward made a call that looked for the solution."""
     HAS_IMAGES = "has_images"
     """A message holds a picture, and the format only text."""
     HAS_FILES = "has_files"
@@ -69,27 +69,27 @@ class Reason(StrEnum):
     NO_REWARD = "no_reward"
     """The conversation has no reward, in a format that needs one."""
     NO_PATCH = "no_patch"
-    """The record has no diff, or none that is text, in a format that is made of it."""
+    """The record has no diff that is text, in a format that is made of diffs."""
     CUT_PATCH = "patch_truncated"
     """The diff was longer than a record holds."""
     OTHER_SAMPLE = "other_sample"
-    """Another sample of the prompt is in a file that holds one."""
+    """Another sample of the prompt is in the file, in a format with one row per prompt."""
     NO_TOKEN_IDS = "no_token_ids"
-    """No turn has token ids, in a format that is made of them."""
+    """The record has no turn with token ids, in a format that is made of token ids."""
     NO_PAIR = "no_pair"
-    """No other sample of the prompt makes a pair with it."""
+    """The record makes no pair with another sample of its prompt."""
     NO_LABEL = "no_label"
-    """No reviewer keeps or rejects it, or they differ, in a format that needs to know."""
+    """The record has no verdict of reviewers, or they differ, in a format of labels."""
     NO_REASONING = "no_reasoning"
-    """No turn of the model holds reasoning, and the run is exported with reasoning only."""
+    """The record has no turn with reasoning, in an export that requires reasoning."""
     NOT_PASSED = "not_passed"
-    """It did not pass, and the run is exported without those."""
+    """The record did not pass, in an export that requires it."""
     ALL_MASKED = "all_masked"
-    """Every turn of a segment is masked."""
+    """Every turn is masked."""
     TOO_LONG = "too_long"
     """The row has more tokens than the recipe allows."""
     CHECK_FAILED = "check_failed"
-    """Its check gave no result, and the run is exported without those that did not pass."""
+    """The check of the record gave no result, in an export that requires a pass."""
 
 
 class Rejection(NamedTuple):
@@ -131,8 +131,8 @@ _MAY_FOLLOW = {
 def check_conversation(messages: Sequence[StoredMessage], tools: Collection[str]) -> list[str]:
     """Raise Rejected unless roles, calls and results fit together.
 
-    `tools` names the tools on offer; returned are descriptions of calls of other tools. The
-    conversation may end early: after a user message, or within the results of its last turn.
+    `tools` names the tools on offer. Returns descriptions of calls of other tools. The conversation
+    may end early: after a user message, or within the results of its last turn.
     """
     before = ""
     turn = 0
@@ -167,7 +167,7 @@ def check_conversation(messages: Sequence[StoredMessage], tools: Collection[str]
 def check_finished(messages: Sequence[StoredMessage]) -> None:
     """Raise Rejected unless the conversation ends with an answer.
 
-    That is an assistant turn without calls, or one with an answered call of `final_answer`.
+    An answer is an assistant turn without calls, or one with an answered call of `final_answer`.
     """
     last = messages[-1]
     if last.role == "tool" and final_answer_call(messages) is not None:
@@ -181,7 +181,7 @@ def check_finished(messages: Sequence[StoredMessage]) -> None:
 def final_answer_call(messages: Sequence[StoredMessage]) -> StoredCall | None:
     """The call of `final_answer` in the last turn, once all calls of that turn have results.
 
-    Of several it is the first that the runtime could accept.
+    If there are several, the first that the runtime could accept. None without any.
     """
     results = {}
     for message in reversed(messages):

@@ -1,6 +1,6 @@
-"""Makes a dataset from a run: one pass over its records, by a recipe, into several formats.
+"""Makes a dataset from one or more runs: one pass over the records, by a recipe.
 
-Every task is discarded, failed, pending, rejected by a filter, or selected; in each format every
+Every task is discarded, failed, pending, rejected by a filter, or selected. In each format, every
 selected record is used or rejected. The same records and recipe give the same bytes.
 """
 
@@ -47,7 +47,7 @@ _Identity = Mapping[str, str]
 """Keys of a line of rejects.jsonl: `id` and `status` of a record, in a mix also its `run`."""
 
 _UNKNOWN = "unknown"
-"""The model of an imported conversation that does not name it."""
+"""The name of the model in the manifest if an imported conversation names none."""
 
 
 def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def _describe_audit(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:
-    """Whether an export can keep a record, once it has the rewards that its filters compare.
+    """A function that says whether an export may keep a record after it is scored.
 
-    Filters that compare samples or conversations with each other are not applied. Raises
-    `ConfigError`.
+    Filters that compare samples or conversations with each other are not applied, and a missing
+    reward fails no filter. Raises `ConfigError`.
     """
     filters = _make_filters(recipe, with_unscored=True)
 
@@ -140,7 +140,7 @@ def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:
 
 
 def _read_accepted(record: Record, tolerances: Sequence[Tolerance]) -> Conversation:
-    """Parse a record; raises Rejected, also if no format accepts it."""
+    """Parse a record. Raises Rejected, also if no format accepts the flaws of the record."""
     conversation = read_conversation(record)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
@@ -217,7 +217,7 @@ class _DatasetWriter:
         self._statistics = Statistics()
 
     def add(self, groups: Sequence[Sequence[int]]) -> None:
-        """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
+        """Add groups of tasks: each has the samples of one prompt, or a single task."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
         loading = map(self._read, chain.from_iterable(groups))
         loaded = loading if self._compares else iter([*loading])
@@ -237,7 +237,7 @@ class _DatasetWriter:
                 self._selection.add(group.candidates, group.pass_rate, not_used)
 
     def write_chosen(self) -> None:
-        """Write what is chosen among all, now that all are added. Raises `ConfigError`."""
+        """Choose among all added candidates and write them. Raises `ConfigError`."""
         if (selection := self._selection) is None:
             return
         for number, rejection in selection.choose().items():
@@ -272,7 +272,7 @@ class _DatasetWriter:
         self._write_reject(identity, rejection, None)
 
     def finish(self) -> dict[str, Any]:
-        """Close all files; returns their part of the manifest."""
+        """Close all files; returns the part of the manifest that describes them."""
         formats = [files.finish() for files in self._formats]
         digest = self._rejects.finish()
         statistics = self._statistics.to_json()
@@ -348,7 +348,7 @@ class _DatasetWriter:
         return self._check_length(length) or candidate
 
     def _load(self, number: int, record: Record) -> Loaded:
-        """The record with its conversation, if something needs it; raises Rejected."""
+        """Parse the conversation of a record, if something needs it. Raises Rejected."""
         run = self._records.run_name_of(number)
         if not self._needs_conversations:
             return Loaded(record, conversation=None, number=number, run=run)
@@ -431,7 +431,7 @@ class _DatasetWriter:
 
 
 def _reward_key(name: str | None, candidate: Loaded) -> float:
-    """A sort key: best first, those without a reward last."""
+    """A sort key: highest reward first, candidates without a reward last."""
     reward = reward_of(candidate.record, name)
     return float("inf") if reward is None else -reward
 

@@ -1,4 +1,4 @@
-"""The dataset card, for the Hugging Face hub and readers."""
+"""Writes the dataset card, for the Hugging Face hub and for readers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LAST_TURN = (
 )
 
 _FIRST = {"TRL SFTTrainer": 0, "Axolotl": 1, "LLaMA-Factory": 2}
-"""Links of the trainers that most readers look for."""
+"""The trainers at the top of the table, in this order."""
 
 
 class _Plain(yaml.SafeDumper):
     """Writes equal parts in full, for readers without YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """No aliases."""
+        """Write no aliases."""
         return True
 
 
@@ -84,10 +84,8 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _files_by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """The configs of the hub, each with its files by split.
-
-    Its loader reads all configs of a repository as one kind of file.
-    """
+    """The configs of the hub by name, each with the files by split."""
+    # The hub's loader reads all configs of a repository as one kind of file.
     suffix = _suffix(manifest)
     for part in manifest["formats"]:
         by_config: dict[str, list[str]] = {}
@@ -99,13 +97,13 @@ def _files_by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[st
 
 
 def _pattern(path: str) -> str:
-    """A file, or all shards beside it."""
+    """The path of a file; for a shard, a pattern of all shards."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/*.{name.rpartition('.')[2]}" if "-of-" in name else path
 
 
 def _suffix(manifest: Mapping[str, Any]) -> str:
-    """The kind of file for the hub to load: Parquet, else JSON lines, else Arrow."""
+    """The suffix of the files that the hub loads: Parquet, else JSON lines, else Arrow."""
     loaded = filter(_is_loaded, manifest["formats"])
     files = (file["path"] for part in loaded for file in part["files"])
     written = {PurePath(path).suffix for path in files}
@@ -125,7 +123,7 @@ def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _files_by_trainer(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each trainer that can read a file of the dataset, and that file."""
+    """The trainers that can read a file of the dataset, each with the best file for it."""
     files = [file["path"] for part in manifest["formats"] for file in part["files"]]
     folders = {path.partition("/")[0]: path for path in reversed(files)}
     known = [
@@ -214,7 +212,7 @@ def _formats(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts_by_format(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
-    """What a reader must know of the rows of single formats."""
+    """Facts on the rows of single formats."""
     if manifest["recipe"].get("arguments") == "text":
         yield "- Arguments in messages are JSON text; where a model wrote no object, what it wrote."
     by_name = {part["format"]: part for part in manifest["formats"]}

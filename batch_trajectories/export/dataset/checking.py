@@ -30,17 +30,17 @@ def findings(source: Source, directory: Path, *, trusted: bool = False) -> Itera
     """The problems of a dataset, one line each.
 
     Every file is read, and made again from the records with the recipe of the manifest. Raises
-    `ConfigError` without a dataset, and if its recipe calls functions or opens files although
-    neither this user wrote it nor it is `trusted`.
+    `ConfigError` without a dataset, and for a recipe that calls functions or opens files if this
+    user did not write it and it is not `trusted`.
     """
     manifest = read_manifest(directory)
     if not trusted and (parts := strange_parts(manifest)):
-        named = ", ".join(
+        listed = ", ".join(
             f"{key}={clip(str(value), max_chars=_SHOWN)}" for key, value in parts.items()
         )
         raise ConfigError(
             f"{directory / MANIFEST_FILE}: you did not write this recipe here, and it has "
-            f"functions called or files opened: {named}; export the dataset again, or add {FLAG} "
+            f"functions called or files opened: {listed}; export the dataset again, or add {FLAG} "
             "to use them"
         )
     if manifest.get("unfinished"):
@@ -61,8 +61,8 @@ def findings(source: Source, directory: Path, *, trusted: bool = False) -> Itera
         yield f"its recipe is not one of this version: {mistake}; export again"
         return
     again = orjson.loads(orjson.dumps(derive(source, recipe, manifest.get("parity"))))
-    yield from _derived(manifest, again, files)
-    yield from _told(manifest, again)
+    yield from _file_differences(manifest, again, files)
+    yield from _manifest_differences(manifest, again)
 
 
 def _sums(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _fault(line: bytes) -> str | None:
     return None if isinstance(row, dict) else "not an object"
 
 
-def _derived(
+def _file_differences(
     manifest: Mapping[str, Any], again: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
     for key in ("tasks", *_SUMS):
@@ -132,12 +132,12 @@ def _derived(
 
 
 def _is_copy(path: str) -> bool:
-    """Whether a library wrote a file, so that the bytes depend on its version."""
+    """Whether a library wrote a file, so that its bytes depend on the version of the library."""
     return path.split("/")[0].endswith(("_parquet", "_hf"))
 
 
-def _told(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
-    """Compares the rest of the manifest: statistics, reasons, splits."""
+def _manifest_differences(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    """Differences in the rest of the manifest: statistics, reasons, splits."""
     apart = {"tasks", *_SUMS, "recipe", "versions", "rejects", "other_files", "formats"}
     for key in sorted(({*manifest} | {*again}) - apart):
         if manifest.get(key) != again.get(key):

@@ -1,8 +1,8 @@
-"""Chooses among conversations that pass the filters, by what all of them are.
+"""Chooses among the conversations that pass the filters, once all of them are known.
 
-`max_per` and `balance` come first, then the counts and weights of runs. What is left out is drawn
-by a seed: by conversation, or by prompt where a format needs the samples of a prompt together. The
-draw of a conversation depends on seed, run and id alone.
+`max_per` and `balance` come first, then the counts and weights of runs. A seed draws conversations
+to leave out: one by one, or by prompt if a format needs the samples of a prompt together. The draw
+of a conversation depends on seed, run and id alone.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ OPTION = "filters.tokenizer"
 
 
 class TokenLengths:
-    """Counts the tokens of conversations, as rows of `openai` that a chat template renders."""
+    """Counts tokens of conversations, rendered as rows of `openai` by a chat template."""
 
     def __init__(self, directory: Path, style: Style) -> None:
-        """`directory` is that of a tokenizer with its template. Raises `ConfigError`."""
+        """`directory` holds a tokenizer and its template. Raises `ConfigError`."""
         files = (directory / name for name in TEMPLATES)
         template = next((file for file in files if file.is_file()), None)
         if template is None or not (directory / TOKENIZER).is_file():
@@ -57,9 +57,10 @@ class TokenLengths:
         self._style = format.limit(style)
 
     def count(self, conversation: Conversation) -> int:
-        """Tokens of the whole conversation. Raises `Rejected` if it has no row of `openai`.
+        """The number of tokens of a whole conversation.
 
-        Raises `ConfigError` if the template refuses the row.
+        Raises `Rejected` if the conversation has no row of `openai`, and `ConfigError` if the
+        template refuses the row.
         """
         row = self._format.row_of(styled(conversation, self._style), self._style)
         try:
@@ -72,7 +73,7 @@ class TokenLengths:
 
 
 def characters_in(record: Record) -> int:
-    """The characters of all texts and calls of a record."""
+    """The number of characters of all texts and calls of a record."""
     count = 0
     for message in record.messages:
         count += len(message.content) + len(message.reasoning or "")
@@ -82,16 +83,16 @@ def characters_in(record: Record) -> int:
 
 _NO_VALUE = -1
 _FEW = 32
-"""Groups that are written at a time."""
+"""Number of groups that are written at a time."""
 
 
 class Selection:
-    """The candidates of a dataset, in 24 to 60 bytes each, and what becomes of them."""
+    """Chooses candidates of a dataset and their order; takes 24 to 60 bytes per candidate."""
 
     def __init__(
         self, recipe: Recipe, splits: JoinedSplits | None, lengths: TokenLengths | None
     ) -> None:
-        """`splits` join candidates; `lengths` measure them, else characters do."""
+        """`splits` join all candidates. `lengths` measure candidates; None: by characters."""
         self._recipe = recipe
         self._splits = splits
         self._lengths = lengths
@@ -102,25 +103,25 @@ class Selection:
         self._groups = array("Q")
         """The number of the first candidate of the same prompt, or its own."""
         self._positions = array("d")
-        """Where the recipe sorts them."""
+        """The sort keys of the candidates."""
         self._runs = array("H")
         self._run_names: dict[str, int] = {}
         self._values = {column: array("q") for column in columns}
         self._ids: dict[str, dict[str, int]] = {column: {} for column in columns}
-        """The numbers of the values of each column."""
+        """The numbers that stand for the values of each column."""
         self.not_used: dict[int, Rejection] = {}
-        """Candidates by number that only preferences may use; no cap counts them."""
+        """Candidates, by number, that only preferences may use. They count for no limit."""
 
     def add(
         self, candidates: Iterable[Loaded], rate: float | None, not_used: Mapping[str, Rejection]
     ) -> None:
-        """Add the candidates of one prompt, with the share of its samples that passed."""
+        """Add the candidates of one prompt; `rate` is the share of its samples that passed."""
         first = None
         for candidate in candidates:
             number = candidate.number
             first = number if first is None else first
-            if (why := not_used.get(candidate.record.id)) is not None:
-                self.not_used[number] = why
+            if (rejection := not_used.get(candidate.record.id)) is not None:
+                self.not_used[number] = rejection
             self._numbers.append(number)
             self._groups.append(first)
             self._ranks.append(self._rank(candidate))
@@ -134,7 +135,7 @@ class Selection:
                 self._splits.join(candidate)
 
     def choose(self) -> dict[int, Rejection]:
-        """The numbers of candidates that are left out, in order, and why. Raises `ConfigError`."""
+        """Choose; returns the candidates that are left out by number. Raises `ConfigError`."""
         filters, shares = self._recipe.filters, self._recipe.runs
         for column, ids in self._ids.items():
             if self._numbers and not ids:
@@ -147,28 +148,28 @@ class Selection:
         left = [n for n, number in enumerate(self._numbers) if number not in self.not_used]
         left.sort(key=lambda n: (self._ranks[n], n))
         for column, limit in filters.max_per.items():
-            why = Rejection("max_per", f"{limit:,} with this {column} are kept")
+            rejection = Rejection("max_per", f"{limit:,} with this {column} are kept")
             limits = dict.fromkeys(self._values[column], limit)
-            left = _cap(left, self._values[column], limits, why, reasons)
+            left = _cap(left, self._values[column], limits, rejection, reasons)
         if (balanced := filters.balance) is not None:
             values = self._values[balanced]
             counts = Counter(values[n] for n in left if values[n] != _NO_VALUE)
             fewest = min(counts.values(), default=0)
-            why = Rejection("balance", f"{fewest:,} of each {balanced} are kept")
-            left = _cap(left, values, dict.fromkeys(counts, fewest), why, reasons)
+            rejection = Rejection("balance", f"{fewest:,} of each {balanced} are kept")
+            left = _cap(left, values, dict.fromkeys(counts, fewest), rejection, reasons)
         if shares:
             counts = Counter(self._runs[n] for n in left)
             kept = kept_by_run(
                 shares, {name: counts[self._run_names.get(name, _NO_VALUE)] for name in shares}
             )
             limits = {self._run_names[name]: limit for name, limit in kept.items() if limit}
-            why = Rejection("runs", "others of its run fill its count or weight")
-            _cap(left, self._runs, limits, why, reasons)
+            rejection = Rejection("runs", "others of its run fill its count or weight")
+            _cap(left, self._runs, limits, rejection, reasons)
         self._left_out = {self._numbers[n]: reasons[n] for n in sorted(reasons)}
         return self._left_out
 
     def groups(self) -> Iterator[list[list[int]]]:
-        """The numbers of all others by prompt, in the recipe's order; a few prompts at a time."""
+        """The chosen candidates by prompt, in the recipe's order, some prompts at a time."""
         groups: list[tuple[float, list[int]]] = []
         for _, members in groupby(range(len(self._numbers)), key=self._groups.__getitem__):
             kept = [n for n in members if self._numbers[n] not in self._left_out]
@@ -185,7 +186,7 @@ class Selection:
         return draw_bits(f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode())
 
     def _sort_position(self, candidate: Loaded, rate: float | None) -> float:
-        """Where a candidate comes in the order; what has no place comes last."""
+        """The sort key of a candidate; infinity if unknown, so that it comes last."""
         by = (self._recipe.sort or "").removeprefix("-")
         if by == "random":
             return float(self._ranks[-1])
@@ -206,27 +207,30 @@ def _cap(
     left: list[int],
     values: array[int],
     limits: Mapping[int, int],
-    why: Rejection,
+    rejection: Rejection,
     reasons: dict[int, Rejection],
 ) -> list[int]:
-    """What is within the limit of its value; what has no value or limit stays."""
+    """Keep as many candidates of each value as its limit allows; returns the kept ones.
+
+    Candidates without a value, or whose value has no limit, are kept. `reasons` gets the others.
+    """
     kept = []
     seen: defaultdict[int, int] = defaultdict(int)
     for n in left:
         value = values[n]
         seen[value] += 1
         if value != _NO_VALUE and value in limits and seen[value] > limits[value]:
-            reasons[n] = why
+            reasons[n] = rejection
         else:
             kept.append(n)
     return kept
 
 
 def kept_by_run(shares: Mapping[str, RunShare], available: Mapping[str, int]) -> dict[str, int]:
-    """How many conversations of each run with a count or weight are kept.
+    """The number of conversations to keep of each run that has a count or a weight.
 
-    Weights divide as many as the scarcest of their runs allows; nothing is repeated. Raises
-    `ConfigError` for a weight of a run that has nothing.
+    Weights are proportions: the run with the fewest conversations for its weight is used
+    completely, the others are cut to fit. Raises `ConfigError` if a run with a weight has none.
     """
     weights = {name: share.weight for name, share in shares.items() if share.weight is not None}
     if empty := [name for name in weights if not available[name]]:

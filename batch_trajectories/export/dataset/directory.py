@@ -51,7 +51,7 @@ from batch_trajectories.records.files import (
 from batch_trajectories.records.names import MANIFEST_FILE
 
 _MAX_NAMES = 5
-"""How many removed files a message names."""
+"""Maximum number of removed files that a message names."""
 
 
 class _File(BaseModel):
@@ -95,9 +95,9 @@ class _UnfinishedManifest(BaseModel):
 def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
     """Write a dataset; returns its manifest.
 
-    Files of an earlier export into `directory` that are not written again are removed, others
-    are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked`
-    while another export writes there, `RunDirError` for links in the run, and `StorageError`.
+    Files of an earlier export into `directory` that are not written again are removed; other files
+    are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked` while
+    another export writes there, `RunDirError` for links in the run, and `StorageError`.
     """
     refuse_links(source.run_dir)
     try:
@@ -122,7 +122,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
 
 
 def say_removed(place: Path | str, gone: Collection[str]) -> None:
-    """Say which files of an earlier export are no longer there, if any."""
+    """Tell the user which files of an earlier export were removed, if any."""
     if gone:
         say(
             f"removed from {place}, as this export replaces the previous one: "
@@ -131,7 +131,7 @@ def say_removed(place: Path | str, gone: Collection[str]) -> None:
 
 
 def unfinished_manifest(paths: Iterable[str]) -> dict[str, Any]:
-    """The manifest of a dataset while its files are written, or those of an earlier one remain."""
+    """The manifest of a dataset while its files are replaced; `paths` has old and new files."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "dataset",
@@ -168,9 +168,9 @@ def _make_directory(directory: Path) -> None:
 
 
 def derive(source: Source, recipe: Recipe, parity: Sequence[Any] | None = None) -> dict[str, Any]:
-    """The manifest of the dataset that `export_dataset` would write; nothing is written.
+    """The manifest of the dataset that `export_dataset` would write; writes nothing.
 
-    `parity` is what the manifest of a dataset says of chat templates.
+    `parity` is the part of an earlier manifest about chat templates; None without one.
     """
     return _write_dataset(source, recipe, HashOnlyTarget(), parity)
 
@@ -210,13 +210,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All files that a manifest lists: path, rows, bytes, sha256."""
+    """The files that a manifest lists: `path`, `rows`, `bytes`, `sha256`."""
     files = [file for part in manifest["formats"] for file in part["files"]]
     return [*files, manifest["rejects"], *manifest["other_files"]]
 
 
 def paths_in(manifest: Mapping[str, Any]) -> set[str]:
-    """The files of a manifest, also of one that is not finished."""
+    """The paths of the files of a manifest, finished or not."""
     if manifest.get("unfinished"):
         return {str(path) for path in manifest["paths"]}
     return {str(file["path"]) for file in listed_files(manifest)}
@@ -237,7 +237,7 @@ def _write_dataset(
 
 
 def _side_files(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """The JSON files beside the rows of a format and their copies, by path."""
+    """The JSON files beside the rows of a format and beside their copies, by path."""
     format = format_named(part["format"])
     if format.beside is not None:
         for name, content in format.beside(part, run).items():
@@ -289,11 +289,11 @@ def _remove(directory: Path, paths: set[str]) -> None:
 
 
 _STAYS = ("rejects.jsonl",)
-"""Files that quote rejected conversations."""
+"""Files that are not uploaded, as they quote rejected conversations."""
 
 
 def plan_upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
-    """A description of what a push would send."""
+    """A description of the upload that a push would make."""
     paths = _upload_paths(manifest)
     sizes = {path: (directory / path).stat().st_size for path in paths}
     lines = [f"would send {len(paths)} files, {sum(sizes.values()):,} bytes, to {repo} (private):"]
@@ -347,10 +347,12 @@ def _upload_paths(manifest: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
-    """A directory for the dataset at a URL; with `writes` it replaces that at the end.
+    """Yield a local directory for the dataset at a URL.
 
-    Else it holds that one. In the bucket, the manifest says that the dataset is unfinished until
-    all files are there. Raises `ConfigError` where the URL has other objects, and `BucketFailed`.
+    With `writes`, the directory is empty at first, and its dataset replaces the one at the URL at
+    the end. Without, it holds a copy of the dataset at the URL. While files are sent, the manifest
+    in the bucket says that the dataset is unfinished. Raises `ConfigError` if the URL has other
+    objects, and `BucketFailed`.
     """
     bucket = Bucket(url.rstrip("/"), of_files=True)
     with TemporaryDirectory(prefix="batch-trajectories-") as name, machine_failures_as_stops():
@@ -366,7 +368,7 @@ def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
 
 
 def _remote_paths(bucket: Bucket) -> set[str]:
-    """The files of the dataset at a URL. Raises `ConfigError` if something else is there."""
+    """The paths of the dataset in a bucket. Raises `ConfigError` if it holds other objects."""
     content = bucket.read(MANIFEST_FILE)
     if content is None:
         if there := bucket.files():

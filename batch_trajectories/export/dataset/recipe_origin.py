@@ -1,9 +1,8 @@
-"""Whether this user has written the recipe in the manifest of a dataset.
+"""Tells whether this user has written the recipe in the manifest of a dataset.
 
-A recipe can name functions to call, and files and tokenizers to open. The recipe in a manifest that
-came with somebody else's files is used by commands that the user gives no recipe. So a manifest
-whose recipe has such parts also has a MAC of the recipe, by the same key as run.json; see
-`engine.origin`.
+A recipe can name functions to call, and files and tokenizers to open. Some commands take the recipe
+from the manifest, which may have come with somebody else's files. So a manifest whose recipe has
+such parts also has a MAC of the recipe, by the same key as run.json; see `engine.origin`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import orjson
 from batch_trajectories.engine.origin import is_own, mac_of
 
 RECIPE_MAC = "recipe_mac"
-"""The key of a manifest with the MAC of its recipe."""
+"""The key in a manifest of the MAC of its recipe."""
 
 ACTIVE_KEYS = (
     ("filters", "answer", "function"),
@@ -25,11 +24,11 @@ ACTIVE_KEYS = (
     ("fit", "template"),
     ("mask", "function"),
 )
-"""Keys of the parts of a recipe that name a function, a file or a directory."""
+"""Paths of the keys of a recipe that name a function, a file or a directory."""
 
 
 def active_parts(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a recipe that have code called or files opened, by dotted keys."""
+    """The parts of a recipe that name functions, files or directories, by dotted keys."""
     parts = {}
     for keys in ACTIVE_KEYS:
         value: Any = recipe
@@ -41,13 +40,13 @@ def active_parts(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_mac(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """What a manifest says of who wrote its recipe: nothing if the recipe has no active parts."""
+    """The entry of a manifest that proves who wrote its recipe; {} without active parts."""
     mac = mac_of(_content(recipe)) if active_parts(recipe) else None
     return {} if mac is None else {RECIPE_MAC: mac}
 
 
 def strange_parts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The active parts of a manifest's recipe if this user has not written it; else none."""
+    """The active parts of a manifest's recipe if this user has not written it; else {}."""
     recipe = manifest.get("recipe")
     parts = active_parts(recipe) if isinstance(recipe, Mapping) else {}
     if parts and not is_own(_content(recipe), manifest.get(RECIPE_MAC)):

@@ -1,4 +1,4 @@
-"""The records of several runs as one: numbered one run after the other, by the names of runs."""
+"""Reads the records of several runs as one; tasks are numbered run by run, by name of the run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Read = Callable[[int], Record]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The run that a dataset is made from, and others that are mixed with it."""
+    """The run from which a dataset is made, and further runs to mix with it."""
 
     run_dir: Path
     scan: Scan
     num_samples: int
     config: RunConfig | None = None
-    """Tells which samples are tasks; None: all."""
+    """The config of the run, which says which samples are tasks; None: all."""
     others: tuple[Source, ...] = ()
 
     @property
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def all(self) -> list[Source]:
-        """All runs by name, whatever their order."""
+        """The runs, sorted by name."""
         return sorted((self, *self.others), key=lambda source: source.name)
 
 
@@ -60,7 +60,7 @@ class RunCounts:
 
 
 class SourceRecords:
-    """The tasks of all runs of a source, by their numbers."""
+    """The tasks of all runs of a source, which are numbered from 0."""
 
     def __init__(self, source: Source) -> None:
         """Raises `UnreadableRecord`."""
@@ -82,7 +82,7 @@ class SourceRecords:
         return sum(order.record_count for order in self.orders)
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
-        """See `RecordOrder.groups`; no group has tasks of two runs."""
+        """Groups of tasks as `RecordOrder.groups` gives them; each group is of one run."""
         for first, order in zip(self._firsts, self.orders, strict=False):
             for few in order.groups(by_prompt=by_prompt):
                 yield [[first + n for n in numbers] for numbers in few] if first else few
@@ -92,13 +92,13 @@ class SourceRecords:
         return self._names[bisect_right(self._firsts, number) - 1]
 
     def pass_rate(self, number: int, judged: int, passed: int) -> float | None:
-        """The pass rate of the prompt of a task, without the bias of samples that stopped."""
+        """The pass rate of a task's prompt, corrected if samples stopped early; None if unknown."""
         rule = self._rules[bisect_right(self._firsts, number) - 1]
         return pass_chance(judged, passed, 1, rule) if judged else None
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """See `RecordOrder.reading`."""
+        """Open the records; yields a function that reads a record by the number of its task."""
         with ExitStack() as stack:
             readers: Sequence[Read] = [
                 stack.enter_context(order.reading(Scores(source.run_dir)))

@@ -1,7 +1,7 @@
-"""Which split a conversation is in: drawn by its prompt, so that samples stay together.
+"""Draws the split of each conversation by its prompt, so that samples stay together.
 
-With `split_by` also what shares a value of a column stays together. Prompts and values that occur
-together are one group, however long the chain.
+With `split_by`, conversations that share a value of a column stay together, too. Prompts and values
+that occur together are one group, however long the chain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batch_trajectories.records.record_types import Record
 # The values of columns and metadata, by which conversations are counted and split.
 
 RUN = "run"
-"""Stands for the run of a conversation."""
+"""The key that stands for the run of a conversation."""
 
 _ID = "id"
 _RECORD_FIELDS = (
@@ -39,9 +39,10 @@ _RECORD_FIELDS = (
 
 
 def value_in(loaded: Loaded, key: str) -> str | None:
-    """The value of a column of its row, else of its metadata, as text; None without one.
+    """The value of a column of the row, else of the metadata, as text; None without one.
 
-    Repositories are compared as benchmarks are. `id` is the id of the prompt, `run` its run.
+    Names of repositories are normalized as for benchmarks. The key `id` stands for the id of the
+    prompt, `run` for the run.
     """
     record = loaded.record
     if key == _ID:
@@ -61,12 +62,12 @@ def value_in(loaded: Loaded, key: str) -> str | None:
 class Splits:
     """Draws the split of each prompt.
 
-    All samples of a prompt, and rows with the same text, are in one split, which depends only on
-    prompt, seed and shares: added rows do not move others.
+    All samples of a prompt, and rows with the same text, are in one split. It depends only on
+    prompt, seed and shares, so added rows do not move others.
     """
 
     def __init__(self, shares: Mapping[str, float], *, seed: int) -> None:
-        """`shares` sum to 1."""
+        """`shares` are by the name of the split and sum to 1."""
         self._seed = f"{seed}\n".encode()
         self._ends: list[tuple[str, float]] = []
         end = 0.0
@@ -75,7 +76,7 @@ class Splits:
             self._ends.append((name, end))
 
     def choose(self, loaded: Loaded) -> str:
-        """The name of the split that a conversation belongs to."""
+        """The name of the split of a conversation."""
         if len(self._ends) == 1:
             return self._ends[0][0]
         drawn = self._position(loaded)
@@ -89,18 +90,17 @@ class Splits:
 
 
 class JoinedSplits(Splits):
-    """Draws the split of groups: all that shares a prompt or a value of a column.
+    """Draws the split of groups of conversations that share a prompt or a value of a column.
 
-    The draw depends on the values of a group alone, as long as it has any. Memory grows with the
-    prompts, by about 200 bytes each.
+    The draw of a group with values depends on these values alone. Takes about 200 bytes per prompt.
     """
 
     def __init__(self, shares: Mapping[str, float], columns: Sequence[str], *, seed: int) -> None:
-        """All conversations must be joined before `choose`."""
+        """The caller must `join` all conversations before it calls `choose`."""
         super().__init__(shares, seed=seed)
         self._columns = columns
         self._parents: dict[int, int] = {}
-        """The draws of prompts and values; a group is a tree."""
+        """A forest over the draws of prompts and values; each tree is a group."""
 
     def join(self, loaded: Loaded) -> None:
         """Put prompt and values of a conversation into one group."""
@@ -135,12 +135,12 @@ class JoinedSplits(Splits):
 
 
 def draw_bits(content: bytes) -> int:
-    """64 bits that a text decides."""
+    """A number of 64 bits that depends on the content alone."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def _prompt_text(record: Record) -> bytes:
-    """The user's text in the row; the id of the prompt if the row has none."""
+    """The user's text in the row, as bytes; the id of the prompt if the row has no text."""
     try:
         opening = opening_messages(record.row, None)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Overlap of conversations with benchmarks, by runs of words and by columns."""
+"""Finds conversations that overlap with benchmarks, or that repeat earlier conversations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.records.record_types import Record
 
-# The questions of benchmarks, from all that can be a dataset, and from plain text.
+# The questions of benchmarks, from datasets and from plain text.
 
 OPTION = "filters.evaluation_files"
 
@@ -35,7 +35,7 @@ class Benchmark:
         self.path = Path(name)
         self.name = name if name.startswith(HUB_PREFIX) else PurePath(name).name
         self.revision: str | None = None
-        """The commit of a dataset of the hub."""
+        """The commit of a dataset of the hub; None for other benchmarks."""
         self._source: DataSource | None = None
         if name.startswith(HUB_PREFIX) or self.path.is_dir() or has_rows(self.path.name):
             self._source = _naming_option(lambda: source_of(Path(name)))
@@ -104,7 +104,7 @@ class Benchmark:
 
 
 def texts_in(row: Mapping[str, Any], columns: Iterable[str] | None) -> Iterator[str]:
-    """All texts of a row, or of some of its columns."""
+    """Texts of a row; `columns` are the columns to read, None: all."""
     for name in row if columns is None else columns:
         yield from strings_in(row.get(name))
 
@@ -120,23 +120,23 @@ _ESCAPE = re.compile(r"\\[bfnrt]")
 """An escape in arguments and results that are JSON; its letter is not part of the next word."""
 
 _FEWEST_WORDS = 5
-"""The words of shorter questions occur together by chance."""
+"""Minimum words of a question: fewer words occur together by chance."""
 
 _MOST_RUNS = 20_000_000
-"""Maximum number of runs of words; each takes 12 bytes of a table at least a third full."""
+"""Maximum number of runs of words. Each takes 12 bytes in a table that is at least a third full."""
 
 _REPOSITORIES = ("repo", "repo_name", "repository")
 """Columns with the name of a repository."""
 
 _MIRROR = re.compile(r"swesmith/(?P<owner>[\w.-]+?)__(?P<name>[\w.-]+)\.[0-9a-f]{6,40}")
-"""A repository of SWE-smith, which is a copy of `owner/name` at a commit."""
+"""A repository of SWE-smith: a copy of `owner/name` at a commit."""
 
 
 class _ShortQuestion(NamedTuple):
     """A question with fewer words than a run."""
 
     length: int
-    """Its number of words."""
+    """The number of words of the question."""
     hashed: int
     """A hash of all its words."""
     question: int
@@ -144,13 +144,14 @@ class _ShortQuestion(NamedTuple):
 
 
 class Contamination:
-    """The benchmarks of a recipe, which conversations must not contain.
+    """The benchmarks of a recipe, whose questions conversations must not contain.
 
-    A question shorter than a run counts as a whole, if it has five words or more.
+    A question that is shorter than a run must occur as a whole; questions of fewer than five words
+    do not count.
     """
 
     def __init__(self, filters: Filters) -> None:
-        """Read them. Raises `ConfigError`, or `EnvironmentStop` where a hub cannot be reached."""
+        """Read the benchmarks. Raises `ConfigError`, or `EnvironmentStop` if a hub fails."""
         self._run_length = filters.evaluation_words
         self._search = filters.evaluation_search
         self._columns = filters.evaluation_columns
@@ -163,9 +164,9 @@ class Contamination:
         self._rows = array("I")
         """The number of the row of each question."""
         self._ends: list[int] = []
-        """The number of questions up to each set."""
+        """The number of questions up to the end of each set."""
         self._values: dict[str, dict[str, int]] = {name: {} for name in self._columns}
-        """For each column its values, with the number of the set."""
+        """The values of each column, each with the number of its set."""
         self._found: list[Counter[str]] = []
         self._sets = [Benchmark(name) for name in filters.evaluation_files]
         missing = {*self._columns, *(self._text_columns or ())}
@@ -203,7 +204,7 @@ class Contamination:
         return None
 
     def counts(self) -> list[dict[str, Any]]:
-        """For the manifest: each set, how much there is of it, and what was left out by it."""
+        """The sets for the manifest: `name`, `revision`, `questions`, `left_out` by filter."""
         return [
             {
                 "name": one.name,
@@ -217,7 +218,7 @@ class Contamination:
         ]
 
     def _read(self, one: Benchmark, number: int) -> set[str]:
-        """Take the rows of a set; returns their columns."""
+        """Read the rows of a set; returns the names of their columns."""
         columns: set[str] = set()
         values = 0
         before = len(self._rows)
@@ -271,7 +272,7 @@ class Contamination:
                     yield f"message {number} (tool)", message.content
 
     def _find_in_text(self, text: str) -> tuple[int, int] | None:
-        """The first question that a text has in common, and the length of its run."""
+        """The number of the first question in a text, and the number of common words; else None."""
         tokens = _words_in(text)
         if (question := self._runs.find(_runs(tokens, self._run_length))) is not None:
             return question, self._run_length
@@ -284,7 +285,7 @@ class Contamination:
 
 
 class _Runs:
-    """Hashes of runs, each with the first question that has it, in an open table."""
+    """A hash table of runs of words, each with the first question that contains it."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -295,12 +296,12 @@ class _Runs:
 
     def _make(self, slots: int) -> None:
         self._hashes = array("q", bytes(8 * slots))
-        """0: a free slot."""
+        """Hashes of runs; 0 marks a free slot."""
         self._questions = array("I", bytes(4 * slots))
         self._mask = slots - 1
 
     def add(self, run: int, question: int) -> None:
-        """Add a run, unless it is there."""
+        """Add a run, unless the table has it."""
         slot = run & self._mask
         while found := self._hashes[slot]:
             if found == run:
@@ -317,7 +318,7 @@ class _Runs:
                     self.add(run, question)
 
     def find(self, runs: Iterable[int]) -> int | None:
-        """The question of the first run that is there."""
+        """The question of the first of the runs that is in the table; None if there is none."""
         hashes, mask = self._hashes, self._mask
         for run in runs:
             slot = run & mask
@@ -329,7 +330,7 @@ class _Runs:
 
 
 def value_of(row: Mapping[str, Any], column: str) -> str | None:
-    """The value of a column as benchmarks are compared; None without one."""
+    """The value of a column, normalized for comparison with benchmarks; None without one."""
     names = _REPOSITORIES if column in _REPOSITORIES else (column,)
     value = next((row[name] for name in names if row.get(name) is not None), None)
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -358,21 +359,24 @@ _SEED = 1
 
 
 def content_key(record: Record) -> tuple[str, ...]:
-    """All texts of a conversation, without ids and times; also which turns its source masks."""
-    quiet = None if record.imported is None else record.imported.get("no_loss")
-    # Where one of two copies is not to be learnt, the other one still is.
-    return (*_message_texts(record, with_results=True), *map(str, quiet or ()))
+    """The texts of a conversation, without ids and times, and the turns that its source masks.
+
+    Conversations with equal keys are exact duplicates.
+    """
+    masked = None if record.imported is None else record.imported.get("no_loss")
+    # If only one of two copies is masked, the other one is still learnt.
+    return (*_message_texts(record, with_results=True), *map(str, masked or ()))
 
 
 class NearDuplicates:
     """Finds conversations with nearly the same words as an earlier one.
 
-    The word triples of user and model texts are compared, without tool results.
-    Memory grows with the conversations, by about a kilobyte each.
+    Triples of words of user and model texts are compared, without tool results. Takes about a
+    kilobyte per conversation.
     """
 
     def __init__(self, threshold: float) -> None:
-        """`threshold` is the least Jaccard similarity. Raises `ConfigError` without rensa."""
+        """`threshold` is the minimum Jaccard similarity. Raises `ConfigError` without rensa."""
         try:
             import rensa
         except ImportError as error:
@@ -385,10 +389,10 @@ class NearDuplicates:
         )
         self._index = rensa.RMinHashLSH(threshold, _PERMUTATIONS, bands)
         self._kept: list[tuple[Any, str]] = []
-        """Sketch and id."""
+        """The sketch and the id of each remembered record."""
 
     def find_or_add(self, record: Record) -> str | None:
-        """The id of an earlier near duplicate; without one this record is remembered."""
+        """The id of an earlier near duplicate; None without one, and the record is remembered."""
         words = words_of(" ".join(_message_texts(record, with_results=False)))
         triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
         sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)

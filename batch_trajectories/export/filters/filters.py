@@ -1,6 +1,6 @@
-"""Filters of single records.
+"""Filters that look at one record at a time.
 
-The reason of a rejection is the name of the filter in the recipe; the detail says what it found.
+The reason of a rejection is the name of the filter in the recipe.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from batch_trajectories.export.filters.contamination import Contamination
 
 
-# Keys and passwords in text, found by their shape.
+# Keys and passwords in text, found by their form.
 
 Scanner = Callable[[str], str | None]
-"""Returns the kind of secret in a text, never the secret."""
+"""A function that returns the kind of secret in a text, never the secret; None without any."""
 
 # Lookaheads have a limited length: a text of many key prefixes would take quadratic time.
 _KINDS = {
@@ -64,7 +64,7 @@ _KINDS = {
 _IN_URL = r"://[^\s/:@]{1,64}:[^\s/:@]{3,64}@"
 
 _WORD_START = r"(?:(?<![\w-])|(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4}))"
-"""Not within a word. Arguments and many results are JSON, whose escapes end in letters."""
+"""The start of a word. Arguments and many results are JSON, whose escapes end in letters."""
 
 _PATTERNS = {
     **{kind: re.compile(f"{_WORD_START}(?:{pattern})") for kind, pattern in _KINDS.items()},
@@ -72,8 +72,8 @@ _PATTERNS = {
 }
 
 _ANY = re.compile("|".join([*_KINDS.values(), _IN_URL]))
-"""Finds in one pass that there is nothing, as in most texts: all of its parts begin with one
-letter, so that places where none of these stands are skipped."""
+"""A quick search, which finds nothing in most texts. Each alternative begins with a fixed letter,
+so the search skips to these letters."""
 
 _WORD_DETECTORS = (
     "KeywordDetector",
@@ -81,13 +81,13 @@ _WORD_DETECTORS = (
     "HexHighEntropyString",
     "IPPublicDetector",
 )
-"""Detectors that report ordinary words, hashes and addresses."""
+"""Detectors that are not used, as they report ordinary words, hashes and addresses."""
 
 
 def make_scanner(*, with_detect_secrets: bool) -> Scanner:
-    """A scanner by the patterns here, and by those of detect-secrets if asked for.
+    """A scanner by the patterns of this module, and by those of detect-secrets if asked for.
 
-    Raises `ConfigError` if that is not installed.
+    Raises `ConfigError` if detect-secrets is needed and not installed.
     """
     if not with_detect_secrets:
         return _scan_by_pattern
@@ -136,7 +136,7 @@ _COUNT_FILTERS = (
     "max_output_tokens",
     "max_tokens",
 )
-"""Filters that need counts of what the model did."""
+"""Filters that need counts of the model's work."""
 
 _GROUP_FILTERS = frozenset(
     (
@@ -156,7 +156,7 @@ _GROUP_FILTERS = frozenset(
         "tokenizer",
     )
 )
-"""Filters that are applied elsewhere, and those that do nothing by themselves."""
+"""Filters that are applied elsewhere, and options that filter nothing by themselves."""
 
 
 class RecordFilters:
@@ -171,11 +171,11 @@ class RecordFilters:
         with_comparisons: bool = False,
         with_unscored: bool = False,
     ) -> None:
-        """Load what they need. Raises `ConfigError`.
+        """Load benchmarks, scanners and functions. Raises `ConfigError`.
 
-        `reward_name` is the reward that counts. An export `with_comparisons` keeps records that
-        only preferences use; see `row_rejection`. `with_unscored` keeps records that lack a reward
-        which a filter compares.
+        `reward_name` is the reward that counts. `with_comparisons` keeps records that only
+        preferences use; see `row_rejection`. `with_unscored` keeps records that lack a reward which
+        a filter compares.
         """
         self._with_comparisons = with_comparisons
         self._with_unscored = with_unscored
@@ -183,11 +183,11 @@ class RecordFilters:
         self._threshold = threshold
         self._reward_name = reward_name
         self.is_idle = filters.model_fields_set <= _GROUP_FILTERS
-        """Whether only the status of a record matters."""
+        """Whether no filter needs more of a record than its status."""
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNT_FILTERS)
         self._wrong = None if filters.answer is None else _make_answer_check(filters.answer)
         self.evaluation: Contamination | None = None
-        """The benchmarks that records are compared with."""
+        """The benchmarks to compare records with; None without any."""
         if filters.evaluation_files:
             from batch_trajectories.export.filters.contamination import Contamination
 
@@ -200,7 +200,7 @@ class RecordFilters:
             self._scanner = make_scanner(with_detect_secrets=filters.secrets == "all")
 
     def rejection(self, record: Record) -> Rejection | None:
-        """The first filter that leaves the record out, None if none does."""
+        """Why the first filter that applies leaves a record out; None if the record is kept."""
         if self.is_idle and record.status == "completed":
             return None
         return next(self._rejections(record), None)
@@ -210,7 +210,7 @@ class RecordFilters:
         return judgement_with_reward(record, self._reward_name).is_good(self._threshold)
 
     def row_rejection(self, record: Record) -> Rejection | None:
-        """Why a record is used only in preferences, None if it makes rows of its own."""
+        """Why a record makes no row of its own, but may be part of a preference; None if it may."""
         status = record.status
         if self._filters.status is None and status != "completed" and not is_right_now(record):
             return _status_rejection(record)
@@ -320,7 +320,7 @@ def _status_rejection(record: Record) -> Rejection:
 
 
 def _count_rejections(record: Record, filters: Filters) -> Iterator[Rejection]:
-    """Rejections by the model's own work, without turns of the prompt or a branch's parent."""
+    """Rejections by counts of the model's work."""
     authored = Own(record)
     turns, replies = len(authored.turns), authored.messages
     if filters.min_reasoning is not None:
@@ -365,7 +365,7 @@ def _bound_rejections(
 
 
 def _make_answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
-    """A function that returns what is wrong with the answer of a record, None if it is right."""
+    """A function that says what is wrong with the answer of a record; None if it is right."""
     if check.function:
         return _make_function_check(check.function)
     how: Match = "auto"
@@ -399,7 +399,7 @@ def _make_answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
 
 
 def _make_function_check(place: str) -> Callable[[Record], str | None]:
-    """The same, decided by a user's function."""
+    """A function that asks a user's function what is wrong with the answer of a record."""
     try:
         hook = import_function(place, "filters.answer.function")
     except OwnToolError as error:

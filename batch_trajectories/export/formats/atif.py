@@ -1,12 +1,13 @@
 """Documents of the Agent Trajectory Interchange Format (ATIF), for harbor.
 
-One document per line. A step is a message of the system or a user, or a turn of the model with its
-calls, their results and costs. Turns that came with the prompt are marked as copied context, which
-the format keeps out of training.
+There is one document per line. A step is a message of the system or a user, or a turn of the model
+with its calls, their results and costs. Turns that came with the prompt are marked as copied
+context, which the format keeps out of training.
 
-Conversations of subagents and stages are documents inside their parent's document, at any depth;
-the result of the call that started one refers to it. One that breaks a rule (arguments that are not
-JSON, for example) is only named in `extra`: the parent's model saw nothing but its result.
+Conversations of subagents and stages are documents inside their parent's document, at any depth.
+The result of the call that started one refers to its document. A conversation that breaks a rule
+(arguments that are not JSON, for example) is only named in `extra`: the parent's model saw nothing
+but the result.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from batch_trajectories.records.record_types import (
 SCHEMA_VERSION = "ATIF-v1.8"
 
 _EXPORTED_KEYS = frozenset(("schema_version", "steps", "subagent_trajectories"))
-"""What an imported document has of the export."""
+"""Keys of an imported document that the export sets anew."""
 
 _TOTALS = "The totals of tokens and cost include those of all inner conversations."
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
-    """The document of a conversation; calls of a turn stay together whatever the style says."""
+    """The document of a conversation; calls of a turn are never split. Raises Rejected."""
     style.tolerance.refuse(conversation.flaws)
     record = conversation.record
     name, version = None, (record.versions or {}).get("batch-trajectories")
@@ -85,7 +86,7 @@ def _document(
     agent: dict[str, Any],
     extra: dict[str, Any],
 ) -> dict[str, Any]:
-    """A document named `name`, with those of inner conversations in it."""
+    """A document named `name`, with the documents of inner conversations in it."""
     inside, left_out = _inner_documents(
         conversation, part, style, name, session=session, agent=agent
     )
@@ -171,7 +172,7 @@ def _references(inside: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[
 def _restore_imported(
     made: dict[str, Any], kept: Mapping[str, Any], record: Record
 ) -> dict[str, Any]:
-    """A document that was imported, as it was, but for what has been decided since."""
+    """Restore an imported document, with masks and rewards that were added since."""
     decided = {"masked", *(reward_facts(record) if record.scores else ())}
     since = {key: value for key, value in made["extra"].items() if key in decided}
     document = {**made, **kept, "schema_version": SCHEMA_VERSION}
@@ -183,10 +184,8 @@ def _restore_imported(
 
 
 def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Conversation:
-    """The conversation of a subagent or a stage; raises Rejected.
-
-    Its record does not list the tools on offer, so all tools that it called count as offered.
-    """
+    """Read the conversation of a subagent or a stage. Raises Rejected."""
+    # Its record does not list the tools on offer, so all tools that it called count as offered.
     if not inner.turns:
         raise Rejected(Reason.NO_REPLY, "the model never replied")
     inner = order_messages(inner)
@@ -273,7 +272,7 @@ def _metrics(replies: list[StoredTurn]) -> dict[str, Any]:
 
 
 def _sum_or_none(numbers: Any) -> Any:
-    """The sum, None if any number is unknown."""
+    """The sum of numbers; None if any of them is unknown."""
     known = list(numbers)
     return None if None in known else sum(known)
 

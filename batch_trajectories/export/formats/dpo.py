@@ -18,8 +18,8 @@ from batch_trajectories.records.scores import score_key
 def widest_pair(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
     """The two samples whose rewards differ most, the better first.
 
-    They have the same prompt and tools and different completions, and their rewards differ by more
-    than `min_margin`; None without such a pair. Among equals the first is taken.
+    The two have the same prompt and tools, different completions, and rewards that differ by more
+    than `min_margin`; None without such a pair. Among equal ones the first is taken.
     """
     groups: list[list[Sample]] = []
     for sample in samples:
@@ -47,9 +47,9 @@ def _margin(pair: tuple[Sample, Sample]) -> float:
 
 
 def labelled_pairs(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Sample]]:
-    """Each two samples of which a reviewer prefers the first, and none the second.
+    """Pairs of samples of which a reviewer prefers the first, and no reviewer the second.
 
-    They have the same prompt and tools, and different completions.
+    The two have the same prompt and tools, and different completions.
     """
     names = [score_key(sample.conversation.record) for sample in samples]
     by_name = dict(zip(names, samples, strict=True))

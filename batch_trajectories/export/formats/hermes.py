@@ -53,7 +53,7 @@ _NO_REASONING = "<think>\n</think>\n"
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
-    """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
+    """The row of a conversation, with a system prompt if the style wants it. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
     tools, _ = once(conversation.tools, _tools_and_preamble)
@@ -69,7 +69,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
 
 
 def turns_of(conversation: Conversation, style: Style) -> list[dict[str, str]]:
-    """The turns of the row, that of the system first. Raises Rejected."""
+    """The turns of a row; the system turn is the first. Raises Rejected."""
     system = conversation.system if style.has_system(by_default=False) else ""
     style.tolerance.refuse(conversation.flaws)
     if system:
@@ -83,12 +83,11 @@ def to_conversations(
     tools: Tools,
     reasoning_tokens: Sequence[int | None] = (),
 ) -> list[dict[str, str]]:
-    """The messages as system, human, gpt and tool entries; raises Rejected.
+    """Render messages as system, human, gpt and tool entries. Raises Rejected.
 
-    The system entry is generated from `tools`; the system messages of the record are left out.
-    All results of a turn share one tool entry, in the order of the calls they answer, and a turn
-    that the provider paused is one gpt entry with its continuation. `reasoning_tokens` are those of
-    the last replies, as far as they are known.
+    The system entry is made from `tools`; the system messages of the record are left out. The
+    results of a turn share one tool entry, in the order of the calls, and a turn that the provider
+    paused is one gpt entry with its continuation. `reasoning_tokens` belong to the last replies.
     """
     _, preamble = once(tools, _tools_and_preamble)
     flaws: list[Flaw] = []
@@ -153,7 +152,7 @@ def _gpt_value(turn: Turn, no_reasoning: str) -> str:
 
 
 def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
-    blocks, said = [], []
+    blocks, added = [], []
     for result in turn.results:
         # No marker spans the space before "content", so one search finds those of both parts.
         body = escape_markers(
@@ -162,12 +161,12 @@ def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
         )
         if result.own_chars is not None:
             where = f"what follows the results of turn {turn.number}"
-            said.append(result.content[result.own_chars :].strip())
-            refuse_control_tokens(said[-1], tolerance, where=where)
-            if match := TOOL_RESPONSE.search(said[-1]):
+            added.append(result.content[result.own_chars :].strip())
+            refuse_control_tokens(added[-1], tolerance, where=where)
+            if match := TOOL_RESPONSE.search(added[-1]):
                 tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {match[0]}")])
         blocks.append(f"<tool_response>\n{body}\n</tool_response>")
-    return "\n".join([*blocks, *said])
+    return "\n".join([*blocks, *added])
 
 
 FORMAT = RowFormat(

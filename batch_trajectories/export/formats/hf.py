@@ -1,7 +1,7 @@
 """Copies of the rows as directories for `datasets.load_from_disk`.
 
-They hold messages and tools as `Json` (datasets 4.7), so that rows load as they are in the JSON
-lines.
+The directories hold messages and tools as `Json` (datasets 4.7), so that rows load exactly as they
+are in the JSON lines.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def datasets_writer(format: Format, lists_tools: bool) -> MakeWriter:
 def datasets_frame(
     format: Format, files: Iterable[Mapping[str, Any]], lists_tools: bool
 ) -> dict[str, dict[str, Any]]:
-    """The other files of a directory that `datasets` loads, by path, as it writes them itself.
+    """The JSON files of a directory that `datasets` loads, by path, as `datasets` writes them.
 
     `files` are the Arrow files as a manifest lists them. The fingerprint of a split, by which
-    `datasets` finds cached results, is a hash of its content.
+    `datasets` finds cached results, is a hash of the split's content.
     """
     import datasets
 

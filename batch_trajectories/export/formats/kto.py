@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def is_good(sample: Sample, preference: Preference, reward_name: str | None) -> bool | None:
-    """Whether a sample is good, as its reward or its reviewers say; None if they do not."""
+    """Whether a sample is good by its reward or by its reviewers; None if reviewers do not say."""
     record = sample.conversation.record
     if preference.by == "label":
         return {"keep": True, "reject": False}.get(verdict_of(record.labels) or "")

@@ -1,8 +1,8 @@
 """Turns and calls as LLaMA-Factory reads them (its formatting `sharegpt`).
 
-Turns alternate between human or observation and gpt or function_call, and end with the model's.
-A turn with calls is JSON after its reasoning, in the form of the templates. With text beside them,
-the calls are one block that holds a list, the only form that loses nothing.
+Turns alternate between human or observation and gpt or function_call; the last one is the model's.
+A turn with calls is JSON after its reasoning, in the form of the templates. If there is also text,
+the calls are one block with a list: other forms would lose the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batch_trajectories.export.rows.messages import (
 )
 
 _BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
-"""Templates like Qwen's add the outer tags; others show these as text."""
+"""Tags between results. Templates like Qwen's add the outer tags; others show the tags as text."""
 
 _TAGS = {
     "role_tag": "from",
@@ -94,10 +94,8 @@ def _observation(turn: Turn, tolerance: Tolerance) -> str:
 
 
 def dataset_info(part: Mapping[str, Any], run_name: str) -> dict[str, Any]:
-    """`dataset_info.json` with a dataset for each split, which is a file or a folder of them.
-
-    All tags are named: its loader sets omitted ones to None.
-    """
+    """The file `dataset_info.json`, with a dataset for each split: a file or a folder of files."""
+    # The loader sets omitted tags to None, so all tags are named.
     info = {}
     for file in part["files"]:
         folder, _, rest = file["path"].partition("/")

@@ -14,7 +14,7 @@ from batch_trajectories.export.rows.row_files import HashingFile, MakeWriter, Ro
 
 
 def parquet_writer(format: Format, lists_tools: bool) -> MakeWriter:
-    """A function that begins Parquet files of a format; they hold tools as text."""
+    """A function that begins Parquet files of a format, with tools as text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -13,7 +13,7 @@ from batch_trajectories.records.record_types import Record
 
 
 def prediction_of(record: Record) -> dict[str, str]:
-    """A line of a file of predictions for SWE-bench's harness. Raises `Rejected`."""
+    """A line of a file of predictions for the harness of SWE-bench. Raises `Rejected`."""
     instance_id = record.row.get("instance_id")
     return {
         "instance_id": instance_id if isinstance(instance_id, str) else record.prompt_id,
@@ -23,7 +23,7 @@ def prediction_of(record: Record) -> dict[str, str]:
 
 
 class _PredictionFiles(CandidateFiles):
-    """Diffs for SWE-bench's harness, which takes one for each task."""
+    """Writes diffs for the harness of SWE-bench, which takes one diff for each task."""
 
     def __init__(self, export: Export) -> None:
         super().__init__(export)

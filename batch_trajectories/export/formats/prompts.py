@@ -1,8 +1,8 @@
 """A row per prompt, for trainers that make their own rollouts: verl.
 
-Read of verl 0.9.1: `prompt`, role and content of each message; `data_source`, by which it chooses
-the function that computes rewards; `reward_model`, whose `ground_truth` that function gets;
-`extra_info`, which it gets, too.
+Columns as verl 0.9.1 reads them: `prompt` has role and content of each message; `data_source`
+chooses the reward function; `reward_model` has the `ground_truth` for this function, which also
+gets `extra_info`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batch_trajectories.records.checks import expected_column
 from batch_trajectories.records.record_types import Record
 
 DATA_SOURCE = "data_source"
-"""The column of the dataset that names the source of a prompt; without it, it is the run."""
+"""The column of the dataset that names the source of a prompt; without it, the run is named."""
 
 
 def row_of(
@@ -30,8 +30,8 @@ def row_of(
 ) -> dict[str, Any]:
     """The row of a prompt, from the records of its samples.
 
-    Raises Rejected for a prompt with calls or results, for which verl's columns have no place, and
-    for one with a token of chat templates.
+    Raises Rejected for a prompt with calls or results, which verl's columns cannot hold, and for a
+    prompt with a token of chat templates.
     """
     first = records[0]
     row = first.row
@@ -64,7 +64,7 @@ def _messages(record: Record) -> list[dict[str, str]]:
 
 
 def _parquet_writer() -> MakeWriter:
-    """A function that begins Parquet files of such rows."""
+    """A function that begins Parquet files of rows of prompts."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

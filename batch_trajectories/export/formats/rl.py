@@ -1,12 +1,12 @@
 """Token ids as sampled, with loss masks and rewards: verl, prime-rl, SkyRL, slime.
 
-A row is a segment of a conversation: in it, each prompt begins with the prompt and completion of
-the turn before. Where a prompt does not (retokenized text, stripped reasoning, a summary), the
+A row is a segment of a conversation, in which each prompt begins with the prompt and completion of
+the turn before. If a prompt does not (retokenized text, stripped reasoning, a summary), the
 conversation is split, and the next row says so. Only tokens that this run's model sampled are
 trained on.
 
-Conversations of subagents are trajectories of their own, if they are asked for: they share id,
-group and reward with the conversation that they are part of.
+With `subagents`, conversations of subagents have rows, too. They share id, group and reward with
+the conversation that they are part of.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ MAIN_THREAD = "main"
 
 
 _SPLIT_TEXTS = 5
-"""How many of the most frequent texts at splits are named."""
+"""Maximum number of texts at splits in the manifest, the most frequent ones."""
 
 
 class _Segment:
-    """A part of a conversation without a break."""
+    """A part of a conversation without a split."""
 
     def __init__(
         self, first: TokenTurn, before: list[int], texts: Mapping[str, str] | None
     ) -> None:
-        """`before` is the sequence of the turn before, `texts` those at the split if known."""
+        """`before` is the token sequence up to the turn before, `texts` are those at the split."""
         self.split: dict[str, Any] | None = None
         if first.of > first.shared:
             self.split = {"shared": first.shared, "expected": first.of}
             self.split |= texts or dict.fromkeys(("sampled", "shown"))
         self.context: list[int] = before[: first.shared]
-        """What comes before the first trained token."""
+        """The tokens before the first trained token."""
         self.response: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] | None = []
@@ -75,7 +75,7 @@ class _Segment:
         is_sampled: bool,
         is_masked: bool = False,
     ) -> None:
-        """Add tokens; tokens before the first sampled ones are context."""
+        """Add tokens; all tokens before the first sampled token are context."""
         if not is_sampled and not self.response:
             self.context += ids
             return
@@ -143,11 +143,8 @@ def threads_of(part: StoredConversation) -> Iterator[InnerRecord]:
 
 
 def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
-    """The replies with token ids after which the model was asked again.
-
-    Those from before the files of the conversation were lost are not among them: the turns that
-    they follow are gone, too.
-    """
+    """The replies with token ids after which the model was asked again."""
+    # Replies from before a loss of the workspace are left out: the turns before them are gone.
     replies = thread.discarded
     lost = [n for n, reply in enumerate(replies) if reply.discarded == WORKSPACE_LOST]
     later = replies[lost[-1] + 1 :] if lost else replies
@@ -157,7 +154,7 @@ def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
 def _discarded_rows(
     record: Record, thread: StoredConversation, *, masked: Masked | None
 ) -> list[dict[str, Any]]:
-    """A row for each discarded reply: a sample of its own, with unknown reward."""
+    """A row for each discarded reply, which counts as a sample with an unknown reward."""
     rows = []
     for number, reply in enumerate(discarded_replies(thread), 1):
         before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
@@ -169,7 +166,7 @@ def _discarded_rows(
 
 
 def _has_same_model(record: Record, thread: InnerRecord) -> bool:
-    """Whether the model of a subagent is that of the record: ids of another mean other tokens."""
+    """Whether a subagent used the model of the record; token ids of other models differ."""
     models = {turn.model for turn in record.turns}
     return all(turn.model in models for turn in thread.turns)
 
@@ -182,7 +179,7 @@ def _thread_rows(
     is_main: bool,
     masked: Masked | None,
 ) -> list[dict[str, Any]]:
-    """The rows of one conversation of a record: itself, or that of a subagent."""
+    """The rows of one conversation of a record: the main one, or a subagent's."""
     segments = _segments(turns, masked or {})
     missing = [turn.turn for turn in turns if turn.inherited is None and not turn.has_ids]
     return [
@@ -232,7 +229,7 @@ def _more_rewards(record: Record, segment: _Segment, *, is_main: bool) -> dict[s
 
 
 def _segments(turns: Sequence[StoredTurn], masked: Masked) -> list[_Segment]:
-    """All segments in which this run's model sampled a token."""
+    """Segments of a conversation in which this run's model sampled a token."""
     segments: list[_Segment] = []
     sequence: list[int] = []
     for turn in token_turns([turn.tokens for turn in turns]):
@@ -245,7 +242,7 @@ def _segments(turns: Sequence[StoredTurn], masked: Masked) -> list[_Segment]:
         segment = segments[-1]
         segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
         is_masked = stored.turn in masked
-        logprobs = _rounded(turn.logprobs)
+        logprobs = _round_logprobs(turn.logprobs)
         segment.add(turn.completion, logprobs, is_sampled=is_own, is_masked=is_masked)
         if is_own:
             segment.turns.append(stored)
@@ -255,8 +252,8 @@ def _segments(turns: Sequence[StoredTurn], masked: Masked) -> list[_Segment]:
     return [segment for segment in segments if segment.response]
 
 
-def _rounded(logprobs: list[float] | None) -> list[float] | None:
-    """With nine digits, which distinguish all 32-bit floats."""
+def _round_logprobs(logprobs: list[float] | None) -> list[float] | None:
+    """Round to nine digits, which distinguish all 32-bit floats."""
     return None if logprobs is None else [float(f"{value:.9g}") for value in logprobs]
 
 
@@ -265,7 +262,7 @@ def _sampling_of(turn: StoredTurn) -> dict[str, Any] | None:
 
 
 def _policy_version(turn: StoredTurn) -> str | None:
-    """The version of the weights, where the endpoint names one, else its name of the model."""
+    """The version of the weights; if unknown, the name of the model as the endpoint returned it."""
     choice = (turn.extra or {}).get("choice") or {}
     meta = choice.get("meta_info")
     version = meta.get("weight_version") if isinstance(meta, dict) else None

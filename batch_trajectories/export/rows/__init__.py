@@ -1,1 +1,1 @@
-"""What a format of rows is, and what formats share."""
+"""The parts that all formats of rows share, and the recipe of an export."""

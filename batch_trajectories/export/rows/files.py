@@ -1,4 +1,4 @@
-"""The files of a format: JSON lines and their copies, by split and with counts."""
+"""Writes the files of a format: JSON lines and their copies, by split and with counts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from batch_trajectories.records.record_types import Record
 
 # Splits that `datasets` refuses as JSON lines, because their messages get further keys late.
 #
-# It fixes the columns by what it reads first of a file. Messages that all have the same keys
-# there become structs, into which no further key fits; those with different keys become JSON.
+# `datasets` derives the columns from the beginning of a file. If all messages there have the same
+# keys, they become structs, which cannot hold further keys; else they become JSON.
 
 _READ_FIRST = 10 << 20
-"""Bytes that `datasets` reads at first (`chunksize` of its reader of JSON, 5.2)."""
+"""Bytes that `datasets` reads to derive the columns (`chunksize` of its JSON reader, 5.2)."""
 
 
 @dataclass
@@ -45,21 +45,21 @@ class _Split:
     size: int = 0
     """Bytes of the rows so far."""
     keys: dict[str, set[frozenset[str]]] = field(default_factory=dict)
-    """The keys that messages have, by column, of columns in which all have the same."""
+    """The set of keys of messages by column, for columns whose messages all have the same keys."""
     is_late: bool = False
 
 
 class LateKeys:
-    """Watches the rows of one format."""
+    """Finds the splits of one format that `datasets` refuses."""
 
     def __init__(self, columns: Mapping[str, str], *, shard_bytes: int | None) -> None:
-        """`columns` are names and kinds, of which `messages` is watched."""
+        """`columns` are names and kinds; columns of the kind `messages` are watched."""
         self._columns = [name for name, kind in columns.items() if kind == "messages"]
         self._first = min(_READ_FIRST, shard_bytes or _READ_FIRST)
         self._splits: dict[str, _Split] = {}
 
     def add(self, split: str, line: bytes) -> None:
-        """Look at a row that is written next."""
+        """Count the next row of a split."""
         if (seen := self._splits.get(split)) is None:
             seen = self._splits[split] = _Split(keys={name: set() for name in self._columns})
         if seen.keys:
@@ -76,20 +76,20 @@ class LateKeys:
         return sorted(split for split, seen in self._splits.items() if seen.is_late)
 
 
-# Conversations cut into one for each turn of the model, for templates that strip old reasoning.
+# Conversations cut into one per turn of the model, for templates that strip old reasoning.
 #
-# Such templates (Qwen3 and others) show the reasoning of turns since the last user message only.
-# In a row of the whole conversation earlier turns would be learnt without their reasoning.
+# Such templates (Qwen3 and others) show only the reasoning since the last user message. In a row of
+# the whole conversation, earlier turns would be learnt without their reasoning.
 
 
 def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversation]:
-    """For each turn with loss, the conversation up to it, without its results.
+    """Cut a conversation: for each turn with loss, yield the conversation up to this turn.
 
-    Turns before the last user message lose their reasoning. With the style `field` they keep it, so
-    that the template decides; with `last` all turns of the context lose it, with `none` all turns.
-    The record's id gets the number of the turn: `#t3`, and `#t3.2` for the second part of a turn
-    whose calls are split. Replies that the model later saw without the newlines around their text
-    stand so in the context.
+    The results of this last turn are left out. Turns before the last user message lose their
+    reasoning. With the style `field` they keep it, and the template decides; with `last` all turns
+    of the context lose it, with `none` all turns. The record's id gets the number of the turn:
+    `#t3`, and `#t3.2` for the second part of a turn whose calls are split. In the context, replies
+    have no newlines around their text if the model saw them so.
     """
     whole = styled(conversation, style.with_reasoning(None))
     seen = _trim_newlines if conversation.record.view_trimmed else _unchanged
@@ -123,7 +123,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
 
 
 def content_of(conversation: Conversation) -> Hashable:
-    """What a row teaches: equal for rows that differ only in ids and metadata."""
+    """The content that a row teaches; equal for rows that differ only in ids and metadata."""
     said = tuple(map(_content, conversation.entries))
     return conversation.system, names_of(conversation.tools), said
 
@@ -151,33 +151,33 @@ def _without_reasoning(entry: Entry) -> Entry:
 
 
 _TURN_REASONS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
-"""Why a row of a turn is left out, and not its conversation."""
+"""Reasons for which one row of a turn is left out, and not the whole conversation."""
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """A record, with its conversation if that was parsed."""
+    """A record that passed the filters, with its conversation if some format needs it."""
 
     record: Record
     conversation: Conversation | None = None
     number: int = 0
-    """That of its task."""
+    """The number of the task."""
     run: str = ""
-    """The name of its run."""
+    """The name of the run."""
 
     @property
     def authored(self) -> Own:
-        """What this run's model did in the conversation."""
+        """The work of this run's model in the conversation."""
         return Own(self.record) if self.conversation is None else self.conversation.authored
 
     @property
     def parsed(self) -> Conversation:
-        """The conversation, if the caller has parsed it."""
+        """The conversation, which must have been parsed."""
         assert self.conversation is not None
         return self.conversation
 
 
 class _LengthHistogram:
-    """A histogram of lengths in steps of 5%, so memory does not grow with their number."""
+    """A histogram of lengths in steps of 5%, whose memory does not grow with their number."""
 
     def __init__(self) -> None:
         self._classes: Counter[int] = Counter()
@@ -205,7 +205,7 @@ class _LengthHistogram:
 
 
 class Export(NamedTuple):
-    """The export that the files of a format belong to."""
+    """The format, recipe and target of the files of one format."""
 
     format: Format
     recipe: Recipe
@@ -216,7 +216,7 @@ class FormatFiles(ABC):
     """Writes one format of a dataset: JSON lines and the copies asked for, by split."""
 
     def __init__(self, export: Export) -> None:
-        """Raises `ConfigError` where a package is missing."""
+        """Raises `ConfigError` if a package is missing."""
         self.export = export
         format, recipe, place = export
         name = format.name
@@ -264,13 +264,13 @@ class FormatFiles(ABC):
     def add(
         self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
     ) -> Iterator[tuple[Loaded, Rejection]]:
-        """Write the rows of the candidates of one prompt; yields those that are not used, and why.
+        """Write the rows of the candidates of one prompt; yields the candidates that are not used.
 
-        `left_out` names candidates, by id, that only preferences may use.
+        `left_out` are candidates, by id of the record, that only preferences may use.
         """
 
     def finish(self) -> dict[str, Any]:
-        """Close the files; returns the format's part of the manifest."""
+        """Close the files; returns the part of the manifest for this format."""
         files = []
         for output in self._outputs:
             written = output.finish()
@@ -310,12 +310,12 @@ class CandidateFiles(FormatFiles):
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
         """Write the rows of a candidate; returns why it is not used, or raises `Rejected`.
 
-        `seen` is for the candidates of one prompt.
+        `seen` is a set for the candidates of one prompt, empty at the first of them.
         """
 
 
 class _RowFiles(CandidateFiles):
-    """A format with one row per record, or per turn of the model."""
+    """Writes one row per record, per turn of the model or per segment."""
 
     def __init__(self, export: Export) -> None:
         super().__init__(export)
@@ -394,7 +394,7 @@ class _RowFiles(CandidateFiles):
     def _add_turns(
         self, split: str, conversation: Conversation, seen: set[Hashable]
     ) -> Rejection | None:
-        """Write a row per turn, but for those that other samples of the prompt have as well."""
+        """Write a row per turn, except turns that another sample of the prompt has as well."""
         new: list[Conversation] = []
         copies = 0
         for cut in cut_by_turn(conversation, self._style):
@@ -426,7 +426,7 @@ class _RowFiles(CandidateFiles):
         return None
 
     def _has_nulls(self, conversation: Conversation) -> bool:
-        """Whether an argument is null, in a format that shows arguments as objects."""
+        """Whether a row has an argument that is null, in a format with arguments as objects."""
         return self._shows_objects and has_null_arguments(conversation)
 
     def finish(self) -> dict[str, Any]:
@@ -456,6 +456,6 @@ class CustomFormat(Format):
 
 
 def open_format(export: Export) -> FormatFiles:
-    """Begin the files of a format. Raises `ConfigError` where a package is missing."""
+    """Begin the files of a format. Raises `ConfigError` if a package is missing."""
     format = export.format
     return format.files(export) if isinstance(format, CustomFormat) else _RowFiles(export)

@@ -17,7 +17,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RecipePart(BaseModel):
-    """A part of a recipe, without unknown keys."""
+    """A part of a recipe; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,10 +26,11 @@ class AnswerCheck(RecipePart):
     """A comparison of the final answer with a column of the dataset."""
 
     column: str = EXPECTED
-    """`expected` stands for `target`, too, where a row has only that."""
+    """The column with the right answer; `expected` also stands for `target` if a row has only
+    that."""
     match: Match | Literal["numeric", "regex", "python"] = "exact"
-    """As `--expected_match`; numeric: the same as number; regex: the column is a pattern; python:
-    `function` decides."""
+    """The comparison, as in `--expected_match`. numeric: the same as number; regex: the column is a
+    pattern; python: `function` decides."""
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TOLERANCE
     """Largest relative difference of numbers, if one of them is no whole number."""
     function: Annotated[str, Field(pattern=r"^.+:[\w.]+$")] | None = None
@@ -43,7 +44,7 @@ class AnswerCheck(RecipePart):
 
 
 class Filters(RecipePart):
-    """Which records are left out. An absent filter leaves out none."""
+    """The filters of a recipe. A filter that is absent leaves out no record."""
 
     status: (
         Annotated[
@@ -51,7 +52,7 @@ class Filters(RecipePart):
         ]
         | None
     ) = None
-    """Endings to keep; `any` keeps all but `failed`. Left out: `completed`, and in dpo and kto also
+    """Endings to keep; `any` keeps all but `failed`. None: `completed`, in dpo and kto also
     conversations that ended because their answer was not the expected one."""
     min_reasoning: Share | None = None
     """Minimum share of the model's turns with readable reasoning."""
@@ -86,15 +87,18 @@ class Filters(RecipePart):
     min_reward: Number | None = None
     max_reward: Number | None = None
     min_rewards: dict[str, Number] = {}
-    """The same for several rewards by their names."""
+    """Minimums for several rewards, by the name of the reward."""
     max_rewards: dict[str, Number] = {}
+    """Maximums for several rewards, by the name of the reward."""
     label: Literal["keep", "not_rejected"] | None = None
-    """`keep` leaves out what no reviewer, or not every one with a verdict, keeps; `not_rejected`
-    what one rejects. Not for dpo and kto, which compare good samples with bad ones."""
+    """`keep` keeps records if all reviewers with a verdict say keep, at least one; `not_rejected`
+    leaves out records that a reviewer rejects. Has no effect on dpo and kto, which
+    compare good samples with bad ones."""
     require_passed: bool | Literal["judged", "failed"] = False
-    """Leave out what did not pass; records neither checked nor scored stay. Not for dpo and kto,
-    which compare good samples with bad ones. `judged` leaves out records without a judgement, too;
-    `failed` keeps only those that did not pass. Both hold for all formats."""
+    """Leave out records that did not pass; records that are neither checked nor scored stay. Has no
+    effect on dpo and kto, which compare good samples with bad ones. `judged` also leaves out
+    records without a judgement; `failed` keeps only records that did not pass. These two have an
+    effect on all formats."""
     answer: AnswerCheck | None = None
     evaluation_files: tuple[str, ...] = ()
     """Benchmarks: what can be a dataset (`hf:` too), or files of text, a question per line."""
@@ -105,23 +109,27 @@ class Filters(RecipePart):
     evaluation_search: Annotated[
         tuple[Literal["all", "prompts", "tool_results"], ...], BeforeValidator(split_commas)
     ] = ("all",)
-    """Where questions are looked for; nowhere if empty."""
+    """The texts in which questions are looked for; none if empty."""
     evaluation_columns: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
-    """Columns of rows whose value must not be that of a benchmark, such as `repo`."""
+    """Columns, such as `repo`, whose value must not occur in a benchmark."""
     secrets: Literal["off", "patterns", "all"] = "off"
-    """`patterns`: keys of known providers; `all`: detect-secrets too."""
+    """Leave out records with secrets. `patterns`: keys of known providers; `all`: also by
+    detect-secrets."""
     pass_rate: tuple[Share, Share] | None = None
-    """Least and highest share of a prompt's judged samples that passed; prompts of which no sample
-    was judged are left out."""
+    """Lowest and highest share of a prompt's judged samples that passed; prompts without a judged
+    sample are left out."""
     min_length: PositiveInt | None = None
-    """Tokens of the whole conversation, as the template of `tokenizer` renders it."""
+    """Minimum tokens of the whole conversation, as the template of `tokenizer` renders it."""
     max_length: PositiveInt | None = None
+    """Maximum tokens of the whole conversation."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """The directory of the tokenizer of the model that is trained."""
     max_per: dict[str, PositiveInt] = {}
-    """Conversations to keep for each value of a column or of metadata; others stay."""
+    """Number of conversations to keep for each value of a column or of metadata; conversations
+    without a value stay."""
     balance: Annotated[str, Field(min_length=1)] | None = None
-    """A column or metadata: as many conversations are kept of each value as of the rarest."""
+    """A column or metadata. Of each value, as many conversations are kept as of the rarest
+    value."""
     first_n: PositiveInt | None = None
     """Keep the first samples of each prompt."""
     best_n: PositiveInt | None = None
@@ -140,8 +148,7 @@ class Filters(RecipePart):
     @model_validator(mode="before")
     @classmethod
     def _with_todays_names(cls, values: Any) -> Any:
-        """Recipes of earlier versions name `passed` and `max_per_toolsets`; their manifests hold
-        `judge` with null."""
+        """Read keys of earlier versions: `passed`, `max_per_toolsets`, and `judge` with null."""
         if not isinstance(values, dict):
             return values
         read = {key: value for key, value in values.items() if (key, value) != ("judge", None)}

@@ -21,18 +21,19 @@ _HOLDERS: Mapping[str, str] = {
     **dict.fromkeys(COMMON_FLAWS | NO_OBJECT, "hermes"),
     **dict.fromkeys(TAG_FLAWS, "openai"),
 }
-"""For each flaw that a row can have, a format that can represent it."""
+"""A format that can hold each flaw, by the reason of the flaw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Format:
-    """What there is to know of a format, whatever its rows are made from."""
+    """The properties of a format, whatever its rows are made from."""
 
     name: str
     card: str
-    """How to read the rows, for the dataset card."""
+    """Instructions for reading the rows, for the dataset card."""
     trainers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Programs that read the rows, each with the folders that it can read, the best one first."""
+    """Programs that read the rows, each with the folders that it can read, the best folder
+    first."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Columns and their types, in order, for copies and the hub; none without a fixed schema.
 
@@ -40,26 +41,26 @@ class Format:
     (objects of any form). The column `tools` is text, or with messages a list if a recipe says so.
     """
     parquet: Callable[[], MakeWriter] | None = None
-    """Returns what begins Parquet files of the rows, if rows are not JSON lines."""
+    """Makes the function that begins Parquet files; None if rows are JSON lines."""
     holds: frozenset[Reason] = frozenset()
     """The flaws of conversations that rows can represent."""
     accepts: frozenset[Reason] = frozenset()
-    """Those of them with which rows are kept without `accept_rows`."""
+    """The flaws of `holds` with which rows are kept even without `accept_rows`."""
     marks_loss: bool = False
     """Whether rows mark the turns that carry no loss."""
     shows_messages: bool = True
-    """Whether rows show messages, so that only conversations without other flaws have a row."""
+    """Whether rows show messages, so that a conversation with other flaws has no row."""
     takes_all: bool = False
-    """Whether failures and equal samples have rows, too, unless a recipe says otherwise."""
+    """Whether failures and duplicates have rows, too, unless a recipe says otherwise."""
     has_turns: bool = False
-    """Whether a row can be for one turn, which alone is learnt."""
+    """Whether a row can be for one turn, which is the only one to be learnt."""
     by_prompt: bool = False
     """Whether a row is made from all samples of a prompt."""
     prefers: bool = False
     """Whether rows say which of the samples are better, so those that did not pass are needed."""
     beside: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
-    """Gives JSON files beside the rows, by name, for the format's part of the manifest and the name
-    of the run."""
+    """Makes the JSON files beside the rows, by name. Takes the format's part of the manifest and
+    the name of the run."""
 
     def limit(self, style: Style) -> Style:
         """The style, accepting only flaws that the format can represent."""
@@ -82,7 +83,7 @@ class Format:
         return "messages" in self.columns.values()
 
     def how_to_keep(self, reason: str) -> str:
-        """How to keep rows that were refused for this reason, "" if that is impossible."""
+        """The advice how to keep rows refused for this reason; "" if no format can hold them."""
         if reason in self.holds:
             return f"--accept_rows={reason} keeps such rows"
         if reason in NO_OBJECT and self.has_messages:
@@ -97,9 +98,9 @@ class RowFormat(Format):
     """A format with one row for each conversation."""
 
     row_of: Callable[[Conversation, Style], dict[str, Any]]
-    """Raises Rejected."""
+    """Makes the row of a conversation; raises Rejected."""
     reasoning: frozenset[ReasoningStyle]
-    """Where reasoning can be: `field`, `inline` or both."""
+    """The places where reasoning can be: `field`, `inline` or both."""
     holds: frozenset[Reason] = COMMON_FLAWS
     splits_calls: bool = True
     """Whether `parallel_calls: split` divides turns."""
@@ -109,34 +110,34 @@ class RowFormat(Format):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copies:
-    """Files of another kind that rows of formats with columns are copied to."""
+    """A kind of files to which rows of formats with columns are copied."""
 
     takes_all: ClassVar = False
     has_turns: ClassVar = True
     name: str
     suffix: str
     writer: Callable[[Format, bool], MakeWriter]
-    """Gives what begins such files of a format. The flag: tools are lists, unless the recipe wants
-    them as text; kinds that can only hold text ignore it."""
+    """Makes the function that begins files of a format. The flag says whether tools are lists;
+    kinds of files that can only hold text ignore the flag."""
     packages: tuple[str, ...]
     """Packages whose versions the bytes depend on."""
     file_name: str | None = None
-    """Begins the names of files, which are then in a folder for each split."""
+    """The beginning of file names, for kinds that have a folder for each split; else None."""
     beside: Callable[[Format, list[Mapping[str, Any]], bool], Mapping[str, Any]] | None = None
-    """Gives JSON files beside these files, which are given as a manifest lists them; the flag as
-    above."""
+    """Makes the JSON files beside these files, by name. Takes the files as a manifest lists them;
+    the flag says whether tools are lists."""
 
 
 @cache
 def named(name: str) -> Format | Copies:
-    """The format or kind of copies of this name, one of `format_names.names`."""
+    """Import the format or kind of copies with this name, one of `format_names.names`."""
     found = import_module(f"batch_trajectories.export.formats.{name}").FORMAT
     assert isinstance(found, Format | Copies)
     return found
 
 
 def format_named(name: str) -> Format:
-    """The format of this name; raises KeyError for copies."""
+    """Import the format with this name; raises KeyError for a kind of copies."""
     loaded = named(name)
     if isinstance(loaded, Copies):
         raise KeyError(name)

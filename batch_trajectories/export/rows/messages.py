@@ -36,7 +36,7 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.records.record_types import Tools
 
 EMPTY_THINK = "<think>\n</think>"
-"""A think block without words, as it follows a generation prompt that opens one."""
+"""An empty think block, as it follows a generation prompt that opens a think block."""
 NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
 """Marks an assistant message without loss: `weight` for OpenAI and Axolotl, `loss` for
 ms-swift. Messages without these keys are learnt."""
@@ -45,9 +45,9 @@ ms-swift. Messages without these keys are learnt."""
 def messages_of(
     conversation: Conversation, style: Style, *, marks_loss: bool = False
 ) -> list[dict[str, Any]]:
-    """The conversation as messages; raises Rejected if text would be read as structure.
+    """Render a conversation as messages. Raises Rejected if text would be read as structure.
 
-    `marks_loss` marks the turns without loss.
+    With `marks_loss`, turns without loss get the keys of `NO_LOSS`.
     """
     style.tolerance.refuse(conversation.flaws)
     inline = style.is_inline(by_default=False)
@@ -106,9 +106,9 @@ def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
 
 
 def stringify_arguments(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with the arguments of calls as JSON strings, for one Parquet schema.
+    """Write the arguments of calls as JSON strings, so that all rows fit one Parquet schema.
 
-    What a model wrote that is no object becomes a JSON string: all arguments can be read as JSON.
+    Arguments that are no object become a JSON string, so that all can be read as JSON.
     """
     return [
         {
@@ -137,7 +137,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def _arguments_text(call: Call) -> str:
-    """The arguments as text: of an object, or what the model wrote that is none."""
+    """The arguments of a call as text: the JSON of an object, else the text of the model."""
     return call.arguments if call.arguments.startswith("{") else json.loads(call.arguments)
 
 
@@ -147,13 +147,13 @@ def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str,
     text, reasoning = entry.text, entry.reasoning
     if entry.calls and style.call_text == "reasoning":
         text, reasoning = "", "\n\n".join(filter(None, (reasoning, text)))
-    said: dict[str, Any] = {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning and inline:
-        said["content"] = f"<think>\n{reasoning}\n</think>" + (f"\n\n{text}" if text else "")
+        message["content"] = f"<think>\n{reasoning}\n</think>" + (f"\n\n{text}" if text else "")
     elif reasoning:
-        said[style.reasoning_key] = reasoning
+        message[style.reasoning_key] = reasoning
     elif style.empty_think == "text":
-        said["content"] = EMPTY_THINK + text
+        message["content"] = EMPTY_THINK + text
     tolerance = style.tolerance
     refuse_structure_in_arguments(entry, tolerance)
     refuse_structure_in_results(entry, tolerance)
@@ -161,7 +161,7 @@ def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str,
         refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
     if entry.calls:
         is_text = style.arguments == "text"
-        said["tool_calls"] = [
+        message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -176,4 +176,4 @@ def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str,
         {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
         for result in entry.results
     ]
-    return [said, *results]
+    return [message, *results]

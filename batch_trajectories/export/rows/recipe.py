@@ -1,7 +1,7 @@
 """The recipe of an export: formats, style, filters and splits.
 
-It is read from YAML, flags override it, and the manifest repeats it. Filters only leave records out
-of an export, so another export can use other filters.
+A recipe is read from YAML, flags override it, and the manifest of the export repeats it. Filters
+only leave records out of one export; another export can use other filters.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 
 
 def resolve_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """What a recipe's file in `directory` holds, with its paths as seen from here.
+    """Resolve the paths of a recipe's file, which are relative to its `directory`.
 
-    Functions and templates, which can also be in modules and packages, are looked for there first.
+    Functions and templates are looked for in the directory first, then in modules and packages.
     """
     made = dict(loaded)
     if isinstance(filters := loaded.get("filters"), dict):
@@ -105,7 +105,7 @@ FormatName = Annotated[str, AfterValidator(_format_name)]
 
 
 def _takes_all(name: object) -> bool:
-    """Whether this is the name of a format of all conversations."""
+    """Whether `name` is a format of all conversations, failed ones included."""
     return name in names() and named(str(name)).takes_all
 
 
@@ -119,7 +119,7 @@ Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 
 
 def parse_splits(value: object) -> object:
-    """`train=0.9,test=0.1` as a mapping."""
+    """Read `train=0.9,test=0.1` as a mapping; any value but text is returned as it is."""
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
@@ -134,15 +134,15 @@ def parse_splits(value: object) -> object:
 
 
 class Preference(RecipePart):
-    """How rewards become preferences."""
+    """Options that turn rewards into preferences."""
 
     min_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """dpo: the rewards of a pair differ by more than this."""
+    """dpo: the rewards of a pair must differ by more than this."""
     by: Literal["reward", "label"] = "reward"
-    """`label`: what people said decides. dpo has a row for each two samples of which one is
-    preferred to the other; kto takes `keep` as good and `reject` as bad."""
+    """`label`: the labels of reviewers decide. dpo then has a row for each two samples of which one
+    is preferred to the other; kto takes `keep` as good and `reject` as bad."""
     threshold: Number = THRESHOLD
-    """kto and filters: rewards from here on pass, where no check judged the conversation."""
+    """kto and filters: rewards of at least this pass, unless a check judged the conversation."""
 
 
 class Card(RecipePart):
@@ -155,12 +155,12 @@ class Card(RecipePart):
 
 
 class RunShare(RecipePart):
-    """What a mix takes of one of its runs, and what only the user knows of it."""
+    """The share of one run in a mix, and facts on the run that only the user knows."""
 
     weight: PositiveFloat | None = None
-    """Its share of the conversations, relative to the weights of the other runs."""
+    """The run's proportion of the conversations, relative to the weights of the other runs."""
     count: PositiveInt | None = None
-    """Its number of conversations, or all that there are."""
+    """The number of conversations to take from the run; all if it has fewer."""
     license: str | None = None
     prompt_source: str | None = None
 
@@ -172,7 +172,7 @@ class RunShare(RecipePart):
 
 
 class Recipe(BaseModel):
-    """All choices of one export."""
+    """The choices of one export."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -192,30 +192,30 @@ class Recipe(BaseModel):
     per_turn: bool = False
     """One row per turn of the model, each with its context, instead of one per conversation."""
     segments: bool = False
-    """One row per view that the model had: see `export/segments/`."""
+    """One row per view that the model had: see `export/segments.py`."""
     subagents: bool = False
     """rl: rows for the conversations of subagents, too."""
     discarded: bool = False
     """rl: a row for each reply after which the model was asked again, too."""
     fit: Fit | None = None
-    """openai: what a chat template shows of rows, and how long they are."""
+    """openai: fit rows to a chat template and a maximum length."""
     mask: Mask | None = None
-    """Turns without loss; formats that cannot say so are refused."""
+    """Which turns carry no loss; formats that cannot mark such turns are refused."""
     include: Annotated[tuple[Literal["not_passed"], ...], BeforeValidator(split_commas)] = ()
-    """Conversations that are rows only with a mask: `not_passed` also ended early."""
+    """Conversations to add as masked rows: `not_passed` did not pass, or ended early."""
     accept_rows: AcceptedRows = ()
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
     split_by: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
-    """Columns or metadata of which no value is in two splits, beside the prompts."""
+    """Columns or metadata of which no value may be in two splits; prompts never are."""
     seed: Seed = 0
     """Draws what `max_per`, `balance` and `runs` leave out, and the order `random`."""
     sort: Order | None = None
-    """The order of rows: easiest prompts first, shortest conversations first, or drawn; with `-`
-    the last first. Left out: that of the dataset, a run after the other."""
+    """The order of rows: easiest prompts first, shortest conversations first, or random; `-`
+    reverses the order. None: the order of the dataset, one run after the other."""
     runs: dict[str, RunShare] = {}
-    """By name; all is taken of runs that it does not name."""
+    """Shares of runs, by the name of the run; runs that are not named are taken completely."""
     shard_mb: Megabytes | None = None
     reward_name: Annotated[str, Field(min_length=1)] | None = None
     """The reward that filters, `best_n`, dpo and kto use; None: `reward`, else the first."""
@@ -226,7 +226,7 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults_of_all(cls, values: Any) -> Any:
-        """Formats of all conversations leave none out, unless the recipe says so."""
+        """Let formats of all conversations leave none out, unless the recipe has filters."""
         formats = values.get("formats") if isinstance(values, dict) else None
         filters = values.get("filters", {}) if isinstance(values, dict) else None
         chosen = split_commas(formats)
@@ -239,7 +239,7 @@ class Recipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _masks_failures(cls, values: Any) -> Any:
-        """Failures are masked by all that needs no bound, unless the recipe says by what."""
+        """Set the default mask if failures are included and the recipe has no mask."""
         if isinstance(values, dict) and values.get("include") and values.get("mask") is None:
             return {**values, "mask": DEFAULT_MASK}
         return values
@@ -306,7 +306,7 @@ class Recipe(BaseModel):
         return self.filters
 
     def open_masks(self) -> Masks | None:
-        """What masks turns, None if nothing does. Raises `ConfigError`."""
+        """Make the object that masks turns; None without a mask. Raises `ConfigError`."""
         if self.mask is None:
             return None
         from batch_trajectories.export.masking import Masks
@@ -314,7 +314,10 @@ class Recipe(BaseModel):
         return Masks(self.mask, threshold=self.preference.threshold, reward_name=self.reward_name)
 
     def open_fit(self, format: str) -> Fitting | None:
-        """What fits rows of a format, None if nothing does. Raises `ConfigError`."""
+        """Make the object that fits rows of a format; None if rows are not fitted.
+
+        Raises `ConfigError`.
+        """
         if self.fit is None or format != "openai":
             return None
         from batch_trajectories.export.templates.fitting import Fitting
@@ -323,9 +326,9 @@ class Recipe(BaseModel):
 
     @property
     def style(self) -> Style:
-        """How conversations are rendered."""
+        """The options for rendering conversations."""
         flaws: list[str] = [*self.accept_rows]
-        # What limits such calls, or masks their turns, lets their rows in.
+        # These options already limit or mask such calls, so rows that contain them are accepted.
         if self.filters.max_interrupted_calls or (self.mask and self.mask.interrupted_result):
             flaws.append("interrupted")
         if self.mask and self.mask.leak_suspected:
@@ -352,13 +355,13 @@ class Recipe(BaseModel):
 
     @property
     def copies(self) -> list[Copies]:
-        """What the rows are copied to, Parquet first."""
-        of_runs = [one for one in self._chosen_kinds if isinstance(one, Copies)]
-        return sorted(of_runs, key=lambda one: one.name, reverse=True)
+        """The kinds of files to which rows are copied, Parquet first."""
+        copies = [one for one in self._chosen_kinds if isinstance(one, Copies)]
+        return sorted(copies, key=lambda one: one.name, reverse=True)
 
     @property
     def row_formats(self) -> list[Format]:
-        """The formats without copies; `openai` where only copies are asked for."""
+        """The formats without copies; `openai` if only copies are asked for."""
         formats = self._chosen_kinds
         if not self.writes_lines:
             openai = format_named("openai")
@@ -367,17 +370,17 @@ class Recipe(BaseModel):
 
     @property
     def writes_lines(self) -> bool:
-        """Whether a format that can be copied was asked for itself."""
+        """Whether the recipe names a format that can be copied, not only copies."""
         return any(isinstance(one, Format) and one.columns for one in self._chosen_kinds)
 
     @property
     def copies_list_tools(self) -> bool:
-        """Whether tools are a list in copies that can hold one, which need no flag for it."""
+        """Whether tools are a list in copies that can hold a list."""
         return self.tools != "text"
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        """The flaws that each format with messages accepts."""
+        """The tolerance of each format with messages."""
         style = self.style
         return [one.limit(style).tolerance for one in self.row_formats if one.shows_messages]
 
@@ -388,23 +391,23 @@ class Recipe(BaseModel):
 
     @property
     def compares(self) -> bool:
-        """Whether samples of a prompt are compared, or rows of their turns, or have one row."""
+        """Whether the samples of a prompt must be read together."""
         chosen = self.filters.first_n or self.filters.best_n
         return bool(chosen) or self.per_turn or self.needs_rates or self.keeps_prompts
 
     @property
     def keeps_prompts(self) -> bool:
-        """Whether a format needs the samples of a prompt together."""
+        """Whether a format makes a row from all samples of a prompt."""
         return any(one.by_prompt for one in self.row_formats)
 
     @property
     def needs_rates(self) -> bool:
-        """Whether it matters how many samples of a prompt passed."""
+        """Whether a filter or the order needs the pass rates of prompts."""
         return self.filters.pass_rate is not None or (self.sort or "").endswith("pass_rate")
 
     @property
     def chooses_among_all(self) -> bool:
-        """Whether what becomes of a conversation depends on all others."""
+        """Whether the choice of a conversation depends on all other conversations."""
         filters = self.filters
         by_values = filters.max_per or filters.balance
         return bool(by_values or self.runs or self.sort or self.split_by)
@@ -418,9 +421,9 @@ class Recipe(BaseModel):
 def load_recipe(
     path: Path | None, flags: Mapping[str, Any], filters: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Read a recipe; `flags` override it. Raises `ConfigError`, which names file and key.
+    """Read a recipe from a file; `flags` override its keys, `filters` those of its filters.
 
-    `filters` are flags too. Paths in the file are relative to it.
+    Paths in the file are relative to it. Raises `ConfigError`, which names file and key.
     """
     values = {} if path is None else resolve_paths(read_mapping(path, "recipe"), path.parent)
     values = {"formats": ("hermes",), **values, **flags}

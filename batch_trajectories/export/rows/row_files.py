@@ -1,4 +1,4 @@
-"""Row files of an export, by split and in shards, hashed and counted for the manifest.
+"""Writes row files of an export, by split and in shards, hashed and counted for the manifest.
 
 A target opens the files. `Staging` publishes them together once all are written. `HashOnlyTarget`
 only hashes and counts bytes, to check an export by making it again.
@@ -20,11 +20,11 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from batch_trajectories.records.files import make_directory, open_temporary, sync_directory
 
 _BUFFER_BYTES = 1 << 18
-"""Bytes of rows."""
+"""Bytes of rows that are collected before they are written."""
 
 
 class Written(NamedTuple):
-    """One finished file."""
+    """A finished file."""
 
     path: str
     rows: int
@@ -33,7 +33,7 @@ class Written(NamedTuple):
     sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest lists it."""
+        """The entry of the file in a manifest."""
         return {"path": self.path, "rows": self.rows, "bytes": self.size, "sha256": self.sha256}
 
 
@@ -41,7 +41,7 @@ class FileTarget(Protocol):
     """Opens files of an export."""
 
     def open(self, path: str) -> BinaryIO:
-        """A new file; `path` is relative to the export."""
+        """Open a new file; `path` is relative to the export."""
 
     def rename(self, path: str, final: str) -> None:
         """Give a written file its final path."""
@@ -53,18 +53,18 @@ class _NullFile(io.BytesIO):
 
 
 class HashOnlyTarget:
-    """Files that are hashed and not kept."""
+    """A target whose files are only hashed and counted."""
 
     def open(self, path: str) -> BinaryIO:
-        """A file that discards its content."""
+        """Open a file that discards its content."""
         return _NullFile()
 
     def rename(self, path: str, final: str) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class Staging:
-    """Files that are moved to their places together, once all are written."""
+    """A target whose files are moved to their final paths together, once all are written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -86,7 +86,7 @@ class Staging:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def open(self, path: str) -> BinaryIO:
-        """A new file, which `publish` moves to its place."""
+        """Open a new file, which `publish` moves to its final path."""
         temporary = self._root / path
         make_directory(temporary.parent, parents=True)
         self._paths[path] = path
@@ -99,15 +99,15 @@ class Staging:
         self._paths[path] = final
 
     def paths(self) -> list[str]:
-        """The paths at which `publish` puts the files."""
+        """The final paths of the files."""
         return list(self._paths.values())
 
     def publish(self) -> None:
-        """Put all files at their places; the directories survive a power loss."""
+        """Move all files to their final paths. They survive a power loss when this returns."""
         folders = set()
         for path, final in self._paths.items():
             target = self._directory / final
-            # Each by itself, as any of them can be a link that leads out of the export.
+            # Made one by one, as each of them can be a link that leads out of the export.
             for above in reversed(Path(final).parents[:-1]):
                 make_directory(self._directory / above)
             temporary = self._root / path
@@ -129,11 +129,11 @@ class HashingFile(io.RawIOBase):
         self.size = 0
 
     def writable(self) -> bool:
-        """It is only written."""
+        """Whether the file can be written: always."""
         return True
 
     def write(self, content: Any) -> int:
-        """Append bytes; after the file was closed they are dropped."""
+        """Append bytes; they are dropped if the file is closed."""
         if self._file.closed:  # a library flushes when its writer is discarded
             return memoryview(content).nbytes
         self._sha256.update(content)
@@ -142,7 +142,7 @@ class HashingFile(io.RawIOBase):
         return size
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """The number of bytes so far."""
         return self.size
 
     def finish(self) -> str:
@@ -152,7 +152,7 @@ class HashingFile(io.RawIOBase):
 
 
 class RowWriter(Protocol):
-    """What writes the rows of one file."""
+    """A writer of the rows of one file."""
 
     def write(self, line: bytes) -> None:
         """Append one row, given as its line of JSON."""
@@ -162,11 +162,11 @@ class RowWriter(Protocol):
 
 
 MakeWriter = Callable[[HashingFile], RowWriter]
-"""Begins a file of rows."""
+"""A function that begins a file of rows."""
 
 
 class RowLines:
-    """Rows as lines, many of which are hashed and written at once."""
+    """Writes rows as lines, many of which are hashed and written at once."""
 
     def __init__(self, file: HashingFile) -> None:
         self._file = file
@@ -280,10 +280,10 @@ _GROUP_BATCHES = 16
 
 
 class RowTables:
-    """Rows that are written in groups of tables."""
+    """Writes rows in groups of Arrow tables."""
 
     def __init__(self, writer: Any, table_of: Callable[[list[dict[str, Any]]], Any]) -> None:
-        """`table_of` makes a table of rows, which it may change."""
+        """`table_of` makes a table of rows and may change the rows."""
         self._writer = writer
         self._table_of = table_of
         self._lines: list[bytes] = []
@@ -300,7 +300,7 @@ class RowTables:
                 self._end_group()
 
     def finish(self) -> None:
-        """Write what is held."""
+        """Write the buffered rows and end the file."""
         self._end_table()
         self._end_group()
         self._writer.close()

@@ -1,7 +1,7 @@
-"""The samples of one prompt, compared by their rewards, for preference data.
+"""Compares the samples of one prompt, for preference data.
 
-Messages are those of `messages.py`. The prompt is everything before the model's
-first own turn; for branches of a conversation, their shared beginning.
+Messages are those of `messages.py`. The prompt is everything before the first turn of this run's
+model; for branches of a conversation, their shared beginning.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from batch_trajectories.records.record_types import Tools
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation with its reward, as prompt and completion."""
+    """A conversation with its reward, as prompt and completion."""
 
     candidate: Loaded
     conversation: Conversation
-    """As the recipe wants it."""
+    """The conversation in the style of the recipe."""
     prompt: Sequence[dict[str, Any]]
     completion: Sequence[dict[str, Any]]
     tools: str | Tools
     reward: float | None
-    """None only where labels decide."""
+    """The reward; None is possible only if labels decide."""
 
     @property
     def id(self) -> str:
-        """The id of its record."""
+        """The id of the record."""
         return self.conversation.record.id
 
 
 def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> Sample:
-    """Make a sample of a conversation; raises Rejected without a reward that it needs."""
+    """Make a sample of a conversation. Raises Rejected if it has no reward but needs one."""
     conversation = styled(candidate.parsed, style)
     name = style.reward_name
     _, reward, error = judgement_of(conversation.record, name)
@@ -55,7 +55,7 @@ def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> 
         for entry in conversation.entries
         if isinstance(entry, Turn) and not entry.is_prior
     )
-    # Everything from the model's first own turn on is its completion, later user messages too.
+    # Everything from the first turn of this run's model on is the completion, user messages, too.
     first = next(
         n
         for n, entry in enumerate(conversation.entries)
@@ -75,7 +75,7 @@ def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> 
 
 
 class PreferenceFiles(CandidateFiles):
-    """Rows that compare the samples of one prompt."""
+    """Writes rows that compare the samples of one prompt."""
 
     def __init__(self, export: Export) -> None:
         super().__init__(export)
@@ -96,4 +96,4 @@ class PreferenceFiles(CandidateFiles):
 
     @abstractmethod
     def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
-        """Write the rows of the samples of one prompt; yields those that are not used, and why."""
+        """Write the rows of the samples of one prompt; yields the candidates that are not used."""

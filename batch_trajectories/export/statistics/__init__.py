@@ -1,1 +1,1 @@
-"""What a run has produced, counted for people: the command `stats`, health checks, the funnel."""
+"""Statistics of the results of a run for people: the command `stats`, health checks, the funnel."""

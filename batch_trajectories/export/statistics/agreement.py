@@ -1,9 +1,9 @@
-"""How far reviewers agree with each other, and with checks and judges.
+"""Measures how far reviewers agree with each other, and with checks and judges.
 
-For each two of them: the records that both judged, the share with the same verdict, and Cohen's
-kappa, which is 0 where they agree as often as by chance and 1 where they always agree (None if
-both gave one verdict only). A check or judge says keep or not by whether it passed the record;
-beside it, a reviewer's `reject` and `fix` both count as not.
+For each pair it gives the number of records that both judged, the share with the same verdict, and
+Cohen's kappa: 0 if they agree as often as by chance, 1 if they always agree, None if both gave one
+verdict only. The verdict of a check or judge is keep if it passed the record; compared with it, a
+reviewer's `reject` and `fix` both count as not keeping.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_KEPT = "not kept"
 
 
 class Agreement:
-    """The labels of the records given to `add` so far."""
+    """Counts of the labels of the records added so far."""
 
     def __init__(self) -> None:
         self._verdicts: Counter[str] = Counter()
@@ -41,8 +41,9 @@ class Agreement:
             self._count(one, other, given[one], given[other])
         for judge, has_passed in _judges(record):
             judged = "keep" if has_passed else _NOT_KEPT
-            for who, said in given.items():
-                self._count(who, judge, said if said == "keep" else _NOT_KEPT, judged)
+            for reviewer, verdict in given.items():
+                reviewer_verdict = verdict if verdict == "keep" else _NOT_KEPT
+                self._count(reviewer, judge, reviewer_verdict, judged)
 
     def merge(self, other: Agreement) -> None:
         """Add the records of `other`."""
@@ -52,7 +53,7 @@ class Agreement:
             self._pairs.setdefault(pair, Counter()).update(counts)
 
     def to_json(self) -> dict[str, Any]:
-        """`labels`: `verdicts`, `reviewers` (records by each), `agreement`; nothing without any."""
+        """`labels`: `verdicts`, `reviewers` (number of records), `agreement`; {} without labels."""
         labels = {
             "verdicts": dict(sorted(self._verdicts.items())),
             "reviewers": dict(sorted(self._reviewers.items())),
@@ -63,8 +64,8 @@ class Agreement:
         }
         return {"labels": labels} if self._verdicts else {}
 
-    def _count(self, one: str, other: str, said: str, judged: str) -> None:
-        self._pairs.setdefault((one, other), Counter())[said, judged] += 1
+    def _count(self, one: str, other: str, verdict: str, other_verdict: str) -> None:
+        self._pairs.setdefault((one, other), Counter())[verdict, other_verdict] += 1
 
 
 def _judges(record: Record) -> Iterator[tuple[str, bool]]:
@@ -89,7 +90,7 @@ def _agreement(counts: Counter[tuple[str, str]]) -> dict[str, Any]:
 
 
 def as_text(labels: Mapping[str, Any]) -> Iterator[str]:
-    """The labels for a terminal."""
+    """Describe the labels, for a terminal."""
     counts = ", ".join(f"{name} {count:,}" for name, count in labels["verdicts"].items())
     disputed = " (reviewers differ)" if DISPUTED in labels["verdicts"] else ""
     yield f"labels: {counts}{disputed}; by " + ", ".join(

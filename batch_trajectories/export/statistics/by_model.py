@@ -1,4 +1,4 @@
-"""What each model of a run cost, and how often it passed."""
+"""Counts the cost and the passes of each model of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batch_trajectories.records.record_types import Record
 
 
 class ByModel:
-    """The figures of the records given to `add` so far."""
+    """Cost and passes by model, of the records added so far."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, KeyCounts[str]] = defaultdict(KeyCounts)
         self._dollars: defaultdict[str, float] = defaultdict(float)
 
     def add(self, record: Record, passed: bool | None) -> None:
-        """Count a record; `passed` as `has_passed` says."""
+        """Count a record; `passed` is None if nothing judged it."""
         counts = self._counts[model := record.model or ""]
         counts["records"] += 1
         counts["judged"] += passed is not None
@@ -33,12 +33,11 @@ class ByModel:
             self._dollars[model] += other._dollars[model]
 
     def to_json(self, order: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """A dictionary per model: those of a cascade in its `order`, then the others by name.
+        """A dictionary per model; empty with fewer than two models.
 
-        Empty with fewer than two models.
-
-        Keys: `model`, `records`, `judged`, `passed`, `cost_usd` (without the records of
-        `cost_unknown`) and `passed_per_dollar`, None where nothing was paid or a cost is unknown.
+        Models of `order`, as in a cascade, come first, then the others by name. Keys: `model`,
+        `records`, `judged`, `passed`, `cost_usd` (without the records of `cost_unknown`) and
+        `passed_per_dollar`, which is None if nothing was paid or a cost is unknown.
         """
         if len(self._counts) < 2:
             return []
@@ -59,7 +58,7 @@ class ByModel:
 
 
 def as_text(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The figures as a table."""
+    """Format the figures as a table."""
     width = max([30, *(len(one["model"]) for one in models)]) + 2
     if models:
         yield f"{'model':<{width}}{'records':>10}{'passed':>10}{'dollars':>12}{'passed per $':>14}"

@@ -1,14 +1,14 @@
-"""How much of the input of model calls came from prompt caches, and where caches were missed.
+"""Computes how much input of models came from prompt caches, and which turns missed the caches.
 
-All is computed from the token counts of turns. A count that an endpoint does not report is unknown,
-never zero. vLLM and SGLang leave it out where it is zero: of an endpoint that has reported cached
-tokens and never a zero, a missing count is one.
+Everything is computed from the token counts of turns. A count that an endpoint does not report is
+unknown, not zero. But vLLM and SGLang leave out a count of zero: if an endpoint has reported cached
+tokens and never a zero, a missing count is taken as zero.
 
-A request repeats the one before it in its conversation, so a cache that served that one can serve
-as many tokens again. A turn misses if it lacks more than a tenth of them, and more than blocks of a
-cache explain. Nothing is expected of the first turn of a conversation, after a summary or another
-new beginning, after a resume or a pause that outlives caches, of prompts too short to be kept, and
-of endpoints that have no cache.
+A request repeats the request before it in the conversation, so a cache can serve these tokens
+again. A turn misses the cache if more than a tenth of these tokens were not cached, and more than
+the block size of caches explains. Nothing is expected of the first turn of a conversation, after a
+summary or another new beginning, after a resume or a pause that outlives caches, of prompts too
+short for caches, and of endpoints without a cache.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from batch_trajectories.records.record_types import (
 )
 
 PriceOf = Callable[[str], Price | None]
-"""The price of a model by its name as the user wrote it; None if it is unknown."""
+"""A function that gives the price of a model by its name in the config; None if unknown."""
 
 _MIN_TOKENS = 1024
-"""Prompts with fewer tokens are kept by no cache of Anthropic or OpenAI."""
+"""Anthropic and OpenAI cache no prompt with fewer tokens than this."""
 _MIN_TOKENS_BY_MODEL = {"gemini": 4096}
-"""Larger minimums, by a part of the model's name."""
+"""Larger minimums, by part of the model's name."""
 _LIFETIME_S = 300.0
-"""Anthropic and OpenAI may drop what was not used for so long."""
+"""Anthropic and OpenAI may drop cached prompts that were not used for this time."""
 _GROUPS_OF_TURNS = 8
-"""Turn 1, 2, 3 to 4, 5 to 8, and so on."""
+"""Number of groups: turn 1, turn 2, turns 3 to 4, 5 to 8, and so on."""
 _GROUP_OF = [0, *(min((n - 1).bit_length(), _GROUPS_OF_TURNS - 1) for n in range(1, 129))]
-"""Of the number of a turn."""
+"""The group of a turn, by the turn's number."""
 _MAX_EXAMPLES = 3
 _TOLERATED = 0.1
 _BLOCK_TOKENS = 256
-"""Caches keep whole blocks; so many tokens at the end of a prompt can be missing."""
+"""Maximum block size of caches. They keep whole blocks, so the end of a prompt may be missing."""
 _RARE = 0.02
 _MILLION = 1_000_000
 
@@ -62,11 +62,11 @@ CAUSES: Mapping[str, str] = {
         "request (a date in the system prompt, the order of tools), or prompts are not kept"
     ),
 }
-"""Likely causes of misses, in words."""
+"""Explanations of the likely causes of misses."""
 
 
 class TurnUse(NamedTuple):
-    """What one turn tells of caches."""
+    """The use of a cache by one turn."""
 
     part: StoredConversation
     turn: StoredTurn
@@ -75,15 +75,15 @@ class TurnUse(NamedTuple):
     """Tokens from a cache; None if the endpoint did not say."""
     written: int
     repeated: int
-    """Tokens that the request before had, where a cache could still have them; else 0."""
+    """Tokens that the request before had, if a cache could still have them; else 0."""
     expected: int
-    """As many of them as must have been in the cache."""
+    """The part of `repeated` that must have been in the cache."""
     before: StoredTurn | None
-    """The turn of that request."""
+    """The turn of the request before; None if there is none."""
 
     @property
     def is_missed(self) -> bool:
-        """Whether it lacks too much of what it should have found."""
+        """Whether too many of the expected tokens did not come from the cache."""
         lacking = self.expected - (self.read or 0)
         return lacking > _BLOCK_TOKENS and lacking > _TOLERATED * self.expected
 
@@ -112,24 +112,23 @@ class _Sums:
     def __init__(self) -> None:
         self.turns = self.input = self.read = self.written = 0
         self.repeated = self.found = 0
-        """Tokens that requests repeated, and how many of these came from a cache."""
+        """Tokens that requests repeated, and the number of these that came from a cache."""
         self.later = self.missed = 0
-        """Turns that should have found something, and those that missed it."""
+        """Turns that should have found something in a cache, and the turns of these that missed
+        it."""
         self.lost = self.lost_written = 0
-        """Tokens that those missed, and how many of these were paid for as written once more."""
+        """Tokens that were missed, and the number of these that were paid for as written again."""
         self.causes: KeyCounts[str] = KeyCounts()
-        """Tokens that were lost, by what records say of the cause; "" where they say nothing."""
+        """Missed tokens by the cause that records tell; "" if they tell none."""
         self.examples: list[str] = []
         self.grown = 0
-        """Turns that found more than what all requests of their conversation begin with."""
+        """Turns that found more than the common beginning of all requests of their conversation."""
         self.input_by_turn = [0] * _GROUPS_OF_TURNS
         self.read_by_turn = [0] * _GROUPS_OF_TURNS
 
     def add(self, record: Record, uses: Sequence[TurnUse], least: int) -> None:
-        """Count turns of a conversation, each of which found at least `least` tokens.
-
-        Sums are kept in names of their own until the end: records have many turns.
-        """
+        """Count turns of a conversation, each of which found at least `least` tokens."""
+        # Local names are faster than attributes, and records have many turns.
         given = found = repeated = found_again = later = grown = 0
         more = least + max(_BLOCK_TOKENS, _TOLERATED * least)
         input_by_turn, read_by_turn = self.input_by_turn, self.read_by_turn
@@ -181,15 +180,15 @@ class _Sums:
 
     @property
     def has_cache(self) -> bool:
-        """Whether anything was ever kept."""
+        """Whether any turn has read from a cache or written to one."""
         return bool(self.read or self.written)
 
     @property
     def cause(self) -> str | None:
-        """The likely cause of most misses; None without any."""
+        """The likely cause of most missed tokens; None without misses."""
         if not self.lost:
             return None
-        # Where a prefix moves, all turns of a conversation find what is before that place.
+        # If a prefix changes, all turns of a conversation find the text before the change.
         usual = REPLICAS if self.grown > _RARE * self.later else PREFIX
         named: KeyCounts[str] = KeyCounts()
         for name, tokens in self.causes.items():
@@ -198,13 +197,13 @@ class _Sums:
 
 
 class _EndpointUse:
-    """The turns at one endpoint, as far as it counts cached tokens."""
+    """Counts the turns at one endpoint, with and without counts of cached tokens."""
 
     def __init__(self) -> None:
         self._reported, self._unreported = _Sums(), _Sums()
         self._zeros = 0
         self.unknown = 0
-        """Turns without any count of tokens."""
+        """Number of turns without any count of tokens."""
 
     def add(self, record: Record, uses: Sequence[TurnUse]) -> None:
         """Count the turns of a conversation."""
@@ -222,7 +221,7 @@ class _EndpointUse:
         self.unknown += other.unknown
 
     def sums(self) -> tuple[_Sums, int]:
-        """The sums over the turns whose cached tokens are known, and the number of the others."""
+        """The sums over turns with known cached tokens, and the number of the other turns."""
         whole = _Sums()
         whole.merge(self._reported)
         if self._reported.read and not self._zeros:
@@ -232,22 +231,22 @@ class _EndpointUse:
 
 
 class Misses(NamedTuple):
-    """Turns that missed the cache, of all endpoints."""
+    """The misses of caches at all endpoints."""
 
     missed: int
     later: int
-    """Turns that should have found something."""
+    """Number of turns that should have found something in a cache."""
     lost: int
-    """Tokens that were computed again."""
+    """Number of tokens that were computed again."""
     usd: float | None
-    """What these cost more than cached ones; None if it is unknown."""
+    """Additional cost of these tokens compared with cached ones; None if unknown."""
     cause: str | None
     examples: Sequence[str]
-    """Ids of records."""
+    """Ids of records with misses."""
 
     @property
     def explanation(self) -> str:
-        """What they cost, and the likely cause."""
+        """A sentence on the cost and the likely cause; "" without misses."""
         if self.cause is None:
             return ""
         dollars = "" if self.usd is None else f", for about ${self.usd:.4g} more"
@@ -255,13 +254,13 @@ class Misses(NamedTuple):
 
 
 class CacheUse:
-    """The use of caches in the records given to `add` so far."""
+    """The use of caches in the records added so far."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[str | None, str | None], _EndpointUse] = {}
 
     def add(self, record: Record) -> None:
-        """Count one record, with the conversations inside it."""
+        """Count a record, with the conversations inside it."""
         if record.api == SCRIPTED:
             return
         models = {turn.model for turn in record.turns}
@@ -276,12 +275,12 @@ class CacheUse:
             counted.unknown += sum([_input_tokens(turn) is None for turn in turns])
 
     def merge(self, other: CacheUse) -> None:
-        """Add the records of `other`, which come after those of this one."""
+        """Add the records of `other`, which come later."""
         for (endpoint, model), counted in other._at.items():
             self._counted(endpoint, model).merge(counted)
 
     def misses(self, price_of: PriceOf | None = None) -> Misses:
-        """Turns that missed the cache, at all endpoints that have one."""
+        """The misses at all endpoints with a cache."""
         found = []
         for (_, model), counted in self._at.items():
             sums, _ = counted.sums()
@@ -302,12 +301,14 @@ class CacheUse:
         )
 
     def to_json(self, price_of: PriceOf | None = None) -> dict[str, Any]:
-        """As `stats --json` shows it; shares are percentages, null where nothing is known.
+        """The value of `caches` in `stats --json`. Shares are percentages, null if unknown.
 
-        Keys: those of `_shares`, `unknown_turns` (without a known count), `by_turn` (`from`, `to`,
-        `input_tokens`, `cached_tokens`, `share`), and `endpoints`: `endpoint` and `model` (null if
-        unknown), the same, and of turns that missed the cache `later_turns` (how many should have
-        found something), `missed_turns`, `lost_tokens`, `lost_usd` and `cause`.
+        - `turns`, `input_tokens`, ...: see `_shares`
+        - `unknown_turns`: turns whose cached tokens are unknown
+        - `by_turn`: for groups of turns `from`, `to`, `input_tokens`, `cached_tokens`, `share`
+        - `endpoints`: for each `endpoint` and `model` (null if unknown) the first two, and
+          `later_turns` (turns that should have found something), `missed_turns`, `lost_tokens`,
+          `lost_usd` and `cause`
         """
         whole, unknown = _Sums(), 0
         endpoints = []
@@ -354,7 +355,7 @@ def conversations_of(part: StoredConversation) -> Iterator[StoredConversation]:
 
 
 def missed_turns(record: Record) -> list[int]:
-    """The numbers of the record's own turns that missed a cache, as far as it tells itself."""
+    """The numbers of turns that missed a cache, as far as this record alone can tell."""
     if record.api == SCRIPTED:
         return []
     usages = [turn.usage for turn in record.own_turns if turn.usage is not None]
@@ -368,7 +369,7 @@ def missed_turns(record: Record) -> list[int]:
 
 
 def cached_tokens_of(record: Record) -> int | None:
-    """How many input tokens of a record came from a cache; None if that is unknown."""
+    """The number of input tokens of a record that came from a cache; None if unknown."""
     read = (record.usage or {}).get("cache_read_tokens")
     if read is not None or record.api == SCRIPTED:
         return read
@@ -380,13 +381,13 @@ def cached_tokens_of(record: Record) -> int | None:
 
 
 def cached_share_of(record: Record) -> float | None:
-    """Which share of a record's input tokens came from a cache, up to 1; None if unknown."""
+    """The share of a record's input tokens that came from a cache, 0 to 1; None if unknown."""
     given, read = (record.usage or {}).get("input_tokens"), cached_tokens_of(record)
     return min(1.0, read / given) if given and read is not None else None
 
 
 def as_text(caches: Mapping[str, Any]) -> Iterator[str]:
-    """What `CacheUse.to_json` says, as lines."""
+    """Describe the value of `CacheUse.to_json`, in lines."""
     if not caches["endpoints"]:
         return
     if not caches["input_tokens"]:
@@ -423,7 +424,7 @@ def _turns(group: Mapping[str, Any]) -> str:
 
 
 def _shares(sums: _Sums) -> dict[str, Any]:
-    """`turns`, `input_tokens`, `cached_tokens`, `share`, and the same of what requests repeated."""
+    """`turns`, `input_tokens`, `cached_tokens`, `share`, `repeated_tokens`, `repeated_share`."""
     return {
         "turns": sums.turns,
         "input_tokens": sums.input,
@@ -446,7 +447,7 @@ def _misses_to_json(sums: _Sums, model: str | None, price_of: PriceOf | None) ->
 
 
 def _lost_usd(sums: _Sums, model: str | None, price_of: PriceOf | None) -> float | None:
-    """What the lost tokens cost more than cached ones; None if it is unknown."""
+    """Additional cost of the lost tokens compared with cached ones; None if unknown."""
     if not sums.lost or price_of is None or model is None:
         return None
     if (price := price_of(model)) is None:
@@ -457,11 +458,11 @@ def _lost_usd(sums: _Sums, model: str | None, price_of: PriceOf | None) -> float
 
 
 def _turn_uses(record: Record, part: StoredConversation) -> list[TurnUse]:
-    """The turns of a conversation whose input is counted."""
+    """The use of caches by each turn whose input tokens are known."""
     if record.api == SCRIPTED:
         return []
-    # What others report of their sessions has no times that can be relied on. Shortened views
-    # change what was said before, as they are meant to.
+    # Times in imported sessions cannot be relied on. Shortened views change earlier messages on
+    # purpose.
     is_shortened = part is record and record.view_compacted and _has_option(record, "compact_after")
     expects = record.imported is None and not is_shortened
     least = _least_tokens(record.model)
@@ -506,9 +507,9 @@ def _turn_uses(record: Record, part: StoredConversation) -> list[TurnUse]:
 
 
 def _repeated_tokens(record: Record, before: StoredTurn, given: int) -> tuple[int, int]:
-    """How many tokens of a request the one before had, and how many of these must be kept.
+    """The tokens of a request that the request before had, and those of these that must be cached.
 
-    The reply is left out: not all servers keep it, and not all of it comes back.
+    The reply is left out: not all servers cache it, and not all of it is sent again.
     """
     usage = before.usage
     if usage is None or usage.input_tokens is None:
@@ -526,7 +527,7 @@ def _breaks_prefix(
     turn: StoredTurn,
     rewrites: Mapping[int, StoredRewrite],
 ) -> bool:
-    """Whether a request does not repeat the one before it, as it is meant to."""
+    """Whether a request is meant not to repeat the request before it."""
     if turn.exchange is None:
         if turn.request is not before.request and _summary(turn) != _summary(before):
             return True
@@ -547,7 +548,7 @@ def _summary(turn: StoredTurn) -> str | None:
 
 
 def _is_of_system(part: StoredConversation, rewrite: StoredRewrite | None) -> bool:
-    """Whether a request was shown as recorded, but for its system prompt."""
+    """Whether a request had the recorded messages, except for the system prompt."""
     if rewrite is None:
         return True
     replaced = part.messages[rewrite.start : rewrite.end]
@@ -555,7 +556,7 @@ def _is_of_system(part: StoredConversation, rewrite: StoredRewrite | None) -> bo
 
 
 def _find_cause(record: Record, use: TurnUse) -> str:
-    """What a record says of the cause of a miss; "" if nothing."""
+    """The cause of a miss as far as the record tells it; "" if it does not."""
     turn, before, part = use.turn, use.before, use.part
     assert before is not None
     if turn.exchange is not None:
@@ -575,7 +576,7 @@ def _find_cause(record: Record, use: TurnUse) -> str:
 
 
 def _follows_user(part: StoredConversation, turn: StoredTurn) -> bool:
-    """Whether a turn answers a message of the user, before which templates drop reasoning."""
+    """Whether a turn answers a user message: templates drop the reasoning before such a message."""
     messages = part.messages
     replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
     place = replies[turn.turn - 1 - len(part.turns)] if len(replies) >= len(part.turns) else 0

@@ -1,7 +1,7 @@
-"""Statistics over records: tool calls and their failures, reasoning, endings, tokens.
+"""Counts records: tool calls and their failures, reasoning, endings, tokens.
 
-Every record of an export counts, rejected ones too. Records are not kept, so memory grows only with
-the number of tools. A call failed if its result says so; its text is not interpreted.
+Every record of an export counts, also a rejected one. Records are not kept, so memory grows only
+with the number of tools. A call failed if its result is marked as an error; no text is interpreted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ K = TypeVar("K")
 
 
 class KeyCounts(dict[K, int]):
-    """Counts by key; what was not counted is 0.
+    """Counts by key; the count of a missing key is 0.
 
-    Counting one takes half as long as in a `Counter`, which sets items by a method.
+    Takes half the time of a `Counter`.
     """
 
     def __missing__(self, key: K) -> int:
@@ -43,7 +43,7 @@ class KeyCounts(dict[K, int]):
         return sum(self.values())
 
 
-# Counted reasons of failures, without the values that differ.
+# Reasons of failures are counted without the values in which they differ.
 
 _MOST_CHARS = 90
 _MOST_SHOWN = 10
@@ -51,10 +51,10 @@ _MOST_KEPT = 1000
 
 
 class Reasons:
-    """Counts reasons that are alike but for their values; keeps a limited number of them."""
+    """Counts reasons, without the values in them; keeps a limited number of texts."""
 
     def __init__(self, about: str = "") -> None:
-        """Each reason is shown after `about`."""
+        """`about` is put before each reason."""
         self._about = about
         self._counts: Counter[str] = Counter()
 
@@ -70,7 +70,7 @@ class Reasons:
             self._count(text, count)
 
     def to_json(self) -> dict[str, int]:
-        """The counts by reason, the most frequent first, rare ones together at the end."""
+        """The counts by reason, the most frequent first; rare reasons are summed up at the end."""
         known = ((text, count) for text, count in self._counts.items() if text != self._other)
         ordered = sorted(known, key=lambda item: (-item[1], item[0]))
         shown = dict(islice(ordered, _MOST_SHOWN))
@@ -89,7 +89,7 @@ class Reasons:
 
 
 def lines_of(reasons: Mapping[str, int]) -> Iterator[str]:
-    """The counts as lines for a person."""
+    """Format counts of reasons as lines."""
     return (f"  {count:>9,}  {reason}" for reason, count in reasons.items())
 
 
@@ -103,7 +103,7 @@ _TOKENS = (
 
 
 class Statistics:
-    """The statistics of the records given to `add` so far."""
+    """The statistics of the records added so far."""
 
     def __init__(self) -> None:
         self._offered: set[str] = set()
@@ -165,20 +165,16 @@ class Statistics:
         self._add_times(other._first_started_at, other._last_ended_at)
 
     def to_json(self) -> dict[str, Any]:
-        """For statistics.json. Rates of tools are percentages of the calls that have a result.
+        """The content of statistics.json.
 
-        `hidden` counts turns whose reasoning the API hides; it is absent without such turns.
-
-        `checks` are sums of `records.checks.Checks`.
-
-        `failed_scores` counts reward functions that failed, `failed_score_reasons` why; they are
-        absent if none did.
-
-        `token_ids` counts turns with and without the ids of their tokens; it is absent if no turn
-        has them.
-
-        `tokens` are of all paid calls, as far as the endpoint reports them;
-        `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
+        - `tools`: rates are percentages of the calls that have a result
+        - `reasoning.hidden`: turns whose reasoning the API hides; absent without any
+        - `checks`: the fields of `records.checks.Checks`
+        - `failed_scores`: number of failed reward functions, and `failed_score_reasons`; absent
+          without any
+        - `token_ids`: turns with and without token ids; absent if no turn has them
+        - `tokens`: of all paid calls, as far as the endpoint reports them; `cache_hit_rate` is the
+          percentage of input tokens that came from a prompt cache
         """
         rows = self._statuses.total()
         first, last = self._first_started_at, self._last_ended_at

@@ -1,7 +1,7 @@
-"""The funnel from the rows of a dataset to training rows, computed from disk.
+"""Computes the funnel from the rows of a dataset to training rows, from the files of a run.
 
-Tasks and endings are those of the totals; what an export left out, and why, is read from its
-manifest, which counted it.
+Tasks and endings come from the totals of the run; counts of conversations that an export left out
+come from the manifest of the export.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 def funnel_of(
     run_dir: Path, scan: Scan, totals: RunTotals, dataset: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The funnel of a run, JSON-ready; `dataset` is that of its run.json.
+    """The funnel of a run, JSON-ready; `dataset` is the key of this name in run.json.
 
-    `steps` are audited (with `--only_sound`), rows, tasks, completed and passed, each with `name`,
-    `count`, and as `lost` the counts by reason of what does not reach the next step; tasks are
-    the remaining rows times `samples`. The last step is there if anything was checked or scored.
-    `exports` are the training file and each format of the dataset in its default directory, with
-    `rows`, `used` (conversations), `tasks` (bad rows included) and `lost`; `tasks` minus all `lost`
-    is `used`; a format with masked turns also has `masked`, as its manifest. An export is
-    `outdated` if conversations have ended since. Raises `RunDirError` for
-    a manifest that cannot be read.
+    `steps` are audited (only with `--only_sound`), rows, tasks, completed and passed (only if
+    anything was checked or scored). Each has `name`, `count`, and as `lost` the losses up to the
+    next step by reason. Tasks are the remaining rows times `samples`.
+
+    `exports` are the training file, and each format of the dataset in its default directory, with
+    `rows`, `used` (conversations), `tasks` (bad rows included) and `lost`: `tasks` minus all `lost`
+    is `used`. A format with masked turns also has `masked`, as in the manifest. An export is
+    `outdated` if conversations have ended since it was made.
+
+    Raises `RunDirError` for a manifest that cannot be read.
     """
     completed = totals.statuses.get("completed", 0)
     endings = Counter(totals.statuses)
@@ -69,7 +71,7 @@ def _audited(dataset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
-    """The funnel as lines."""
+    """Format a funnel as lines."""
     samples = funnel["samples"]
     for step in funnel["steps"]:
         is_sampled = step["name"] == "tasks" and samples > 1
@@ -100,7 +102,7 @@ def _step(name: str, count: int, lost: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _sort_reasons(lost: Mapping[str, int]) -> dict[str, int]:
-    """The reasons that occurred, the most frequent first."""
+    """Sort reasons by count, the most frequent first; reasons that did not occur are left out."""
     ordered = sorted(lost.items(), key=lambda reason: (-reason[1], reason[0]))
     return {reason: count for reason, count in ordered if count}
 
@@ -129,7 +131,7 @@ def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
 
 
 def _left_out_of_all(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """What a manifest counts as left out of all its files; `failed` records it lists by reason."""
+    """The tasks that a manifest counts as left out of all files, by reason."""
     lost = Counter(manifest["rejected_by_reason"])
     lost["failed"] += manifest["failed"]
     lost["bad row"] += manifest["discarded"]
@@ -165,7 +167,7 @@ def _export(
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A manifest, or None where nothing was exported yet. Raises `RunDirError`."""
+    """Read a manifest; None if nothing was exported yet. Raises `RunDirError`."""
     try:
         manifest: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Named checks of what a run produced: is it worth training on?
+"""Health checks of the results of a run: are they worth training on?
 
-Each check counts what it looks for among what it looks at (turns, calls, conversations, prompts,
-...); a share above its limit is a problem. `HEALTH_CHECKS` is the table of names and limits. Memory
-grows with prompts (if they have several samples) and with small columns, not with records.
+Each check counts cases among turns, calls, conversations, prompts or the like; a share above the
+limit of the check is a problem. `HEALTH_CHECKS` is the table of names and limits. Memory grows with
+prompts (if they have several samples) and with small columns, not with records.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from batch_trajectories.records.record_types import Record, StoredMessage
 
 
 class HealthCheck(NamedTuple):
-    """What a check looks for, and when that is a problem."""
+    """A kind of problem, and its limit."""
 
     limit: float
     """The largest acceptable share."""
     least: int
-    """With fewer things to look at than this, there is no problem."""
+    """Minimum number of turns, calls or the like; below it, nothing is a problem."""
     problem: str
-    """What was found, after the count."""
+    """The description of the problem, to be put after the count."""
 
 
 HEALTH_CHECKS: Mapping[str, HealthCheck] = {
@@ -66,10 +66,10 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
         0, 1, "values of a column have one reward in 20 conversations or more, against the odds"
     ),
 }
-"""By name. Their order is that of the output."""
+"""The checks by name, in the order of the output."""
 
 _FAILURES = {"invalid_calls": "invalid_arguments", "interrupted_calls": "interrupted"}
-"""Checks of results, and the kind of failure that each looks for."""
+"""Checks of results, each with the kind of failure that it counts."""
 
 _MAX_EXAMPLES = 3
 _REPEATS = 5
@@ -79,17 +79,17 @@ _MIN_RECORDS_PER_VALUE = 20
 _CHANCE = 0.001
 """Rewards are constant against the odds if chance alone would give that less often."""
 _MAX_VALUES = 1000
-"""Columns with more values than this describe single rows."""
+"""Columns with more values than this are ignored: they describe single rows."""
 _MAX_CHARS = 100
 _ALL = "all rows"
 _USUAL_CHECK_S = 1.0
-"""If checks take less than this, a fast one means nothing."""
+"""If checks usually take less than this, a fast check means nothing."""
 _VARIED = ""
-"""Stands for prompts that do not always fail in the same way."""
+"""The ending of prompts that do not always fail in the same way."""
 
 
 class _Rewards:
-    """How many rewards there are, and which if they are all the same."""
+    """Counts rewards; `first` is the reward of all if `is_constant`."""
 
     __slots__ = ("count", "first", "is_constant", "total")
 
@@ -112,14 +112,14 @@ class _Rewards:
 
 
 class Health:
-    """The checks of the records given to `add` so far."""
+    """The health checks of the records added so far."""
 
     def __init__(self, samples: int) -> None:
-        """`samples` is how many conversations a prompt has."""
+        """`samples` is the number of conversations per prompt."""
         self._samples = samples
         self._has_samples = samples >= _PROMPT_FAILURES
         self._failed_records: KeyCounts[str] = KeyCounts()
-        """Records of failed attempts, which failures.jsonl has too, by prompt."""
+        """Records of failed attempts by prompt; failures.jsonl has these attempts, too."""
         self._found: KeyCounts[str] = KeyCounts()
         self._of: KeyCounts[str] = KeyCounts()
         self._examples: dict[str, list[str]] = defaultdict(list)
@@ -133,7 +133,7 @@ class Health:
         self.caches = CacheUse()
 
     def add(self, record: Record, authored: Own) -> None:
-        """Look at one record."""
+        """Check one record."""
         id, turns, counts = record.id, authored.turns, authored.counts
         is_completed = record.status == "completed"
         self._count("unfinished", id, not is_completed)
@@ -167,7 +167,7 @@ class Health:
                     self._passed_ids.append(id)
 
     def add_failures(self, failures: Iterable[Mapping[str, Any]]) -> None:
-        """Look at failed attempts, lines of failures.jsonl, after all records."""
+        """Check failed attempts, the lines of failures.jsonl, after all records are added."""
         for line in failures:
             if line.get("kind") == "attempt":
                 prompt = self._prompt_of(line["id"])
@@ -176,13 +176,13 @@ class Health:
                 self._add_ending(prompt, _failed(line["class"]), 1 - is_known)
 
     def _prompt_of(self, task_id: str) -> str:
-        """The id of a task's prompt; that of its first sample is the same."""
+        """The id of a task's prompt, which is the id of its first sample."""
         prompt, _, sample = task_id.rpartition("#s")
         is_sample = sample.isdecimal() and 0 < int(sample) < self._samples
         return prompt if prompt and is_sample and task_id not in self._endings else task_id
 
     def merge(self, other: Health) -> None:
-        """Add the records of `other`, which come after those of this one."""
+        """Add the records of `other`, which come later."""
         self._found.merge(other._found)
         self._of.merge(other._of)
         for name, ids in other._examples.items():
@@ -201,17 +201,18 @@ class Health:
         self.caches.merge(other.caches)
 
     def to_json(self, price_of: PriceOf | None = None) -> list[dict[str, Any]]:
-        """One object per check: `name`, `found`, `of`, `share` (null of nothing), `limit`,
-        `is_problem`, `problem` (what was found, in words) and up to three `examples`: ids of
-        records or prompts, names of tools, or `column=value`.
+        """One object per check.
 
-        `price_of` says what tokens cost that caches missed.
+        Keys: `name`, `found`, `of`, `share` (null if `of` is 0), `limit`, `is_problem`, `problem`
+        (a description) and up to three `examples`: ids of records or prompts, names of tools, or
+        `column=value`. `price_of` is for the cost of tokens that caches missed.
         """
         self._conclude()
         results = {name: self._result(name, check) for name, check in HEALTH_CHECKS.items()}
         misses = results["cache_misses"]
-        if (words := self.caches.misses(price_of).explanation) and misses["is_problem"]:
-            misses["problem"] += f": {words}"
+        explanation = self.caches.misses(price_of).explanation
+        if explanation and misses["is_problem"]:
+            misses["problem"] += f": {explanation}"
         return [*results.values()]
 
     def _result(self, name: str, check: HealthCheck) -> dict[str, Any]:
@@ -261,7 +262,7 @@ class Health:
                 self._rewards[column].setdefault(value, _Rewards()).add(reward)
 
     def _conclude(self) -> None:
-        """Count what is known only at the end."""
+        """Count the checks that need all records."""
         for name in ("failing_tools", "failing_prompts", "instant_passes", "constant_rewards"):
             for counts in (self._found, self._of, self._examples):
                 counts.pop(name, None)
@@ -293,12 +294,12 @@ def _failed(error_class: str) -> str:
 
 
 def problems_in(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of the results of `Health.to_json` that are problems."""
+    """The problems among the results of `Health.to_json`."""
     return [result for result in results if result["is_problem"]]
 
 
 def health_as_text(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The problems as lines, or one line that there are none."""
+    """Format the problems as lines; without any, one line says so."""
     problems = problems_in(results)
     if not problems:
         looked_at = sum(result["of"] >= HEALTH_CHECKS[result["name"]].least for result in results)
@@ -312,7 +313,7 @@ def health_as_text(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _longest_run(messages: Iterable[StoredMessage]) -> int:
-    """How often the same call was made in a row."""
+    """The length of the longest run of equal calls."""
     calls = [
         (call.function.name, call.function.arguments)
         for message in messages
@@ -327,14 +328,14 @@ def _longest_run(messages: Iterable[StoredMessage]) -> int:
 
 
 def _is_suspect(rewards: _Rewards, whole: _Rewards) -> bool:
-    """Whether all rewards are the same although chance would rarely make them so."""
+    """Whether all rewards are the same, although this would rarely happen by chance."""
     if not rewards.is_constant:
         return False
     if rewards.count == whole.count:
         return True
     rest = whole.count - rewards.count
     mean = (whole.total - rewards.total) / rest
-    # Of rewards from 0 to 1: how often others have this one, if they were 0 and 1 alone.
+    # Taking rewards from 0 to 1 as a mix of zeros and ones: the share of this one among others.
     chance = mean if rewards.first >= 1 else 1 - mean
     return min(max(chance, 0.0), 1.0) ** rewards.count < _CHANCE
 

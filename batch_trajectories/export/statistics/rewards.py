@@ -1,8 +1,8 @@
-"""Statistics of rewards: by name, in the samples of a prompt, and pass@k.
+"""Computes statistics of rewards: by name, in the samples of a prompt, and pass@k.
 
-A group is all samples of one prompt. Its mean and standard deviation are what group-relative
-trainers subtract and divide by; a group whose samples all have one reward teaches them nothing.
-Takes about a hundred bytes per prompt.
+A group has all samples of one prompt. Group-relative trainers subtract its mean and divide by its
+standard deviation, so a group whose samples all have the same reward teaches them nothing. Takes
+about a hundred bytes per prompt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import StoppingRule
 
 MAX_NAMES = 100
-"""Names beyond these are only counted: a program can give any number of them."""
+"""Maximum number of names of rewards; further names are ignored, as a program can invent any
+number."""
 
 
 class _Numbers:
     """Count, mean and squared differences from the mean of many series of numbers.
 
-    By Welford's method, which loses no digits where the numbers are large and close together.
+    Computed by Welford's method, which is exact for large numbers that are close together.
     """
 
     def __init__(self) -> None:
@@ -43,9 +44,9 @@ class _Numbers:
         self._squares[series] += before * (number - self._means[series])
 
     def merge(self, other: _Numbers, series: Sequence[int]) -> None:
-        """Add the numbers of `other`, whose series have these numbers here.
+        """Add the numbers of `other`; `series` has the number here of each of its series.
 
-        As Chan, Golub and LeVeque add two parts of a series.
+        Computed by the method of Chan, Golub and LeVeque.
         """
         for place, (count, mean, square) in enumerate(
             zip(other._counts, other._means, other._squares, strict=True)
@@ -69,7 +70,7 @@ class _Numbers:
     def summaries(self) -> Iterator[tuple[int, float, float | None]]:
         """Count, mean and standard deviation of each series that has numbers.
 
-        The deviation is that of a sample (n - 1), None for a single number.
+        The deviation is computed with n - 1; None for a single number.
         """
         for count, mean, square in zip(self._counts, self._means, self._squares, strict=True):
             if count:
@@ -77,11 +78,13 @@ class _Numbers:
 
 
 class RewardStatistics:
-    """The statistics of the records given to `add` so far."""
+    """The statistics of rewards of the records added so far."""
 
     def __init__(self, samples: int, rule: StoppingRule | None = None) -> None:
-        """`samples` is how many conversations a prompt has; a single one makes no groups. With a
-        `rule` of `--until_passed` it is their maximum."""
+        """`samples` is the number of conversations per prompt; 1: there are no groups.
+
+        With a `rule` of `--until_passed`, `samples` is the maximum.
+        """
         self._has_groups = samples > 1
         self._samples, self._rule = samples, rule
         self._by_model = ByModel()
@@ -113,7 +116,7 @@ class RewardStatistics:
             self._count_outcomes(prompt, 1, is_good)
 
     def merge(self, other: RewardStatistics) -> None:
-        """Add the records of `other`, which come after those of this one."""
+        """Add the records of `other`, which come later."""
         self._by_model.merge(other._by_model)
         prompts = [self._prompts.setdefault(key, len(self._prompts)) for key in other._prompts]
         for ours, theirs, series in (
@@ -135,10 +138,14 @@ class RewardStatistics:
         self._passed[prompt] += passed
 
     def to_json(self) -> dict[str, Any]:
-        """`by_name` (records, mean, std, and of prompts with two samples or more: groups, the mean
-        of their standard deviations, how many have a single reward), `turns` (the same over single
-        turns) and `pass_at` (percent by k). With `--until_passed` also `stopped_at`, with several
-        models also `models`, see `ByModel`.
+        """The value of `rewards` in `stats --json`.
+
+        - `by_name`: records, mean, std; and of prompts with at least two samples the number of
+          groups, the mean of their standard deviations, and the number with equal rewards
+        - `turns`: turns, mean, std of rewards of single turns
+        - `pass_at`: percent by k
+        - `stopped_at`: only with `--until_passed`
+        - `models`: only with several models; see `ByModel`
         """
         rule = self._rule
         models = self._by_model.to_json(() if rule is None else rule.models)
@@ -168,10 +175,11 @@ class RewardStatistics:
         }
 
     def _pass_at(self) -> dict[str, float]:
-        """For each k the mean over all prompts with so many judged samples.
+        """pass@k in percent by k: the mean over all prompts with at least k judged samples.
 
-        Of a prompt it is the chance that k of its samples, drawn at random, hold one that passed;
-        of one that stopped because enough had passed, an estimate without the bias of that.
+        For one prompt it is the chance that k of its samples, drawn at random, include one that
+        passed. If a prompt was stopped because enough samples had passed, the estimate is corrected
+        for this.
         """
         rule = self._rule
         if rule is not None and rule.models and rule.passed > 1:
@@ -194,28 +202,27 @@ class RewardStatistics:
 
 
 def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The statistics as lines for a person; none without rewards."""
+    """Format the statistics as lines; none without rewards."""
     if by_name := figures["by_name"]:
-        grouped = any("groups" in of_name for of_name in by_name.values())
+        grouped = any("groups" in one for one in by_name.values())
         more = f"{'groups':>10}{'std in group':>14}{'all equal':>11}" if grouped else ""
         yield f"{'reward':<24}{'records':>10}{'mean':>12}{'std':>12}{more}"
-        for name, of_name in by_name.items():
+        for name, one in by_name.items():
             more = (
-                f"{of_name['groups']:>10,}{_number(of_name['mean_group_std']):>14}"
-                f"{of_name['equal_groups']:>11,}"
+                f"{one['groups']:>10,}{_number(one['mean_group_std']):>14}"
+                f"{one['equal_groups']:>11,}"
                 if grouped
                 else ""
             )
             yield (
-                f"{name:<24}{of_name['records']:>10,}{_number(of_name['mean']):>12}"
-                f"{_number(of_name['std']):>12}{more}"
+                f"{name:<24}{one['records']:>10,}{_number(one['mean']):>12}"
+                f"{_number(one['std']):>12}{more}"
             )
     if turns := figures["turns"]:
         yield f"{'reward per turn':<24}{'turns':>10}{'mean':>12}{'std':>12}"
-        for name, of_name in turns.items():
+        for name, one in turns.items():
             yield (
-                f"{name:<24}{of_name['turns']:>10,}{_number(of_name['mean']):>12}"
-                f"{_number(of_name['std']):>12}"
+                f"{name:<24}{one['turns']:>10,}{_number(one['mean']):>12}{_number(one['std']):>12}"
             )
     if figures["pass_at"]:
         rates = ", ".join(f"pass@{k} {percent:g}%" for k, percent in figures["pass_at"].items())
@@ -226,9 +233,10 @@ def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def pass_chance(count: int, passed: int, k: int, rule: StoppingRule | None) -> float | None:
-    """The chance that `k` samples hold one that passed, None if it is unknown.
+    """The chance that `k` samples of a prompt include one that passed; None if unknown.
 
-    Drawn at random of the `count` samples of a prompt, unless `rule` ended these.
+    `count` samples were judged, `passed` of them passed. If `rule` may have stopped the prompt, the
+    estimate is corrected for this.
     """
     if rule is not None:
         from batch_trajectories.engine.stopping import chance_where_stopped

@@ -1,7 +1,7 @@
-"""The statistics of a run for people and programs, computed from its records alone.
+"""Computes the statistics of a run from its records, for people and programs.
 
-Numbers of each record are kept in arrays of machine numbers, so percentiles are exact and a million
-records take some tens of megabytes.
+Some numbers of each record are kept in arrays of machine numbers, so percentiles are exact and a
+million records take some tens of megabytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _AMOUNTS = [
     "cost_usd",
     "model_seconds",
 ]
-"""Numbers of each record whose spread is shown."""
+"""Numbers of each record whose mean and percentiles are shown."""
 
 
 def _floats() -> array[float]:
@@ -55,7 +55,7 @@ def _floats() -> array[float]:
 
 
 class RunStatistics:
-    """`Statistics`, and how turns, tokens, costs and durations are spread."""
+    """All statistics of a run: `Statistics`, rewards, health, labels, and spreads of numbers."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class RunStatistics:
         rule: StoppingRule | None = None,
         left_out: Collection[str] | None = None,
     ) -> None:
-        """`style` is that of the run: it decides which conversations are kept.
+        """`style` is that of the run and decides which conversations are kept.
 
-        `samples` is how many conversations a prompt has. `left_out` are the ids of completed
-        conversations that are not kept, where an export knows them.
+        `samples` is the number of conversations per prompt. `left_out` are the ids of completed
+        conversations that are not kept; None: found out by parsing them.
         """
         self._left_out = left_out
         self._rewards = RewardStatistics(samples, rule)
@@ -88,7 +88,7 @@ class RunStatistics:
     def add(self, records: Sequence[Record]) -> None:
         """Count records."""
         given = [(record, Own(record)) for record in records]
-        # First this: what reads a conversation counts its replies on the way.
+        # Done first: reading a conversation counts its replies on the way.
         kept = [self._is_kept(record, authored) for record, authored in given]
         for record, authored in given:
             self._statistics.add(record, authored)
@@ -131,7 +131,7 @@ class RunStatistics:
                 self._cost_of_kept += cost
 
     def merge(self, other: RunStatistics) -> None:
-        """Add the records of `other`, which come after those of this one."""
+        """Add the records of `other`, which come later."""
         self._statistics.merge(other._statistics)
         self._rewards.merge(other._rewards)
         self._agreement.merge(other._agreement)
@@ -166,9 +166,9 @@ class RunStatistics:
         return any(turn.reasoning for turn in conversation.own_turns)
 
     def to_json(self, price_of: PriceOf | None = None) -> dict[str, Any]:
-        """As `stats --json` shows it. Unknown costs are counted apart, never as zero.
+        """The statistics as `stats --json` has them. Unknown costs are counted apart, not as zero.
 
-        `price_of` says what tokens cost that caches missed.
+        `price_of` is for the cost of tokens that caches missed.
         """
         counted = self._statistics.to_json()
         for tool in counted["tools"]:
@@ -204,11 +204,11 @@ def statistics_of(
     left_out: Collection[str] | None = None,
     price_of: PriceOf | None = None,
 ) -> dict[str, Any]:
-    """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
+    """The statistics of a run, over the last record of each task. Raises `EnvironmentStop`.
 
-    `max_attempts` is that of the run, for what it has spent in all; `samples` are its
-    conversations per prompt, with `rule` their maximum. `left_out` is that of an export with this
-    style. `price_of` is that of `RunStatistics.to_json`.
+    `max_attempts` is that of the run, for the total cost. `samples` is the number of conversations
+    per prompt, with `rule` the maximum. For `style` and `left_out` see `RunStatistics`, for
+    `price_of` its `to_json`.
     """
 
     def count(some: SomeRecords) -> RunStatistics:
@@ -233,7 +233,7 @@ def statistics_of(
 
 
 def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[str]:
-    """The statistics as tables; `shares` are the toolsets asked for, in percent."""
+    """Format the statistics as tables; `shares` are the wanted shares of toolsets, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in figures["rows"].items())
     kept = f"kept for training {figures['kept']:,}"
     yield f"{figures['records']:,} records: {statuses or 'none'}; {kept}"

@@ -1,1 +1,1 @@
-"""Chat templates of models, and rows as they render them."""
+"""Chat templates of models, and how they render rows."""

@@ -1,7 +1,7 @@
-"""Renders rows of `openai` through a chat template, and compares each turn's context.
+"""Renders rows of `openai` by a chat template, and compares the context of each learnt turn.
 
-Inference renders the messages before a turn with the generation prompt. Training renders the row:
-the turn is learnt in the same context if the row's text begins with that one.
+The context of inference is the text of the messages before a turn, with the generation prompt. The
+turn is learnt in the same context if the text of its row begins with this one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class LearntTurn(NamedTuple):
     """A turn that is learnt."""
 
     at: int
-    """Its position in the row."""
+    """The position of the turn in the row."""
     before: Sequence[Message]
-    """What inference was given."""
+    """The messages that inference was given."""
     reasoning: str
 
 
@@ -35,7 +35,7 @@ class TrainerRow(NamedTuple):
 
 
 def read_trainer_row(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> TrainerRow:
-    """A row of `openai`; `key` is that of its reasoning."""
+    """Read a row of `openai`; `key` is the key of reasoning in its messages."""
     messages = row["messages"]
     learnt = (
         LearntTurn(n, messages[:n], message.get(key) or "")
@@ -47,22 +47,22 @@ def read_trainer_row(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> 
 
 @dataclass(slots=True)
 class ParityCounts:
-    """What a template makes of rows."""
+    """Counts of how a template renders rows."""
 
     rows: int = 0
     turns: int = 0
     same: int = 0
     """Turns whose context in training is that of inference."""
     causes: Counter[str] = field(default_factory=Counter)
-    """Of the others: whether the `context` differs, or the `generation_prompt` alone."""
+    """The other turns by cause: the `context` differs, or only the `generation_prompt`."""
     with_reasoning: int = 0
     reasoning_lost: int = 0
     lost_in: Counter[str] = field(default_factory=Counter)
-    """Turns whose reasoning is lost: `turns with calls` and `answers`."""
+    """Turns whose reasoning is lost, by kind: `turns with calls` and `answers`."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Rows that the template refuses, by its words."""
+    """Rows that the template refuses, by its message."""
     stops: Counter[bool] = field(default_factory=Counter)
-    """Whether the token that ends a turn carries loss, where the template says what does."""
+    """Rows by whether the token that ends the last turn carries loss, if the template says it."""
 
     @property
     def is_clean(self) -> bool:
@@ -70,9 +70,9 @@ class ParityCounts:
         return not self.refused and self.same == self.turns and not self.reasoning_lost
 
     def add(self, chat: Chat, rows: Iterable[TrainerRow], keep: Callable[[str], None]) -> bool:
-        """Render the rows of a conversation; returns whether nothing differs in them.
+        """Render and count the rows of a conversation; returns whether nothing differs.
 
-        `keep` gets the text of each row.
+        `keep` is called with the text of each row.
         """
         is_same = True
         for row in rows:
@@ -115,16 +115,16 @@ class ParityCounts:
 
     def _count_stop(self, row: TrainerRow, text: str, trained: Sequence[tuple[int, int]]) -> None:
         last = row.messages[-1]
-        words = str(last.get("content") or "").strip()
-        if not trained or not words or last["role"] != "assistant" or last.get("tool_calls"):
+        answer = str(last.get("content") or "").strip()
+        if not trained or not answer or last["role"] != "assistant" or last.get("tool_calls"):
             return
         begin, end = trained[-1]
-        _, found, after = text[begin:end].rpartition(words)
+        _, found, after = text[begin:end].rpartition(answer)
         if found:
             self.stops[bool(after.strip())] += 1
 
     def describe_differences(self) -> Iterator[str]:
-        """Why what still differs does, in words."""
+        """Describe the remaining differences, a line for each cause."""
         for why, rows in self.refused.most_common(1):
             yield f"the template refuses {rows:,} of {self.rows:,} rows: {why}"
         if turns := self.causes["context"]:
@@ -150,9 +150,9 @@ class ParityCounts:
 
 
 def find_difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: str) -> str | None:
-    """What differs from a turn's context of inference in the text of its row; None: nothing.
+    """The cause of a difference between the context of a turn and its row; None without one.
 
-    Raises nothing; see `ParityCounts.causes`.
+    `text` is that of the row; causes are those of `ParityCounts.causes`. Raises nothing.
     """
     try:
         context, _ = strip_marks(chat(turn.before, tools, True))

@@ -1,8 +1,8 @@
 """The key `fit` of a recipe: rows of `openai` as the student's chat template shows them.
 
-Turns whose context in training is not that of inference lose their loss; rows above a length are
-left out, or cut after a turn. The template is the user's own: it is rendered in a sandbox, but
-without limits of time and memory.
+Turns whose context in training differs from inference lose their loss. Rows above a length are left
+out, or cut after a turn. The template is the user's: it is rendered in a sandbox, but without
+limits of time and memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 
 _MAX_IDS = 1000
-"""Ids of rows that were cut, in the manifest."""
+"""Maximum number of ids of cut rows in the manifest."""
 
 
 class Fit(BaseModel):
@@ -29,11 +29,11 @@ class Fit(BaseModel):
     template: Annotated[str, Field(min_length=1)]
     """A name, a file or the directory of a tokenizer, as in `--parity`."""
     other_context: Literal["keep", "mask"] = "keep"
-    """`mask`: a turn that is learnt in another context than inference had loses its loss."""
+    """`mask`: turns whose context in training differs from inference carry no loss."""
     max_length: PositiveInt | None = None
-    """The most tokens of a row."""
+    """Maximum tokens of a row."""
     too_long: Literal["leave_out", "cut"] = "leave_out"
-    """What becomes of longer rows; `cut` ends them with the last turn that fits."""
+    """The treatment of longer rows; `cut` ends a row with the last turn that fits."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Fit:
@@ -43,10 +43,10 @@ class Fit(BaseModel):
 
 
 class Fitting:
-    """Fits rows and counts what it did."""
+    """Fits rows, and counts masked turns, cut rows and rows left out."""
 
     def __init__(self, fit: Fit, reasoning_key: str) -> None:
-        """Raises `ConfigError`."""
+        """`reasoning_key` is the key of reasoning in messages. Raises `ConfigError`."""
         from batch_trajectories.export.templates.rendering import find, load_chat
 
         found = find(fit.template)
@@ -72,9 +72,9 @@ class Fitting:
         self._refused: Counter[str] = Counter()
 
     def fit_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row, with marks or cut; one that the template refuses stays as it is.
+        """Mask turns of a row, or cut it. A row that the template refuses stays as it is.
 
-        Raises Rejected for a row that is too long, or of which nothing is left to learn.
+        Raises Rejected for a row that is too long, or that has no turn left to learn.
         """
         from batch_trajectories.export.templates.contexts import find_difference, read_trainer_row
         from batch_trajectories.export.templates.rendering import strip_marks, tools_in

@@ -1,7 +1,7 @@
 """Judges a dataset by chat templates, in a process with bounded time and memory.
 
-Nothing of a template is trusted: one that takes too long or too much memory is judged as that, and
-the next one goes on in a new process.
+Templates are not trusted. A template that takes too long or too much memory fails, and the next one
+is judged in a new process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from batch_trajectories.export.templates.rendering import (
     tools_in,
 )
 
-# The options of an export after which a template trains what inference saw.
+# The search for options of an export with which a template trains on what inference saw.
 #
 # Rows are changed as the options would change them, and rendered again.
 
@@ -48,13 +48,13 @@ Change = Callable[[TrainerRow], Iterator[TrainerRow]]
 
 
 class Remedy(NamedTuple):
-    """Options, and what they turn a row into."""
+    """Options of an export, and how they change a row."""
 
     options: tuple[str, ...]
     changes: tuple[Change, ...]
 
     def rows(self, row: TrainerRow) -> list[TrainerRow]:
-        """The rows that one row becomes."""
+        """The rows that one row becomes with these options."""
         rows = [row]
         for change in self.changes:
             rows = [after for before in rows for after in change(before)]
@@ -62,15 +62,15 @@ class Remedy(NamedTuple):
 
 
 _MAX_TRIED = 3
-"""Rows that try all choices, and choices that are tried on all rows of the sample."""
+"""Number of rows on which all choices are tried, and of choices tried on the whole sample."""
 NO_REMEDY = Remedy((), ())
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def find_remedy(chat: Chat, sample: Sequence[TrainerRow], *, is_cut: bool) -> Remedy:
-    """The fewest options that have nothing differ in a sample of rows, or the best ones found.
+    """The fewest options with which nothing differs in a sample of rows, else the best ones.
 
-    `is_cut`: rows already show single views or turns.
+    `is_cut`: rows are already for single views or turns.
     """
     choices = [
         Remedy(options, changes)
@@ -84,7 +84,7 @@ def find_remedy(chat: Chat, sample: Sequence[TrainerRow], *, is_cut: bool) -> Re
 
 
 def _choices(*, is_cut: bool) -> Iterator[tuple[tuple[str, ...], tuple[Change, ...]]]:
-    """All options that go together, in the order in which an export applies them."""
+    """Combinations of options, each in the order in which an export applies them."""
     forms = [_subset(_FORMS, n) for n in range(1 << len(_FORMS))]
     for form, key in product(forms, ({}, *({name: _KEYS[name]} for name in _KEYS))):
         cuts = {} if is_cut else _INLINE_CUTS if _INLINE in key else _CUTS
@@ -98,7 +98,7 @@ def _subset(choices: Mapping[str, Change], bits: int) -> Mapping[str, Change]:
 
 
 def _have_effect(changes: Sequence[Change], row: TrainerRow) -> bool:
-    """Whether each of them changes something in a row."""
+    """Whether each of the changes has an effect on a row."""
     for change in changes:
         rows = [*change(row)]
         if [one.messages for one in rows] == [row.messages]:
@@ -114,9 +114,9 @@ def _tally(chat: Chat, choice: Remedy, rows: Sequence[TrainerRow]) -> ParityCoun
 
 
 def _badness(tally: ParityCounts) -> tuple[float, ...]:
-    """What is worse: refused rows, then lost reasoning, then other contexts."""
-    turns, thoughts = max(1, tally.turns), max(1, tally.with_reasoning)
-    lost = tally.reasoning_lost / thoughts
+    """A sort key, lower is better: refused rows, then lost reasoning, then other contexts."""
+    turns, with_reasoning = max(1, tally.turns), max(1, tally.with_reasoning)
+    lost = tally.reasoning_lost / with_reasoning
     return (
         tally.refused.total() / max(1, tally.rows),
         lost,
@@ -125,7 +125,7 @@ def _badness(tally: ParityCounts) -> tuple[float, ...]:
 
 
 def _change_messages(row: TrainerRow, change: Callable[[Message], Message]) -> Iterator[TrainerRow]:
-    """The row with its messages changed, also in the contexts of inference."""
+    """Change all messages of a row, also in the contexts of inference."""
     turns = [
         turn._replace(before=[change(message) for message in turn.before]) for turn in row.turns
     ]
@@ -152,7 +152,7 @@ def _arguments_as_text(row: TrainerRow) -> Iterator[TrainerRow]:
 
 
 def _split_calls(row: TrainerRow) -> Iterator[TrainerRow]:
-    """One call per turn, as `--parallel_calls split` divides them."""
+    """Split turns into one call per turn, as `--parallel_calls split` does."""
     messages: list[Message] = []
     learnt = {turn.at: turn for turn in row.turns}
     turns: list[LearntTurn] = []
@@ -234,7 +234,7 @@ def _empty_think(row: TrainerRow) -> Iterator[TrainerRow]:
 
 
 def _since_user(row: TrainerRow) -> Iterator[TrainerRow]:
-    """A row for each user message, as `--segments --reasoning since_user` makes them."""
+    """Make a row for each user message, as `--segments --reasoning since_user` does."""
     asked = [n for n, message in enumerate(row.messages) if message["role"] == "user"]
     for begin, end in zip(asked, [*asked[1:], len(row.messages)], strict=True):
         turns = [turn for turn in row.turns if begin < turn.at < end]
@@ -253,7 +253,7 @@ def _per_turn_since_user(row: TrainerRow) -> Iterator[TrainerRow]:
 
 
 def _per_turn(row: TrainerRow) -> Iterator[TrainerRow]:
-    """A row for each turn."""
+    """Make a row for each turn."""
     for turn in row.turns:
         yield row._replace(messages=row.messages[: turn.at + 1], turns=[turn])
 
@@ -278,31 +278,30 @@ _EMPTY: Mapping[str, Change] = {"--empty_think text": _empty_think}
 
 
 _RENDER_S = 10.0
-"""CPU time for one row: trainers render thousands a minute, and a busy machine is no fault of a
-template."""
+"""Maximum CPU time for one row. Trainers render thousands of rows a minute."""
 _STUCK_S = 60
-"""CPU time without the end of a rendering, where no signal handler can end it."""
+"""CPU time after which the process is killed, if no signal handler could end a rendering."""
 _SILENCE_S = 600.0
 """After this time without a message the process counts as stuck."""
 _ALIVE_EVERY_S = 1.0
 """The process sends a message at least this often while it renders."""
 _MEMORY_BYTES = 2 << 30
 _SAMPLE = 12
-"""Rows that differ, by which options are chosen; all rows then prove them."""
-_BLOCK = 64
+"""Number of differing rows by which options are chosen. The choice is then tried on all rows."""
+_ROWS_AT_ONCE = 64
 _MAX_IDS = 1000
-"""Ids of rows above the length, in the manifest."""
+"""Maximum number of ids of rows above the length in the manifest."""
 
 
 class _TooLong(BaseException):
-    """Not a reason to refuse a row: the next one may take as long."""
+    """A row took too long. This ends the judgement, as the next row may take as long."""
 
     def __init__(self) -> None:
         super().__init__(f"the template took more than {_RENDER_S:g} s of CPU time for one row")
 
 
 def check(recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | None) -> None:
-    """Raise `ConfigError` for what cannot be judged, before all work."""
+    """Raise `ConfigError` if the rows of a recipe, or a template, cannot be judged."""
     if "openai" not in recipe.formats or not recipe.writes_lines:
         raise ConfigError("--parity renders rows of the format openai; add it to --format")
     if recipe.reasoning in ("last", "none"):
@@ -328,13 +327,20 @@ def judge(
     *,
     max_length: int | None,
 ) -> list[dict[str, Any]]:
-    """What each template makes of the rows of `openai` in a dataset, for its manifest.
+    """Judge the rows of `openai` in a dataset by each template; a dictionary each, for the
+    manifest.
 
-    Beside the counts of `ParityCounts`: `mend`, the options after which nothing differs (null: none
-    needed, or none found), `tried`, the best options where none mends all, `mended`, the counts
-    with either, `left`, why the rest differs, `masked_by_fit`, the turns that a recipe's `fit`
-    masks then, `is_proved`, `lengths`, of a mix `runs` (rows, and those in which nothing differs),
-    and `failed`, if the template could not be judged.
+    Keys, besides those of `ParityCounts`:
+
+    - `mend`: the options with which nothing differs (null: none needed, or none found)
+    - `tried`: the best options, if none remedy all differences
+    - `mended`: the counts with the options of `mend` or `tried`
+    - `left`: descriptions of the remaining differences
+    - `masked_by_fit`: the turns that a recipe's `fit` would then mask
+    - `is_proved`: whether nothing differs without further options
+    - `lengths`: see `_Lengths`
+    - `runs`: of a mix, the rows of each run, and those in which nothing differs (`same`)
+    - `failed`: why the template could not be judged; then there is no other key but `is_proved`
     """
     total = sum(
         file["rows"]
@@ -404,7 +410,7 @@ def _bound_memory() -> None:
 
 
 def _bound_cpu() -> None:
-    """Have the process end unless this is called again within `_STUCK_S` of CPU time."""
+    """Let the process be killed unless this is called again within `_STUCK_S` of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime) + _STUCK_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -459,25 +465,25 @@ def _judge_one(
         if not is_same and len(sample) < _SAMPLE:
             sample.append(shown)
         if "runs" in manifest:
-            of_run = by_run.setdefault(json.loads(row["metadata"])["run"], {"rows": 0, "same": 0})
-            of_run["rows"] += 1
-            of_run["same"] += is_same
+            counts = by_run.setdefault(json.loads(row["metadata"])["run"], {"rows": 0, "same": 0})
+            counts["rows"] += 1
+            counts["same"] += is_same
         if lengths is not None:
             for text in texts:
                 lengths.add(row["id"], text)
-    mend, mended = NO_REMEDY, tally
+    remedy, remedied = NO_REMEDY, tally
     if sample:
-        mend = find_remedy(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
-        if mend.options:
-            mended = _tally_remedied(mend, chat, directory, manifest, key, pipe)
-    is_better = mended.is_clean and mend.options
+        remedy = find_remedy(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
+        if remedy.options:
+            remedied = _tally_remedied(remedy, chat, directory, manifest, key, pipe)
+    is_better = remedied.is_clean and remedy.options
     return {
         **tally.to_json(),
-        "mend": " ".join(mend.options) if is_better else None,
-        "mended": mended.to_json() if mend.options else None,
-        "tried": " ".join(mend.options) if mend.options and not is_better else None,
-        "left": [*mended.describe_differences()],
-        "masked_by_fit": mended.turns - mended.same,
+        "mend": " ".join(remedy.options) if is_better else None,
+        "mended": remedied.to_json() if remedy.options else None,
+        "tried": " ".join(remedy.options) if remedy.options and not is_better else None,
+        "left": [*remedied.describe_differences()],
+        "masked_by_fit": remedied.turns - remedied.same,
         "is_proved": tally.is_clean,
         "lengths": None if lengths is None else lengths.to_json(),
         **({"runs": dict(sorted(by_run.items()))} if by_run else {}),
@@ -485,7 +491,7 @@ def _judge_one(
 
 
 def _tally_remedied(
-    mend: Remedy,
+    remedy: Remedy,
     chat: Any,
     directory: Path,
     manifest: Mapping[str, Any],
@@ -494,23 +500,23 @@ def _tally_remedied(
 ) -> ParityCounts:
     tally = ParityCounts()
     for _, shown in _rows(directory, manifest, key, pipe, counts=False):
-        tally.add(chat, mend.rows(shown), lambda _: None)
+        tally.add(chat, remedy.rows(shown), lambda _: None)
     return tally
 
 
 def _rows(
     directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
 ) -> Iterator[tuple[Mapping[str, Any], TrainerRow]]:
-    """The rows, also as shown; says now and then how many there were."""
+    """The rows, each also as a trainer gets it; sends the number of rows from time to time."""
     rows = rows_of(directory, manifest)
-    while block := list(islice(rows, _BLOCK)):
+    while block := list(islice(rows, _ROWS_AT_ONCE)):
         for row in block:
             yield row, read_trainer_row(row, tools_in(row), key)
         pipe.send(len(block) if counts else 0)
 
 
 class _Lengths:
-    """Lengths of rows in the student's tokens."""
+    """The lengths of rows in tokens of the model that is trained."""
 
     def __init__(self, tokenizer: Path, max_length: int | None) -> None:
         self._tokens = Tokens(tokenizer)
@@ -526,7 +532,7 @@ class _Lengths:
             self._above.append(id)
 
     def to_json(self) -> dict[str, Any]:
-        """Percentiles, and the rows above the length by name."""
+        """Percentiles; with a maximum length also the number and ids of rows above it."""
         lengths = sorted(self._lengths)
         last = len(lengths) - 1
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -544,22 +550,22 @@ class _Lengths:
 
 
 def summary(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line or two for each template."""
+    """Describe the result of each template, a line or more for each."""
     for one in judged:
         name = one["template"]
         if failed := one.get("failed"):
             yield f"{name}: not judged: {failed}"
             continue
         refused = sum(one["refused"].values())
-        words = [f"{one['same']:,} of {plural(one['turns'], 'turn')} in the context of inference"]
+        facts = [f"{one['same']:,} of {plural(one['turns'], 'turn')} in the context of inference"]
         if one["with_reasoning"]:
-            words.append(f"{one['reasoning_lost']:,} of {one['with_reasoning']:,} lose reasoning")
+            facts.append(f"{one['reasoning_lost']:,} of {one['with_reasoning']:,} lose reasoning")
         if refused:
             why = max(one["refused"], key=one["refused"].__getitem__)
-            words.append(f"{plural(refused, 'row')} refused ({why})")
+            facts.append(f"{plural(refused, 'row')} refused ({why})")
         if one["stop_token"] != "unknown":
-            words.append(f"stop token {one['stop_token']}")
-        yield f"{name}: {'; '.join(words)}"
+            facts.append(f"stop token {one['stop_token']}")
+        yield f"{name}: {'; '.join(facts)}"
         if one["mend"]:
             yield f"  mended by {one['mend']}: nothing differs"
         elif one["tried"]:

@@ -1,7 +1,7 @@
-"""Renders rows through a chat template and reports what the template drops.
+"""Renders rows by a chat template and reports texts that the template drops.
 
-A row is rendered twice: as it is, and with every text replaced by a mark. A missing mark is a text
-that the trainer would not see.
+A row is rendered twice: as it is, and with every text replaced by a mark. If a mark is missing, the
+trainer would not see its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 
 
 _TRAINED = ("\ufdd0", "\ufdd1")
-"""Enclose what carries loss while a row is rendered. They are noncharacters, which texts lack."""
+"""Marks around text with loss while a row is rendered: noncharacters, which no text has."""
 
 _MARK = re.compile("[\ufdd0\ufdd1]")
 
@@ -36,18 +36,21 @@ class Rendered(NamedTuple):
     trained: list[tuple[int, int]]
     """Begin and end of each part that carries loss by the template's `{% generation %}`."""
     dropped: list[str]
-    """Places of texts that the template dropped, or why it refused the row."""
+    """The places of texts that the template dropped, or why it refused the row."""
 
 
 Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any], bool], str]
-"""Renders messages and tools; the flag adds the generation prompt. Marks are in the text."""
+"""A function that renders messages and tools; the flag adds the generation prompt.
+
+The text has the marks of text with loss; see `strip_marks`.
+"""
 
 EOS = "\ufdd2"
 """A stand-in for the end-of-text token, whose name only the tokenizer knows."""
 
 
 def load_chat(path: Path) -> Chat:
-    """A function that renders messages as trainers and inference do.
+    """Make a function that renders messages as trainers and inference do.
 
     `path` is a Jinja file or a tokenizer_config.json. Raises `ConfigError`.
     """
@@ -56,7 +59,7 @@ def load_chat(path: Path) -> Chat:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}`, by which templates mark what is trained on."""
+        """The tag `{% generation %}`, by which templates mark text that carries loss."""
 
         tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
@@ -106,7 +109,7 @@ def _parsed(tools: str) -> Any:
 
 
 def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
-    """A function that renders rows of `openai.jsonl` as trainers do; see `load_chat`."""
+    """Make a function that renders rows of `openai.jsonl` as trainers do; see `load_chat`."""
     chat = load_chat(path)
 
     def render(row: Mapping[str, Any]) -> Rendered:
@@ -127,8 +130,8 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
 def _source(path: Path) -> str:
     """The text of a template; raises ValueError for a tokenizer file without one.
 
-    The file may hold it, or several by name, of which the one for tools is used; newer tokenizers
-    have it in a file beside it.
+    A tokenizer file may hold one template, or several by name, of which the one for tools is used.
+    Newer tokenizers have the template in a file beside it.
     """
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
@@ -149,7 +152,7 @@ def _source(path: Path) -> str:
 
 
 def strip_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and the parts that were between two marks."""
+    """Remove the marks; returns the text, and begin and end of the parts between two marks."""
     pieces = _MARK.split(text)
     ends = list(accumulate(map(len, pieces)))
     return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))
@@ -217,7 +220,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` of chat templates, with the same order of options."""
+    """The filter `tojson` of chat templates, which has this order of options."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -245,7 +248,7 @@ def rows_of(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, 
             yield from map(json.loads, lines)
 
 
-# Lengths in the student's tokens.
+# Lengths in tokens of the model that is trained.
 
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 TOKENIZER = "tokenizer.json"
@@ -274,9 +277,9 @@ class Tokens:
 
 # Finds chat templates by name, directory or file.
 #
-# Templates of models have licenses of their own, so none is copied here: names are those of the
-# training library `trl`, where it is installed. A template is data of others: it is rendered in a
-# sandbox, and `judging` bounds its time and memory.
+# Templates of models have various licenses, so none is copied here. Names are those of the training
+# library `trl`, if it is installed. A template is foreign code: it is rendered in a sandbox, and
+# `parity` bounds its time and memory.
 
 ALL = "all"
 
@@ -288,13 +291,13 @@ class ChatTemplate(NamedTuple):
     path: Path
     """A Jinja file or a tokenizer_config.json."""
     tokenizer: Path | None = None
-    """Its tokenizer.json."""
+    """The tokenizer.json of the model; None if unknown."""
 
 
 def find(given: str) -> list[ChatTemplate]:
-    """The templates that names and paths with commas mean; `all`: those of `trl`.
+    """The templates that a list of names and paths, with commas, stands for; `all`: those of `trl`.
 
-    A directory is that of a tokenizer, or one of Jinja files. Raises `ConfigError`.
+    A directory may hold a tokenizer, or Jinja files. Raises `ConfigError`.
     """
     found = [one for name in given.split(",") if name.strip() for one in _find(name.strip())]
     if not found:
