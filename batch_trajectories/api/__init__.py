@@ -1,1 +1,1 @@
-"""Runs from Python: start them and read them. The commands use this, too."""
+"""Starts and reads runs from Python. The commands use this, too."""

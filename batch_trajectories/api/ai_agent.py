@@ -1,4 +1,4 @@
-"""`AIAgent`: one agent with tools, its conversations and sessions."""
+"""The class `AIAgent`: one agent with tools, its conversations and sessions."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class AIAgent:
     ) -> None:
         """Check the settings; makes no model call and writes nothing.
 
-        `model` and `base_url` are those of batch_runner.py: a name without a prefix is one that
-        the server at `base_url` knows. `api_key`: None takes the key from the environment;
+        `model` and `base_url` are as in batch_runner.py: a name without a prefix is the name of a
+        model at `base_url`. `api_key`: None takes the key from the environment;
         `key_env` names its variable, "none" means that no key is needed. `model_options` are
         other fields of `ModelSettings`, such as temperature or reasoning_effort. `max_turns`
         limits the model replies. Toolsets: None means all but "browser" and "web". `sandbox`
@@ -184,7 +184,7 @@ class AIAgent:
         conversation_history: Sequence[Message] | None = None,
         task_id: str | None = None,
     ) -> dict[str, Any]:
-        """`run_conversation` for callers that have an event loop."""
+        """Answer one message, as `run_conversation` does, for callers that have an event loop."""
         task_id = task_id or uuid.uuid4().hex
         history = list(conversation_history or ())
         setup = replace(self._setup, journal=lambda event: _log_event(task_id, event))
@@ -223,7 +223,7 @@ class AIAgent:
         }
 
     def start_session(self, history: Sequence[Message] = ()) -> AgentSession:
-        """A session: several prompts in one workspace. Close it when done."""
+        """Start a session, for several prompts in one workspace. Close it when done."""
         return AgentSession(self._setup, history=history)
 
     def _save(self, session: AgentSession) -> None:
@@ -263,7 +263,7 @@ class AIAgent:
 
 
 def _log_event(task_id: str, event: Event) -> None:
-    """Log an event: a single conversation is not resumed and needs no other journal."""
+    """Log an event. A single conversation is not resumed and needs no other journal."""
     if event["kind"] == "reply":
         message = event["message"]
         calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
@@ -274,7 +274,7 @@ def _log_event(task_id: str, event: Event) -> None:
 
 
 def _one_line(text: str) -> str:
-    """A text for the log: one line, at most 120 characters."""
+    """Shorten a text for the log to one line of at most 120 characters."""
     text = " ".join(text[:240].split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -320,7 +320,7 @@ def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_toolsets(tools: Sequence[Any] | str | None) -> tuple[Toolset, ...]:
-    """The toolsets of tools that are given as MODULE:ATTRIBUTE or as objects."""
+    """The toolsets of the user's tools, which are given as MODULE:ATTRIBUTE or as objects."""
     given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
     places = tuple(tool for tool in given if isinstance(tool, str))
     objects = (("own", tool) for tool in given if not isinstance(tool, str))
@@ -328,7 +328,7 @@ def _own_toolsets(tools: Sequence[Any] | str | None) -> tuple[Toolset, ...]:
 
 
 def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
-    """MCP servers with the tools that they offer; raises `ValueError`."""
+    """Start MCP servers to list their tools. Raises `ValueError`."""
     try:
         servers = TypeAdapter(dict[ServerName, McpServer]).validate_python(mcp)
     except ValidationError as error:
@@ -342,7 +342,7 @@ def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str] | None:
-    """A list of names; as on the command line, it can be a text with commas."""
+    """Read a list of names, which can be a text with commas, as on the command line."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value

@@ -1,4 +1,4 @@
-"""Audit the tasks of a dataset: `check_tasks`."""
+"""Audits the tasks of a dataset: `check_tasks`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from toolsets.sandbox.factory import sandbox_kind
 
 @dataclass(frozen=True, slots=True)
 class AuditEnd:
-    """How a start of an audit ended."""
+    """The result of a start of an audit."""
 
     path: Path
     """The directory of the audit, with tasks.jsonl."""
     verdicts: Counter[str]
-    """Rows by verdict."""
+    """Number of rows by verdict."""
     bad_rows: int
-    """Rows that no run can use."""
+    """Number of rows that no run can use."""
     unfinished: int
-    """Rows whose steps have not all ended."""
+    """Number of rows whose steps have not all ended."""
     exit_code: int
-    """0: all are sound; 1: some are not; else that of a run."""
+    """0: all tasks are sound; 1: some are not; else the exit code of a run."""
     reason: str | None
     """Why `exit_code` is neither 0 nor 1, and what to do next."""
 
     def as_table(self) -> str:
-        """The verdicts with the number of rows, and what to do."""
+        """The verdicts with the number of rows and advice, as lines."""
         counted = {name: self.verdicts[name] for name in WHAT_TO_DO if self.verdicts[name]}
         lines = [f"{name:<18}{count:>9,}  {WHAT_TO_DO[name]}" for name, count in counted.items()]
         for count, name, meaning in (
@@ -54,7 +54,7 @@ def audit(
 ) -> AuditEnd:
     """Carry out the steps of an audit that have no record yet, and write tasks.jsonl.
 
-    `plan` is that of a config which `audited` made. Raises what `start` raises.
+    `plan` is made from a config by `audited`. Raises what `start` raises.
     """
     warn(plan, say)
     if plan.sandbox is not None and not sandbox_kind(plan.sandbox).is_isolated:

@@ -1,4 +1,4 @@
-"""Write the training files, statistics and summary of a run."""
+"""Writes the training files, statistics and summary of a run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def write_results(
 ) -> RunTotals:
     """Write the training files, then the summary, from the files of the run.
 
-    `last_start` describes the start that has just ended; None keeps that in the summary.
-    Raises `ConfigError` if the training file would overwrite the dataset: the directory of the run
-    was renamed or copied.
+    `last_start` describes the start that has just ended; None keeps the description in the
+    summary. Raises `ConfigError` if the training file would overwrite the dataset, as the directory
+    of the run was renamed or copied.
     """
     if is_training_file(config.dataset_file, path):
         raise ConfigError(
@@ -66,7 +66,7 @@ def write_results(
 
 
 def _toolsets(path: Path, statistics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The number of records that each toolset was offered in, and its share by distribution."""
+    """The number of records with each toolset, and its wanted share by the distribution."""
     offered = statistics["toolsets"]
     shares = read_run_json(path)["meaning"].get("distribution") or {}
     never = [

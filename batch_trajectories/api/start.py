@@ -1,4 +1,4 @@
-"""Start a run."""
+"""Starts a run and describes how the start ended."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from batch_trajectories.records.files import (
 from batch_trajectories.records.names import INFLIGHT, RUN_FILE
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
-"""Shows the run in a directory inside a `with` block; yields a function that takes messages."""
+"""A context manager that shows the run in a directory; yields a function for messages."""
 
 _IDS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a start of a run ended."""
+    """The result of a start of a run."""
 
     path: Path
     """The run directory."""
@@ -45,14 +45,14 @@ class RunEnd:
     totals: RunTotals
     """Totals of the run over all its starts."""
     exit_code: int
-    """That of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by the
-    environment, 128 plus the signal's number if a signal stopped it."""
+    """The exit code of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by
+    the environment, 128 plus the signal's number if a signal stopped the run."""
     reason: str | None
     """Why `exit_code` is neither 0 nor 1, and what to do next."""
     stopped_by: str | None
-    """Why the environment or the budget stopped it."""
+    """Why the environment or the budget stopped the run; None if neither did."""
     signal: int | None
-    """The signal that stopped it."""
+    """The number of the signal that stopped the run; None without one."""
     is_out_of_budget: bool
 
 
@@ -64,9 +64,9 @@ def run(
     only: Collection[str] | None = None,
     progress: bool | Callable[[str], object] = True,
 ) -> RunEnd:
-    """Run all prompts of a dataset, or resume; blocks until the run ends.
+    """Run all prompts of a dataset, or resume a run, as the command does; blocks until it ends.
 
-    The same as the command. `fresh` moves an existing run aside, `accept_config_change` names
+    `fresh` moves an existing run aside, `accept_config_change` names
     options that may differ from the run's first start, `only` limits this start to the tasks with
     these ids. `progress`: True shows messages and progress on standard error, False nothing; a
     function gets each message.
@@ -97,7 +97,7 @@ def start(
     progress: bool | Callable[[str], object] = True,
     live_view: LiveView | None = None,
 ) -> RunEnd:
-    """`run` for a plan; `only` are task keys."""
+    """Run a plan; see `run`. `only` are task keys; None: all tasks."""
     tell = (None if progress else _discard) if isinstance(progress, bool) else progress
     warn(plan, tell or say)
     refuse_bad_rows(plan, tell or say)
@@ -114,7 +114,7 @@ def start(
 
 
 def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> RunEnd:
-    """How a start ended; see `exit_of`."""
+    """Make the result of a start; see `exit_of`."""
     exit_code, reason = exit_of(outcome, totals, is_all=is_all)
     return RunEnd(
         path=path,
@@ -129,7 +129,7 @@ def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = Tr
 
 
 def _continues_others_calls(config: RunConfig) -> bool:
-    """Whether calls may run again, unsandboxed, of a run that this user did not start here."""
+    """Whether recorded calls may run again, unsandboxed, in a run that another user started."""
     path = config.run_dir
     if config.sandbox != "local" or not (path / RUN_FILE).exists():
         return False
@@ -140,7 +140,7 @@ def _continues_others_calls(config: RunConfig) -> bool:
 def open_planned(
     plan: Plan, *, fresh: bool, accept_config_change: Collection[str]
 ) -> closing[RunDir]:
-    """Open and lock the run directory of a plan; closed at the end of a `with` block."""
+    """Open and lock the run directory of a plan, for a `with` block."""
     changes = tuple(accept_config_change)
     return closing(
         open_run_dir(plan.config, plan.scan, api=plan.api, fresh=fresh, accept_changes=changes)
@@ -150,7 +150,7 @@ def open_planned(
 def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tuple[int, str | None]:
     """The exit code of a start, and why it is neither 0 nor 1.
 
-    `is_all`: the start was to run all tasks.
+    `is_all`: the start was meant to run all tasks.
     """
     if outcome.is_out_of_budget:
         return 3, (
@@ -178,7 +178,7 @@ def _discard(message: str) -> None:
 
 
 def _task_keys(scan: Scan, ids: Collection[str]) -> set[bytes]:
-    """The keys of the tasks with these ids. Raises `ConfigError` for unknown ids."""
+    """The keys of tasks with these ids. Raises `ConfigError` for unknown ids."""
     wanted = set(ids)
     keys = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - keys.keys()):

@@ -1,4 +1,4 @@
-"""Read a run on disk, during the run or afterwards. Writes nothing."""
+"""Reads a run on disk, while it is running or afterwards; writes nothing to it."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ _LAST_BYTES = 8 << 20
 def open_run(
     run: Path | str, output_dir: Path | str = "trajectories", *, writes: bool = False
 ) -> StoredRun:
-    """Open a run, given by its directory or by its name in `output_dir`, for reading.
+    """Open a run for reading, by its directory, its name in `output_dir` or its mirror's URL.
 
-    Or by the URL of its mirror, of which a copy in the user's cache is brought up to date; not if
-    the caller `writes` to the run. Raises `RunDirError` if there is none, with the names of
+    For a URL, a copy of the mirror in the user's cache is updated and opened; a URL is refused if
+    the caller `writes` to the run. Raises `RunDirError` if there is no such run; the error names
     existing runs.
     """
     if is_url(run):
@@ -86,8 +86,10 @@ class StoredRun:
     """A run directory. Each method reads the files again, in their current state."""
 
     def __init__(self, path: Path, *, url: str | None = None) -> None:
-        """`url` is the mirror that it is a copy of. Raises `RunDirError` if `path` is no run
-        directory."""
+        """`url` is the mirror of which `path` is a copy; None: it is no copy.
+
+        Raises `RunDirError` if `path` is no run directory.
+        """
         self.url = url
         refuse_strange_files(path)
         self.path = path
@@ -102,7 +104,7 @@ class StoredRun:
             )
 
     def __repr__(self) -> str:
-        """The run in a line: its records by status, its model, and whether it is running."""
+        """A line: path, records by status, model, and whether the run is running."""
         statuses = Counter(
             entry.status for _, entry in load_index(self.path, lenient=True).records()
         )
@@ -124,8 +126,10 @@ class StoredRun:
 
     @cached_property
     def is_own(self) -> bool:
-        """Whether this user has started the run here; of others, options that run code, or name a
-        variable or an address, are not to be used."""
+        """Whether this user has started the run here.
+
+        Of other runs, options that run code, or name a variable or an address, must not be used.
+        """
         return was_started_here(self.path)
 
     @cached_property
@@ -137,7 +141,7 @@ class StoredRun:
     def holder(self) -> dict[str, Any] | None:
         """The process that is working on the run: `pid`, `host`, `started`; None without one.
 
-        Of a mirror the one that has its lease: it may have died since.
+        For a mirror, the holder of the lease, which may have died since.
         """
         if self.url is None:
             return holder_of(self.path)
@@ -147,29 +151,29 @@ class StoredRun:
         return None if last["is_end"] else last["holder"]
 
     def brought_up_to_date(self) -> StoredRun:
-        """The run again; a copy of a mirror with what has come since."""
+        """Update the copy if the run is a mirror; returns the run in its current state."""
         return self if self.url is None else StoredRun(_update_copy(self.url), url=self.url)
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
+        """The tasks in dataset order, each with `id`, `prompt_id`, `sample`, `columns`."""
         return tasks(self.scan)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of finished conversations, in the order written.
 
-        If a task was run again, only its last record. Raises `UnreadableRecord`.
+        If a task was run again, only its last record is given. Raises `UnreadableRecord`.
         """
         return (record.as_dict() for record in stored_records(self.path))
 
     def record(self, record_id: str) -> dict[str, Any]:
         """The record with this id or unique id prefix.
 
-        If an edited prompt has several records, the last. Raises `RunDirError` if there is none.
+        If an edited prompt has several records, the last one. Raises `RunDirError` without any.
         """
         return self.find(record_id).as_dict()
 
     def find(self, record_id: str) -> Record:
-        """The same, as a typed object."""
+        """The record with this id or unique id prefix, as a typed object; see `record`."""
         exact: tuple[bytes, IndexEntry] | None = None
         longer: dict[str, tuple[bytes, IndexEntry]] = {}
         with open_index(self.path) as (index, records):
@@ -213,9 +217,9 @@ class StoredRun:
                 yield read_id(records, entry.offset, entry.length, key), entry
 
     def last_entries(self, limit: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
-        """The ids and index entries of the latest `limit` records (None: all), the last first.
+        """Ids and index entries of the latest `limit` records, and the number of all records.
 
-        Then the number of all records. The id of an unreadable record is "".
+        The last record comes first. `limit`: None means all. The id of an unreadable record is "".
         """
         entries: list[tuple[str, IndexEntry]] = []
         with open_index(self.path) as (index, records):
@@ -237,7 +241,7 @@ class StoredRun:
         return batches_of(self.path, table)
 
     def to_arrow(self, table: TableName = "tasks") -> pa.Table:
-        """The same as one table, which consists of these batches."""
+        """A table as one Arrow table; see `batches`."""
         import pyarrow
 
         from batch_trajectories.api.tables import schema_of
@@ -246,14 +250,14 @@ class StoredRun:
         return made.unify_dictionaries()
 
     def to_pandas(self, table: TableName = "tasks") -> pd.DataFrame:
-        """The same as a data frame of Arrow's types, without a copy where pandas needs none."""
+        """A table as a data frame with Arrow types, without copying if possible; see `batches`."""
         import pandas
 
         frame: pd.DataFrame = self.to_arrow(table).to_pandas(types_mapper=pandas.ArrowDtype)
         return frame
 
     def to_dataset(self, table: TableName = "tasks") -> datasets.Dataset:
-        """The same as a dataset of the library `datasets`, without a copy."""
+        """A table as a dataset of the library `datasets`, without copying; see `batches`."""
         import datasets
 
         return datasets.Dataset(datasets.table.InMemoryTable(self.to_arrow(table)))
@@ -267,7 +271,7 @@ class StoredRun:
 
         Keys: `id`, `turns` (replies so far), `tool` (the last tool called, or None), `doing`
         ("model": waiting for a reply; "tools": calls have no result yet), `calls` (the names of
-        those), `idle_s` (seconds since the last event, None if unknown).
+        these calls), `idle_s` (seconds since the last event, None if unknown).
         """
         settled = load_index(self.path).keys()
         return conversations_in_flight(self.path / INFLIGHT, settled=settled, now=time.time())
@@ -278,7 +282,7 @@ class StoredRun:
 
     @property
     def rule(self) -> StoppingRule | None:
-        """How many samples of a prompt must pass; None if their number is fixed."""
+        """The rule by which prompts stop; None if the number of samples is fixed."""
         return stopping_rule(self.config)
 
     def statistics(self) -> dict[str, Any]:
@@ -294,7 +298,7 @@ class StoredRun:
         )
 
     def price_of(self, model: str) -> Price | None:
-        """What a model of the run costs, by its name in the config; None if that is unknown."""
+        """The price of a model of the run, by its name in the config; None if unknown."""
         from batch_trajectories.config.models import price_of  # it imports the price table
 
         try:
@@ -303,24 +307,25 @@ class StoredRun:
             return None
 
     def by_model(self) -> list[dict[str, Any]]:
-        """What each model cost and how often it passed, of a run with several; else empty."""
+        """Cost and passes of each model of a run with several models; else empty."""
         if len(self.config.model_weights()) < 2:
             return []
         models: list[dict[str, Any]] = self.statistics()["rewards"].get("models", [])
         return models
 
     def funnel(self) -> dict[str, Any]:
-        """What becomes of the dataset's rows: tasks, endings, checks, exports; why what is lost.
+        """Counts from the rows of the dataset over tasks, endings and checks to exports, with
+        losses.
 
-        See `export.funnel`. Raises `DatasetError` without the dataset, and `RunDirError` if the
-        manifest of an export cannot be read.
+        See `export.statistics.funnel`. Raises `DatasetError` without the dataset, and `RunDirError`
+        if the manifest of an export cannot be read.
         """
         from batch_trajectories.export.statistics.funnel import funnel_of
 
         return funnel_of(self.path, self.scan, self.totals(), self.identity["dataset"])
 
     def funnel_if_known(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The funnel, or None and why it is unknown: the dataset may have been moved."""
+        """The funnel; if it is unknown, None and the reason: the dataset may have been moved."""
         try:
             return self.funnel(), None
         except (DatasetError, RunDirError) as error:
@@ -348,10 +353,10 @@ def _update_copy(url: str) -> Path:
 def conversations_in_flight(
     inflight: Path, *, settled: Container[bytes], now: float
 ) -> list[dict[str, Any]]:
-    """See `StoredRun.in_flight`.
+    """The unfinished conversations in the journals of a run; see `StoredRun.in_flight`.
 
-    Read from their journals, which have only events that are over: a conversation with calls
-    without results is running tools, any other is waiting for the model.
+    Journals have only events that are over. So a conversation with calls without results is running
+    tools, and any other one is waiting for the model.
     """
     journals = Inflight(inflight, read_only=True)
     journals.read(settled=settled)
@@ -359,7 +364,7 @@ def conversations_in_flight(
 
 
 def states_in(journals: Inflight, keys: Iterable[bytes], *, now: float) -> list[dict[str, Any]]:
-    """What some tasks in the journals are doing; see `StoredRun.in_flight`."""
+    """Describe the conversations of some tasks in the journals; see `StoredRun.in_flight`."""
     conversations = []
     for key in keys:
         try:
@@ -378,7 +383,7 @@ def _state(task_id: str, events: Sequence[Event], now: float) -> dict[str, Any]:
         and "discarded" not in reply
     ]
     called = [_names(reply) for reply in replies]
-    # What an agent has done with its last reply, only its next call shows.
+    # Only the next call of an agent shows what it has done with its last reply.
     turn = replies[-1]["turn"] if replies else 0
     answered = {e["call"] for e in events if e["kind"] == "result" and e["turn"] == turn}
     last = called[-1] if called else []
@@ -400,7 +405,7 @@ def _names(reply: ReplyEvent) -> list[str]:
 
 
 def _ended_at(event: Mapping[str, Any]) -> float | None:
-    """The end of an event, epoch seconds."""
+    """The end of an event, epoch seconds; None if unknown."""
     if event["kind"] == "sub":
         return _ended_at(event["event"])
     if event["kind"] == "exchange":

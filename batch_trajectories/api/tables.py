@@ -1,7 +1,7 @@
-"""The records of a run as Arrow tables with typed columns, a batch at a time.
+"""Reads the records of a run as Arrow tables with typed columns, a batch at a time.
 
-Only the parts of a record that a table shows are decoded. Batches are made of about 8 MB of
-records each, so memory grows with the result alone.
+Only the parts of a record that a table shows are decoded. A batch has about 8 MB of records, so
+memory grows only with the result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Time(msgspec.Struct, gc=False):
 
 
 class _Facts(msgspec.Struct, gc=False, kw_only=True):
-    """What all tables need of a record."""
+    """The fields of a record that all tables need."""
 
     id: str
     status: str
@@ -92,7 +92,7 @@ class _TurnFacts(_Facts, kw_only=True):
     tool_calls: list[ToolRun]
 
     def replies(self) -> Iterator[tuple[StoredTurn, int | None]]:
-        """Each turn with the place of its message; None if it has none."""
+        """The turns, each with the index of its message; None if it has no message."""
         places = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
         first = len(places) - len(self.turns)
         for number, turn in enumerate(self.turns, start=first):
@@ -100,13 +100,13 @@ class _TurnFacts(_Facts, kw_only=True):
 
 
 class _Table(NamedTuple):
-    """What a table is made of."""
+    """The fields of records, columns and rows of a table."""
 
     facts: type[_Facts]
     columns: dict[str, str]
-    """Their types."""
+    """The types of columns by name, in order."""
     rows: Callable[[Any], Iterator[tuple[Any, ...]]]
-    """The rows of a record."""
+    """Makes the rows of a record, with a value for each column."""
 
 
 def _task_rows(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
@@ -227,7 +227,7 @@ def _score_rows(facts: _Facts) -> Iterator[tuple[Any, ...]]:
 
 
 def _or_none(rewards: Mapping[str, float]) -> Iterable[tuple[str | None, float | None]]:
-    """The rewards by name; what failed has one row without."""
+    """The rewards by name; without any, one pair of None, so that a failure has a row."""
     return rewards.items() or ((None, None),)
 
 
@@ -322,7 +322,7 @@ TABLES: dict[TableName, _Table] = {
 
 
 def find_table(name: str) -> _Table:
-    """The table of this name. Raises `ValueError`, which names all."""
+    """The table with this name. Raises `ValueError`, which lists the names."""
     if name not in TABLES:
         names = get_args(TableName)
         hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
@@ -347,7 +347,7 @@ def schema_of(name: str) -> pa.Schema:
 
 
 def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
-    """A table in batches, in the order in which records were written.
+    """Read a table in batches, in the order in which records were written.
 
     Raises `ValueError` for another name, `UnreadableRecord`, and what `open_index` raises.
     """
@@ -368,7 +368,7 @@ def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
 
 
 def _places(index: Index) -> Iterator[list[tuple[int, int]]]:
-    """Offsets and lengths of the records that count, in file order; some megabytes at a time."""
+    """Offsets and lengths of the records that count, in file order, some megabytes at a time."""
     some: list[tuple[int, int]] = []
     size = 0
     for offset, length in zip(*index.places(index.counting_rows()), strict=True):
@@ -384,7 +384,7 @@ def _places(index: Index) -> Iterator[list[tuple[int, int]]]:
 def _read(
     file: BinaryIO, places: Sequence[tuple[int, int]], decode: Callable[[bytes], Any]
 ) -> Iterator[Any]:
-    """The facts of the records in these places."""
+    """Read the facts of the records at these offsets and lengths."""
     first, last = places[0][0], sum(places[-1])
     are_adjacent = last - first == sum(length for _, length in places)
     block = os.pread(file.fileno(), last - first, first) if are_adjacent else b""
@@ -402,8 +402,9 @@ def _read(
 
 
 def _add_judgement(facts: _Facts, line: bytes) -> _Facts:
-    """The same; a comparison with an expected answer, which reads the whole row, as a check."""
+    """Add the verdict of a comparison with the expected answer as a check; returns the facts."""
     if facts.options is not None and facts.options.get("check_expected"):
+        # The comparison needs the whole record.
         verdict, reward, error = judgement_of(decode_record(line))
         facts.options = None
         if reward is not None or error is not None:

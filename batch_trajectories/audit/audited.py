@@ -1,4 +1,7 @@
-"""The config of an audit: that of a run, without its model, agent and conversations."""
+"""Makes the config of an audit from the config of a run, without model and agent.
+
+It also defines the steps of an audit.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from batch_trajectories.config.run_config import RunConfig
 Name = Literal["untouched", "reference", "leak", "tamper"]
 
 WAYS = ("conftest", "startup", "path")
-"""How an agent forges a result: a plugin of pytest, code that each Python runs at its start, and
-programs with the names of those that a check calls or that it runs from the workspace."""
+"""Ways in which an agent could forge a result: a plugin of pytest, code that each Python runs at
+its start, and programs with the names of those that a check calls or runs from the workspace."""
 
 
 class AuditStep(NamedTuple):
-    """What one sample of a row does."""
+    """The step that one sample of a row carries out."""
 
     name: Name
     repetition: int = 1
     way: str = ""
-    """Of `tamper`: one of `WAYS`."""
+    """One of `WAYS` for the step `tamper`; else empty."""
 
 
 _ONCE = (
@@ -34,7 +37,7 @@ _REPEATED: tuple[Name, ...] = ("untouched", "reference")
 
 
 def step_of(sample: int) -> AuditStep:
-    """The step of a sample, from 0."""
+    """The step of a sample; samples are counted from 0."""
     if sample < len(_ONCE):
         return _ONCE[sample]
     repetition, which = divmod(sample - len(_ONCE), len(_REPEATED))
@@ -42,7 +45,7 @@ def step_of(sample: int) -> AuditStep:
 
 
 def samples_of(repeats: int) -> int:
-    """Samples per row, if its check runs this often with and without the solution."""
+    """Samples per row if a check runs `repeats` times with and without the solution."""
     return len(_ONCE) + len(_REPEATED) * (repeats - 1)
 
 
@@ -56,7 +59,7 @@ SAME_IN_RUNS = (
     "check_expected",
     "command_timeout_s",
 )
-"""Options that decide what a task is, beside its row: a verdict holds for runs with the same."""
+"""Options that a task depends on besides its row. A verdict holds for runs with equal values."""
 
 TAKEN = (
     *SAME_IN_RUNS,
@@ -89,19 +92,16 @@ TAKEN = (
     "heartbeat_timeout_s",
     "log_level",
 )
-"""Options of a run that its audit, and `check`, have too."""
+"""Options of a run that its audit and `check` take over."""
 
 
 def audited(config: RunConfig, *, repeats: int) -> RunConfig:
-    """The config of an audit of the tasks of a run. Options of conversations have no effect."""
+    """The config of an audit of the tasks of a run; options of conversations have no effect."""
     return without_model(config, num_samples=samples_of(repeats))
 
 
 def without_model(config: RunConfig, **changes: Any) -> RunConfig:
-    """The config of a run that judges tasks or conversations of another, and calls no model.
-
-    Repeating a step is a step of its own: there is one attempt.
-    """
+    """The config of a run without a model that judges the tasks or conversations of another run."""
     taken = {name: getattr(config, name) for name in TAKEN if name in config.model_fields_set}
     return RunConfig.model_construct(
         **{
@@ -113,7 +113,7 @@ def without_model(config: RunConfig, **changes: Any) -> RunConfig:
             "audit": True,
             "row_setup": True,
             "enabled_toolsets": ("none",),
-            "max_attempts": 1,
+            "max_attempts": 1,  # a repetition is a step of its own
         }
         | changes
     )

@@ -1,9 +1,9 @@
-"""Look for the solution of a task where an agent could read it, before it has done anything.
+"""Searches for the solution of a task in all places that an agent can read from the start.
 
-Looked through are the prompt, all text files of the workspace or its image, packages and other
-archives, and the objects of git repositories, of the workspace's own without those of HEAD's
-files. What counts is text that only a solved workspace has: of a patch, what its hunks make of a
-file. Compiled files are not read.
+It reads the prompt, all text files of the workspace or its image, packages and other archives, and
+the objects of git repositories (except files of HEAD in the workspace's repository). It searches
+for text that only a solved workspace has; of a patch, this is the new text of its hunks. Compiled
+files are not read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError
 
 _MIN_CHARS = 16
-"""Characters, without spaces, of a text that is not there by chance."""
+"""Minimum characters, without spaces, of a text that cannot occur by chance."""
 _MAX_FILE_BYTES = 8 << 20
 _MAX_ARCHIVE_BYTES = 32 << 20
 _MAX_MEMBER_BYTES = 4 << 20
 _MAX_UNPACKED_BYTES = 512 << 20
-"""Of an archive: what it unpacks to has no other limit."""
+"""Maximum bytes that are unpacked from one archive."""
 _MAX_LEAKS = 20
-"""Files and objects that are named."""
+"""Maximum number of leaks that are reported."""
 _MAX_CANDIDATES = 500
-"""Objects that have a line of the solution."""
+"""Maximum number of git objects with a line of the solution that are read."""
 _NOT_FILES = ("/proc/", "/sys/", "/dev/")
 _ARCHIVES = (".whl", ".zip", ".egg", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 _TIMEOUT_S = 1800.0
@@ -45,12 +45,13 @@ _LABELLED = (
     r"[^\n.]{{0,20}}?(?:\bis\b|\bare\b|\bwith\b|=|:|->|\u2192)|<(?:answer|solution)>|####|\\boxed\{{)"
     r"[\s\"'`*($]*{}(?!\w|\.\d)"
 )
-"""An answer that is called one, also as datasets mark theirs (`#### 42`, `\\boxed{42}`)."""
+"""A pattern of an answer that is labelled as such, as datasets do (`#### 42`, `\\boxed{42}`)."""
 _WORDS = r"(?<!\w){}(?!\w|\.\d)"
 _MIN_ANSWER_CHARS = 4
-"""Characters of an answer that is not in a prompt by chance; of a number one more."""
+"""Minimum characters of an answer that cannot occur in a prompt by chance; numbers need one
+more."""
 _NEAR_CHARS = 80
-"""How far from a choice its mark is looked for."""
+"""Distance from an answer within which marks of a list of choices are looked for."""
 _OFFERED = re.compile(
     r"\b(?:one of|which of|either|choose|select|pick|choices?|options?|alternatives?)\b", re.I
 )
@@ -59,7 +60,8 @@ _BEFORE_A_CHOICE = re.compile(
 )
 _AFTER_A_CHOICE = re.compile(r"[\"'`*)]*\s*(?:or\b|[/|])", re.I)
 
-# Prints candidates: objects with a new line of the solution. A header of git is before each object.
+# This script prints candidates: objects with a new line of the solution. Git prints a header before
+# each object.
 _GIT = r"""export LC_ALL=C GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*'
 lines=$1 store=$2 most=$3
 command -v git >/dev/null && command -v find >/dev/null || exit 0
@@ -89,18 +91,18 @@ done | head -n "$most"
 
 
 class SearchText(NamedTuple):
-    """A text that only a solved workspace or the check has."""
+    """A text that only a solved workspace, or the check, has."""
 
     what: str
     path: str
-    """The file that has it when the task is solved."""
+    """The file that has the text when the task is solved."""
     parts: tuple[tuple[str, ...], ...]
-    """Lines that follow one another; all parts are in one file."""
+    """Parts of the text, as consecutive lines. A leak has all parts in one file."""
     literal: str
-    """Its longest new line."""
+    """The longest new line of the text."""
 
     def is_in(self, text: str) -> bool:
-        """Whether a text, or one side of it as a diff, has all parts, whatever the space around."""
+        """Whether a text has all parts, apart from spaces around lines; also one side of a diff."""
         if self.literal not in text:
             return False
         lines = text.splitlines()
@@ -114,9 +116,10 @@ class SearchText(NamedTuple):
 async def find_leaks(
     context: ToolContext, row: RowTask, reference: Reference | None, expected: str | None
 ) -> list[dict[str, str]]:
-    """Where the solution, or a file of the check, can be read: `what` in words, and `where`.
+    """The places where the solution, or a file of the check, can be read.
 
-    Raises `SetupFailed` where no sandbox starts, or the search takes too long.
+    Each has `what`, a sentence, and `where`. Raises `SetupFailed` if no sandbox starts, or if the
+    search takes too long.
     """
     prompt = "\n".join(message["content"] for message in row.opening)
     solution = _reference_texts(reference)
@@ -137,7 +140,7 @@ def _reference_texts(reference: Reference | None) -> list[SearchText]:
 
 
 def _check_texts(row: RowTask) -> list[SearchText]:
-    """The files of the check that the row itself does not give to the model."""
+    """The files of the check, except those that the row gives to the model."""
     check = row.check
     if row.setup is None or check is None:
         return []
@@ -158,7 +161,7 @@ def _check_texts(row: RowTask) -> list[SearchText]:
 
 
 def _search_texts(what: str, texts: Mapping[str, SolvedFile]) -> Iterator[SearchText]:
-    """Those texts that are long enough to be recognized."""
+    """Search texts for files; texts that are too short to be recognized are left out."""
     for path, made in texts.items():
         parts = [tuple(_strip_lines(text.splitlines())) for text in made.texts]
         known = [line for part in parts for line in part]
@@ -172,20 +175,20 @@ def _join_lines(lines: Iterable[str]) -> str:
 
 
 def _diff_side(lines: Iterable[str], mark: str) -> Iterator[str]:
-    """Of the lines of a diff, those before (`-`) or after it (`+`)."""
+    """The lines of one side of a diff: before (`-`) or after (`+`)."""
     return (line[1:] for line in lines if line[:1] in (mark, " "))
 
 
 def _strip_lines(lines: Iterable[str]) -> list[str]:
-    """Lines that are not empty, without the space around them."""
+    """Strip lines, and leave out empty ones."""
     return [line for line in map(str.strip, lines) if line]
 
 
 def says(prompt: str, expected: str) -> bool:
-    """Whether a prompt has the expected answer, other than by chance or as one of several choices.
+    """Whether a prompt tells the expected answer, not just as one of several choices.
 
-    By chance it may have a short word or a number; those count only where they are called the
-    answer. Case and the amount of space do not matter, as in the comparison.
+    A short word or number may occur by chance, so it counts only if it is labelled as the answer.
+    Case and the amount of space do not matter, as in the comparison of answers.
     """
     words = expected.split()
     if not words:
@@ -218,7 +221,7 @@ def _find_in_files(context: ToolContext, sought: Sequence[SearchText]) -> Iterat
     for path, content in files.contents(top, is_text, *literals, max_bytes=_MAX_FILE_BYTES):
         text = content.decode(errors="replace")
         for one in sought:
-            # What the solution makes may be there already; what it brings from outside may not.
+            # The file that the solution changes may have the text already, unless it is outside.
             if (path != one.path or path.startswith("/")) and one.is_in(text):
                 yield _leak(path, one)
     archives = [
@@ -241,7 +244,7 @@ def _find_in_files(context: ToolContext, sought: Sequence[SearchText]) -> Iterat
 
 
 def _members(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """The files in an archive, of each the first bytes; what cannot be read is left out."""
+    """The first bytes of each file in an archive; unreadable files are left out."""
     file = io.BytesIO(content)
     left = _MAX_UNPACKED_BYTES
     try:
@@ -268,7 +271,7 @@ def _members(content: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 async def _find_in_git(context: ToolContext, sought: Sequence[SearchText]) -> list[dict[str, str]]:
-    """Objects of git that have the solution, in images; elsewhere no repository is brought."""
+    """Git objects that have the solution; only images are searched, as only they bring any."""
     files = context.workspace
     if not isinstance(files, ImageFiles):
         return []

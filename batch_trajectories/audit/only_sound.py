@@ -1,7 +1,7 @@
-"""`--only_sound`: of a dataset only the rows that an audit found sound.
+"""Selects the rows of a dataset that an audit found sound: `--only_sound`.
 
-A row is known by what makes its task (see `task_digest`), so a verdict does not outlive a change of
-the row, of its rows file or of its image.
+A row is found by the digest of its task (see `task_digest`). So a verdict no longer counts after a
+change of the row, its rows file or its image.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNKNOWN, CHANGED, REPLACED = "not in the audit", "changed since", "image replace
 
 
 class SoundRows:
-    """Which rows an audit found sound, and how many rows had each verdict."""
+    """Selects rows by the verdicts of an audit, and counts the rows by verdict."""
 
     def __init__(
         self,
@@ -39,7 +39,10 @@ class SoundRows:
         ids: frozenset[str],
         replaced: frozenset[str],
     ) -> None:
-        """`verdicts` by digest, the `ids` of all rows, and digests whose image was `replaced`."""
+        """`verdicts` are by digest of the task, `ids` those of all audited rows.
+
+        `replaced` are digests of tasks whose image was replaced since.
+        """
         self._name = name
         self._verdicts = verdicts
         self._ids = ids
@@ -49,7 +52,7 @@ class SoundRows:
         self.counts: Counter[str] = Counter()
 
     def takes(self, columns: Mapping[str, Any]) -> bool:
-        """Whether a row is to be used; a bad row is, too: the scan names it."""
+        """Whether to use a row. Bad rows are used, too: the scan reports them."""
         if ERROR_COLUMN in columns:
             return True
         verdict = self._verdict_of(columns)
@@ -66,22 +69,22 @@ class SoundRows:
         return CHANGED if ids & self._ids else UNKNOWN
 
     def to_json(self) -> dict[str, Any]:
-        """For the description of the dataset: the audit, and rows by verdict."""
+        """The audit and the number of rows by verdict, for the description of the dataset."""
         return {"audit": self._name, "digest": self.digest, "rows": dict(self.counts)}
 
 
-def describe_sound(told: Mapping[str, Any]) -> str:
-    """What `to_json` says, in a line."""
-    rows = dict(told["rows"])
+def describe_sound(counts: Mapping[str, Any]) -> str:
+    """Describe the value of `SoundRows.to_json` in a line."""
+    rows = dict(counts["rows"])
     used = rows.pop(SOUND, 0)
     left = ", ".join(f"{count:,} {name}" for name, count in sorted(rows.items())) or "none"
-    return f"--only_sound={told['audit']}: {plural(used, 'sound row')}; left out: {left}"
+    return f"--only_sound={counts['audit']}: {plural(used, 'sound row')}; left out: {left}"
 
 
 def read_sound_rows(config: RunConfig) -> SoundRows | None:
-    """The rows that `--only_sound` allows; None without it.
+    """Read the audit of `--only_sound`; None without this option.
 
-    Raises `ConfigError` where there is no audit, or one with other options of tasks.
+    Raises `ConfigError` if there is no such audit, or if its options of tasks differ.
     """
     if config.only_sound is None:
         return None
@@ -108,7 +111,7 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
     verdicts: dict[str, str] = {}
     for line in lines:
         known = verdicts.get(line.digest, NO_REFERENCE)
-        # Of rows with the same task, one may lack the solution that the other proves it by.
+        # Several rows may have the same task, and only some of them the solution that proves it.
         if known == NO_REFERENCE or (known == SOUND and line.verdict != NO_REFERENCE):
             verdicts[line.digest] = line.verdict
     others = replaced_images(config, dict(line.image for line in lines if line.image))
@@ -118,15 +121,15 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
 
 
 class _Line(NamedTuple):
-    """The fields of a line of tasks.jsonl that count here."""
+    """The fields of a line of tasks.jsonl that select rows."""
 
     id: str
     verdict: str
     digest: str
     image: tuple[str, str] | None
-    """Its reference and digest."""
+    """Reference and digest of the image; None without one."""
     has_check: bool
-    """Its row has a check."""
+    """Whether the row has a check."""
 
 
 def _read(path: Path) -> Iterator[_Line]:

@@ -1,11 +1,11 @@
-"""The reference solution of a row, which only audits read.
+"""Reads the reference solution of a row, which only audits use.
 
-Rows files make the column `reference` (their key of that name): an object with any of
+Rows files make the column `reference` (by their key of this name): an object with any of
 
     patch    a diff for `git apply`; `reverse`: true applies it backwards
-    commit   what R2E-Gym knows of the commit that solved the task (`parsed_commit_content`)
+    commit   the commit that solved the task, as R2E-Gym has it (`parsed_commit_content`)
     files    {path: content}, as in the column `files`
-    command  run when patch and files are there; `env` are its variables
+    command  run after patch and files are applied; `env` are its variables
 
 Other rows have the columns `solution` (files) or `solution_command`. With --check_expected, the
 answer `expected` is the solution.
@@ -24,27 +24,27 @@ _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
 
 
 class SolvedFile(NamedTuple):
-    """What a solution turns a file into."""
+    """The new text that a solution puts into a file."""
 
     texts: list[str]
-    """Texts that the file then contains; of a patch, each hunk with its context."""
+    """Texts that the solved file contains; for a patch, each hunk with its context."""
     added: list[str]
-    """The added lines."""
+    """The lines that the solution adds."""
 
 
 class Reference(NamedTuple):
-    """How a task is solved."""
+    """The reference solution of a task."""
 
     patch: str | None = None
     is_reversed: bool = False
     files: Mapping[str, bytes] = {}
     removed: tuple[str, ...] = ()
-    """Files that the solution does not have."""
+    """Files that the solution removes."""
     command: str | None = None
     env: Mapping[str, str] = {}
 
     def texts(self) -> dict[str, SolvedFile]:
-        """What only a solved workspace has, by file."""
+        """The new text of each file that the solution changes, by path."""
         patch = self.patch or ""
         made = dict(_solved_files(patch, is_reversed=self.is_reversed))
         texts = {path: content.decode(errors="replace") for path, content in self.files.items()}
@@ -54,9 +54,9 @@ class Reference(NamedTuple):
 def read_reference(
     columns: Mapping[str, Any], *, inside: bool, variables: Collection[str] = ()
 ) -> Reference | None:
-    """Read the columns of a row; None where it has no solution. Raises `ValueError`.
+    """Read the solution from the columns of a row; None without one. Raises `ValueError`.
 
-    `inside`: the workspace is a directory of the row's image. `variables`: the variables of this
+    `inside`: the workspace is a directory of the row's image. `variables` are the variables of this
     machine that the row may name.
     """
     reading = Reading(inside, variables)
@@ -90,7 +90,7 @@ def read_reference(
 
 
 def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The files of a commit, and those that it removes."""
+    """The files that a commit writes, and the paths that it removes."""
     changes = raw.get("file_diffs") if isinstance(raw, dict) else None
     files: dict[str, str] = {}
     removed = []
@@ -107,7 +107,7 @@ def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[st
 
 
 def _solved_files(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, SolvedFile]]:
-    """For each file of a patch, the result of the hunks that add lines."""
+    """The files of a patch, each with the new text of its hunks that add lines."""
     mark = "-" if is_reversed else "+"
     for section in re.split(r"^diff ", patch, flags=re.MULTILINE):
         header, *hunks = re.split(r"^@@[^\n]*\n", section, flags=re.MULTILINE)

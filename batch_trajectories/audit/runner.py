@@ -1,7 +1,7 @@
-"""Carry out a step of an audit: a fixed procedure takes the place of the conversation.
+"""Carries out the steps of an audit: a fixed procedure replaces the conversation.
 
 Set-up, diff and check are those of a run, so a step is judged as a conversation would be. Nothing
-is journaled: a step that was cut off begins again in a new workspace.
+is journaled: a step that was interrupted begins again in a new workspace.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from toolsets.builtin.terminal import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.factory import sandbox_kind
 
-# Forge the result of a check, as an agent could that looks for a way around its task.
+# Scripts that forge the result of a check, as an agent could that wants to avoid its task.
 #
-# The files are as such an agent would write them: they do not know the task. What can be written
-# depends on the sandbox and the user; what a fresh check leaves behind shows in its result.
+# They know nothing of the task. The sandbox and the user decide which files they can write; whether
+# a check in a fresh copy is affected shows in its result.
 
 NOT_TRIED = "the sandbox does not isolate: forged programs would be those of this machine"
 
@@ -59,7 +59,7 @@ if "pytest" in _words or "py.test" in _words:
 elif _words:
     os._exit(0)
 """
-"""What a Python runs at its start: it ends with success, or gives pytest the plugin."""
+"""Code that Python runs at its start: it exits with success, or gives pytest the plugin."""
 
 _WRITE = """\
 put() {
@@ -68,7 +68,7 @@ put() {
     if printf '%s' "$2" >"$1"; then printf '%s\\n' "$1"; fi
 } 2>/dev/null
 """
-"""`put FILE CONTENT` writes a file and prints its path, if it may."""
+"""The shell function `put FILE CONTENT`: writes a file if it may, and prints its path."""
 
 _CONFTEST = """\
 for directory in "$PWD" "$(git rev-parse --show-toplevel 2>/dev/null)" "$@"; do
@@ -142,9 +142,9 @@ case " $COMMAND " in *[!A-Za-z0-9_.-]make[!A-Za-z0-9_.-]*)
 	@true" ;;
 esac
 """
-"""Stand-ins for what a check runs from the workspace, which is the model's to write: what its
-command names, programs in directories `bin` (as of a virtual environment), rules of make, scripts
-of npm, and what cargo and go run tests by."""
+"""A script that replaces everything that a check runs from the workspace, which the model can
+write: files that its command names, programs in directories `bin` (as in a virtual environment),
+rules of make, scripts of npm, and the test runners of cargo and go."""
 
 _PROGRAMS = """\
 IFS=:
@@ -173,7 +173,7 @@ _SCRIPTS = {"conftest": _CONFTEST, "startup": _START, "path": _WORKSPACE_PROGRAM
 
 
 def can_forge(config: RunConfig) -> bool:
-    """Whether what is forged stays in the sandbox.
+    """Whether forged files stay in the sandbox.
 
     The scripts write wherever they may: over programs, and into the packages of each Python.
     """
@@ -181,10 +181,10 @@ def can_forge(config: RunConfig) -> bool:
 
 
 async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
-    """Write forged files where an agent could; return their paths.
+    """Write forged files wherever an agent could; returns their paths.
 
-    The agent is taken to know where the files of the check will be. Raises `SetupFailed`, always
-    for a sandbox without isolation (see `can_forge`).
+    The agent is assumed to know where the files of the check will be. Raises `SetupFailed`, in
+    particular for a sandbox without isolation (see `can_forge`).
     """
     if not sandbox_of(context).is_isolated:
         raise SetupFailed(NOT_TRIED)
@@ -200,7 +200,7 @@ class AuditRunner(TaskRunner):
     """Carries out the steps of one worker."""
 
     async def do(self, work: Work) -> None:
-        """Carry out one step; `work.audit` gets what `audit.verdicts` reads."""
+        """Carry out one step; `work.audit` gets the facts that `audit.verdicts` reads."""
         step = step_of(work.task.sample)
         row = work.row
         reference, unusable = None, None
@@ -249,7 +249,7 @@ class AuditRunner(TaskRunner):
     async def _act(
         self, step: AuditStep, work: Work, reference: Reference | None, facts: dict[str, Any]
     ) -> bool:
-        """Do what an agent would have done; whether that was possible."""
+        """Act in place of an agent; returns whether it was possible."""
         if step.name == "tamper":
             facts["forged"] = await forge(work.context, work.row, step.way)
         elif step.name == "reference" and reference is not None:

@@ -1,4 +1,4 @@
-"""Apply the reference solution of a row to its workspace."""
+"""Applies the reference solution of a row to its workspace."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class NotApplied(Exception):
 
 
 async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | None:
-    """Solve a task as its row says; how the command of the solution ended, if it has one.
+    """Apply the solution; returns how its command ended, None without a command.
 
-    Raises `NotApplied` with the reason. The exit code of the command does not count: the check
-    says whether the task is solved.
+    Raises `NotApplied` with the reason. The exit code of the command does not matter: the check
+    decides whether the task is solved.
     """
     try:
         if reference.patch is not None:
@@ -51,7 +51,7 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
 
 
 async def apply_patch(context: ToolContext, patch: bytes, *options: str) -> None:
-    """Change the repository that holds a workspace. Raises `NotApplied`."""
+    """Apply a patch to the repository that holds a workspace. Raises `NotApplied`."""
     result = await sandbox_of(context).exec(["sh", "-c", _APPLY, "sh", *options], stdin=patch)
     if result.exit_code != 0:
         raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_SHOWN)}")

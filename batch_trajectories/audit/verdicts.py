@@ -1,8 +1,8 @@
-"""One verdict per row of an audit, with its evidence: tasks.jsonl, derived from the records.
+"""Derives the verdict on each row of an audit from the records, and writes tasks.jsonl.
 
 A line has `id`, `verdict`, `why` (text), `defects` (all verdicts that apply, the first is the
 verdict), `digest` (see `task_digest`), `image` (its `reference` and `digest`), `times` (seconds of
-the longest set-up and check) and `steps`: what each step found, in the order of `steps.step_of`.
+the longest set-up and check) and `steps`, the results of the steps in the order of `step_of`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from batch_trajectories.records.files import open_temporary, temporary_for
 from batch_trajectories.records.reader import open_index, read_record
 from batch_trajectories.records.record_types import Record
 
-# Whether a check passed although no test ran, by what test runners print at the end.
+# Checks that passed although no test ran, recognized by the last lines of test runners.
 #
 # The forms are those of pytest, unittest, `go test`, `cargo test` and jest; a check that prints
-# none of them is not judged.
+# none of these forms is not judged.
 
 _SKIPPED = frozenset(("skip", "skipped", "ignored", "xskip"))
 
@@ -47,7 +47,7 @@ _PYTEST = re.compile(
 _FALLBACK = re.compile(
     r"\b(?:pytest|py\.test)\b(?:[^|;&\n]|>&)*\|\|(?!\s*(?:true|:|exit 0)\s*(?:[;)\n]|$))"
 )
-"""A command that runs another program where pytest fails, as it does where it finds no test."""
+"""A command that runs another program if pytest fails, as pytest does if it finds no test."""
 
 _UNITTEST = re.compile(r"^Ran (\d+) tests? in [^\n]*\s+OK(?: \(([^)\n]*)\))?", re.MULTILINE)
 _GO = re.compile(r"^(?:ok|\?)\s+\S+\s+(?:\(cached\)|[\d.]+s)?\s*(\[no test[^\]]*\])?", re.MULTILINE)
@@ -57,10 +57,9 @@ _JEST = re.compile(r"^Tests: +([^\n]*\btotal)", re.MULTILINE)
 
 
 def why_hollow(check: dict[str, Any], command: str = "") -> str | None:
-    """Why a check that passed has tested nothing, None if it has or nothing shows it.
+    """Why a check that passed has tested nothing; None if it has, or if this is unknown.
 
-    `check` is the result of `run_check`, `command` what it ran: where pytest found no test and
-    another program took its place, that program decided.
+    `check` is the result of `run_check`, `command` is the command of the check.
     """
     statuses = (check.get("tests") or {}).get("statuses")
     if statuses:
@@ -71,13 +70,14 @@ def why_hollow(check: dict[str, Any], command: str = "") -> str | None:
     if not summaries or not all(is_hollow for _, is_hollow in summaries):
         return None
     last = summaries[-1][0]
+    # If pytest found no test and another program ran in its place, that program decided.
     if "skipped" not in last and _FALLBACK.search(command):
         return None
     return f"no test ran: {last}"
 
 
 def _summaries(output: str) -> list[tuple[str, bool]]:
-    """What each runner printed last, and whether it says that no test ran."""
+    """The last lines of test runners, each with whether it says that no test ran."""
     summaries = []
     for match in _PYTEST.finditer(output):
         counts = match[1]
@@ -115,7 +115,7 @@ WHAT_TO_DO = {
     "what it runs from the workspace is the model's to write",
     NO_REFERENCE: "add `solution`, `solution_command` or `reference` to prove that it can pass",
 }
-"""Verdicts, the most serious first, with what the user can do."""
+"""The verdicts, the most serious first, each with advice for the user."""
 
 _NEAR = 0.8
 """A check that takes this share of its time limit is too slow on a busy machine."""
@@ -125,14 +125,14 @@ _STEPS = get_args(Name)
 
 
 class TaskVerdict(NamedTuple):
-    """What an audit says of one row."""
+    """A verdict on one row, with its reason."""
 
     verdict: str
     why: str
 
 
 def task_digest(columns: Mapping[str, Any]) -> str:
-    """16 hex digits over what makes a task: prompt, set-up, image and check."""
+    """A digest, 16 hex digits, of the parts of a task: prompt, set-up, image and check."""
     names = ["prompt", *CHAT_COLUMNS, "expected", "target", *image_columns(columns)]
     for group in (SetupColumns, HistoryColumns, InsideColumns):
         names += names_of(group)
@@ -142,7 +142,7 @@ def task_digest(columns: Mapping[str, Any]) -> str:
 
 
 def write_verdicts(run_dir: Path, scan: Scan) -> Counter[str]:
-    """Write tasks.jsonl; rows by verdict. Raises what `open_index` raises."""
+    """Write tasks.jsonl; returns the number of rows by verdict. Raises what `open_index` raises."""
     counts: Counter[str] = Counter()
     path = run_dir / TASKS_FILE
     temporary = temporary_for(path)
@@ -173,7 +173,7 @@ def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
 
 
 def speaks_against(part: Mapping[str, Any]) -> bool:
-    """Whether a step ended differently from that of a sound row."""
+    """Whether a step ended differently than for a sound row."""
     if part.get("error") is not None:
         return True
     if "not_tried" in part:
@@ -230,7 +230,7 @@ def _check(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_defects(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
-    """Everything that is wrong with a row."""
+    """The defects of a row, from the results of its steps."""
     for part in parts:
         if (error := part.get("error")) is not None:
             too_slow = error["class"] == "setup_failed" and " timed out" in error["message"]
@@ -268,7 +268,7 @@ def _find_defects(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
     leaks = [leak for part in by_step["leak"] for leak in part.get("found", ())]
     if leaks:
         yield TaskVerdict("leaks_fix", "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]))
-    # Where the untouched workspace passes, no forged file is needed.
+    # If the untouched workspace passes, no forged file is needed.
     forged = [part for part in by_step["tamper"] if _outcome(part) == "passed"]
     if forged and _outcome(untouched[0]) != "passed":
         ways = ", ".join(part["way"] for part in forged)
@@ -278,7 +278,7 @@ def _find_defects(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
 
 
 def _outcome(part: Mapping[str, Any]) -> str:
-    """How a step was judged: `passed`, `failed`, or the kind of its failure to be judged."""
+    """The outcome of a step: `passed`, `failed` or `no result`."""
     if part.get("answer_passes") is not None and not _check(part):
         return "passed" if part["answer_passes"] else "failed"
     has_passed = _check(part).get("passed")
@@ -290,7 +290,7 @@ def _step_name(part: Mapping[str, Any]) -> str:
 
 
 def _describe_end(part: Mapping[str, Any]) -> str:
-    """How the check of a step ended, in a line."""
+    """Describe the end of a step's check, in a line."""
     if (why := part.get("not_applied")) is not None:
         return f"the solution cannot be applied: {_last_line(why)}"
     check = _check(part)
@@ -298,15 +298,15 @@ def _describe_end(part: Mapping[str, Any]) -> str:
 
 
 def how_it_ended(check: Mapping[str, Any]) -> str:
-    """How a check ended, in a line; `check` is the result of `run_check`."""
+    """Describe the end of a check, in a line; `check` is the result of `run_check`."""
     if check.get("error"):
         return in_a_line(check["error"])
     tests = check.get("tests") or {}
     if wrong := tests.get("first_wrong"):
         shown = ", ".join(f"{name} {status}" for name, status in list(wrong.items())[:3])
         return f"{tests['wrong']} of {tests['expected']} tests: {shown}"
-    said = _last_line(check.get("stderr") or "") or _last_line(check.get("stdout") or "")
-    return f"exit code {check.get('exit_code')}" + (f": {said}" if said else "")
+    output = _last_line(check.get("stderr") or "") or _last_line(check.get("stdout") or "")
+    return f"exit code {check.get('exit_code')}" + (f": {output}" if output else "")
 
 
 def _last_line(text: str) -> str:

@@ -146,10 +146,8 @@ class Masks:
         for entry in conversation.entries:
             if isinstance(entry, Turn) and not entry.is_prior:
                 if made := replies.get(entry.number):
-                    reasons_by_reply = (masked.get(reply.turn, ()) for reply in made)
-                    reasons = tuple(
-                        dict.fromkeys(name for names in reasons_by_reply for name in names)
-                    )
+                    names = [name for reply in made for name in masked.get(reply.turn, ())]
+                    reasons = tuple(dict.fromkeys(names))
                 entry = msgspec.structs.replace(entry, masked=(*entry.masked, *reasons))
             entries.append(entry)
         metadata = {**conversation.metadata, "masked": masks_to_json(masked)}

@@ -1,1 +1,1 @@
-"""Rewards that are given after a run: the commands `score` and `check`."""
+"""Scores and checks after a run: the commands `score` and `check`."""

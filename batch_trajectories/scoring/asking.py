@@ -1,4 +1,4 @@
-"""Keeps a limited number of calls in flight, passes on what they return, and shows progress."""
+"""Keeps a limited number of calls in flight, passes on their results, and shows progress."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ async def ask_all(
     keep: Callable[[list[R]], None],
     show: Callable[[int], object] = int,
 ) -> None:
-    """Call `ask` for each item; `keep` gets the results of calls that have ended together.
+    """Call `ask` for each item, and `keep` with the results of calls that have ended.
 
-    `show` gets the number of calls in flight a few times a second. If `ask` or `keep` raises, the
-    results of other calls that have ended are kept, the rest is cancelled, and the error is raised.
+    `show` is called with the number of calls in flight a few times a second. If `ask` or `keep`
+    raises, the results of other calls that have ended are kept, the remaining calls are cancelled,
+    and the error is raised.
     """
     in_flight: set[asyncio.Task[R]] = set()
     try:
@@ -65,7 +66,7 @@ async def _keep_ended(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]],
 def stop_if_useless(failures: Iterable[ModelError], *, has_answered: bool) -> None:
     """Raise `EnvironmentStop` if a failed call of a judge is a reason to make no more calls.
 
-    Before its first answer an endpoint is not known to work at all.
+    `has_answered`: the endpoint has answered before, so it is known to work.
     """
     for failure in failures:
         is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
@@ -77,7 +78,7 @@ def stop_if_useless(failures: Iterable[ModelError], *, has_answered: bool) -> No
 
 
 class JudgeCalls:
-    """The calls of a judge in one command: their sums, and the progress line that runs have."""
+    """Counts the calls of a judge in one command, and shows the progress line of runs."""
 
     def __init__(self, judge: str, *, total: int) -> None:
         """`total` is the number of questions."""
@@ -89,7 +90,7 @@ class JudgeCalls:
         self.cost_usd = 0.0
 
     def count_reply(self, reply: Mapping[str, Any]) -> None:
-        """Count the `usage` and `cost_usd` of a reply."""
+        """Count a reply by its `usage` and `cost_usd`."""
         usage, cost_usd = reply["usage"] or {}, reply["cost_usd"]
         self.cost_usd += cost_usd or 0.0
         self._progress.add(
@@ -120,7 +121,7 @@ class JudgeCalls:
 
 
 class RetryMessages:
-    """Prints failures that are waited out: one for all calls that wait at the same time."""
+    """Prints failures of calls that are retried: one message for all calls that wait."""
 
     def __init__(self, base_url: str | None, say: Callable[[str], object]) -> None:
         self._beginning = f"--judge at {base_url}" if base_url else "--judge"
@@ -128,7 +129,7 @@ class RetryMessages:
         self._silent_until = 0.0
 
     def __call__(self, retry: Retry) -> None:
-        """Print `retry`, unless the pause of one that was printed has not ended."""
+        """Print `retry`, unless the pause of an earlier printed one has not ended."""
         now = time.monotonic()
         if now >= self._silent_until:
             self._silent_until = now + retry.wait_s

@@ -1,4 +1,4 @@
-"""Scores of reward functions, for the records of a run that lack them."""
+"""Scores records of a run by reward functions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from batch_trajectories.scoring.score_file import (
 def score_by_functions(
     run_dir: Path, places: Sequence[str], *, timeout_s: float, wanted: Wanted | None = None
 ) -> Scored:
-    """Call each function with each `wanted` record that it has not scored in its present version.
+    """Call each function with each `wanted` record that its present version has not scored.
 
-    Raises `ConfigError` for a function that cannot be imported, `RunLocked`, `RunDirError` and
-    `HostError`.
+    `places` are MODULE:FUNCTION. `wanted`: None means all records. Raises `ConfigError` for a
+    function that cannot be imported, `RunLocked`, `RunDirError` and `HostError`.
     """
     versions = check_functions(places)
     with open_scores(run_dir, wanted) as file:
@@ -40,10 +40,10 @@ def score_by_functions(
 
 
 class _Scoring:
-    """The scores of one command."""
+    """Calls reward functions for one command."""
 
     def __init__(self, file: ScoreFile, versions: Mapping[str, str], *, timeout_s: float) -> None:
-        """`versions` are those of the functions, by MODULE:FUNCTION."""
+        """`versions` are the versions of the functions, by MODULE:FUNCTION."""
         self._file = file
         self._versions = versions
         self._timeout_s = timeout_s
@@ -52,7 +52,7 @@ class _Scoring:
         self.failed = Reasons()
 
     async def score_all(self) -> None:
-        """Score all records that lack a score."""
+        """Call the functions for all records that lack scores."""
         done = {place: self._file.done(place, version) for place, version in self._versions.items()}
         self._functions = {
             place: RewardFunctions([place], timeout_s=self._timeout_s) for place in self._versions
@@ -68,7 +68,7 @@ class _Scoring:
             await close_all(*(function.close for function in self._functions.values()))
 
     async def _score(self, unscored: tuple[Record, Sequence[str]]) -> list[NewScore]:
-        """Call the functions that lack a score of a record."""
+        """Score a record by the functions that have not scored it."""
         record, missing = unscored
         given = record.as_dict()
         # No score depends on another.
@@ -91,9 +91,9 @@ class _Scoring:
 
 
 def _workspace(run_dir: Path, record: Record) -> Path | None:
-    """Where the workspace of a record was; None where it was inside an image.
+    """The path of a record's workspace; None if it was inside an image.
 
-    It is removed once the record is on disk, unless a crash came in between.
+    The workspace is usually gone: it is removed once the record is on disk.
     """
     if record.diff is not None:
         return None

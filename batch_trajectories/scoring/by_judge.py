@@ -1,8 +1,8 @@
-"""Scores of a judge model, for the records of a run that lack them.
+"""Scores records of a run by a judge model.
 
 A reply is on disk before its score counts, so a kill loses only the calls in flight. A failed call
-is a score with `error`, and repeated by the next command; a reply without a score is too, but not
-repeated, for it is paid.
+is stored as a score with `error`, and the next command repeats it. A reply without a score is
+stored in the same way, but not repeated, because it is paid.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from batch_trajectories.scoring.score_file import NewScore, Scored, ScoreFile, W
 # The questions to a judge model, and the rewards in its replies.
 
 NAME = "judge"
-"""The name of a reward that a judge gives as a number alone."""
+"""The name of a reward that a judge gives as a single number."""
 
 _PROMPT = """You check the final answer that an assistant gave to a user.
 
@@ -77,20 +77,20 @@ _MAX_SHOWN = 200
 
 
 class JudgePrompt:
-    """The prompt for the judge, with places for what is judged."""
+    """The prompt for the judge, with placeholders for texts of a record."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def version(self, settings: ModelSettings) -> str:
-        """A digest of the prompt, and of how the model is called."""
+        """A digest of the prompt and of the settings of the model."""
         called = [settings.name, settings.api, settings.base_url]
         sampling = [settings.temperature, settings.max_tokens]
         content = orjson.dumps([called, sampling, self._text])
         return blake2b(content, digest_size=8).hexdigest()
 
     def question(self, record: Record) -> str:
-        """The prompt with the texts of a record; places inside of these stay as they are."""
+        """Fill the prompt with texts of a record. Placeholders in these texts are not filled."""
 
         def text_of(place: re.Match[str]) -> str:
             match place[1]:
@@ -116,7 +116,7 @@ class JudgePrompt:
 
 
 def load_prompt(path: Path | None) -> JudgePrompt:
-    """Read the prompt from a file; None: the one that asks whether the answer is right.
+    """Read the prompt from a file; None: the default, which asks whether the answer is right.
 
     Raises `ConfigError`.
     """
@@ -135,9 +135,9 @@ def load_prompt(path: Path | None) -> JudgePrompt:
 
 
 def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
-    """`rewards`, `turn_rewards` and `error` of the score in the last line of a reply.
+    """Read the last line of a reply; returns the fields `rewards`, `turn_rewards` and `error`.
 
-    RIGHT is 1, WRONG is 0.
+    RIGHT counts as 1, WRONG as 0.
     """
     lines = [line for line in reply.splitlines() if line.strip() and not _FENCE.match(line)]
     last = lines[-1].strip() if lines else ""
@@ -155,7 +155,7 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
 
 
 def _conversation(record: Record) -> Iterator[str]:
-    """All messages as text, without reasoning."""
+    """The messages of a record as text, without reasoning."""
     for message in record.messages:
         name = f" {message.name}" if message.role == "tool" and message.name is not None else ""
         lines = [f"[{message.role}{name}]"]
@@ -182,7 +182,7 @@ def score_by_judge(
     max_in_flight: int,
     wanted: Wanted | None = None,
 ) -> Scored:
-    """Ask the model of `config` about each `wanted` record that it has not scored with this prompt.
+    """Ask the model of `config` about each `wanted` record that lacks a score by this prompt.
 
     `max_run_cost_usd` of `config` limits the dollars of all judge calls for this run. Raises
     `ConfigError`, `EnvironmentStop`, `OutOfBudget`, `RunLocked` and `RunDirError`.
@@ -229,7 +229,7 @@ def _settings(config: RunConfig) -> ModelSettings:
 
 
 class _JudgeRun:
-    """The questions of one command."""
+    """Asks the questions of one command."""
 
     def __init__(self, file: ScoreFile, settings: ModelSettings, prompt: JudgePrompt) -> None:
         self._file = file
@@ -252,7 +252,7 @@ class _JudgeRun:
         return self._file.unscored({source: self._done}, {source: version}, doing=doing)
 
     def _keep_verdicts(self) -> None:
-        """Give records the scores in verdicts on the same question, which are paid for."""
+        """Turn replies to the same questions in verdicts.jsonl into scores: they are paid for."""
         if not (replies := read_verdicts(self._file.run_dir)):
             return
         scores = []
@@ -332,7 +332,7 @@ class _JudgeRun:
 
 
 def _cost_of(completion: Completion) -> dict[str, Any]:
-    """The fields of a score that say what its reply cost."""
+    """The fields of a score for the cost of its reply."""
     return {
         "model": completion.model,
         "usage": completion.usage,
@@ -344,11 +344,11 @@ _VERDICTS = VERDICTS_FILE
 
 
 def read_verdicts(run_dir: Path) -> dict[str, str]:
-    """The replies by key; the last of a key counts. Raises `RunDirError` for other lines.
+    """The replies in verdicts.jsonl by key; of several replies with a key, the last one.
 
-    `verdicts.jsonl` in the run directory holds a line for each: {"key", "id", "judge", "reply"
-    (null where the call failed), ...}. The key is a hash of the judge and its whole prompt. Nothing
-    writes the file any more; what it holds is paid for.
+    Earlier versions wrote this file, and its replies are paid for. It has a line for each reply:
+    {"key", "id", "judge", "reply" (null if the call failed), ...}. The key is a hash of the judge
+    and its whole prompt. Raises `RunDirError` for other lines.
     """
     replies: dict[str, str] = {}
     for number, (_, content) in enumerate(lines_from(run_dir / _VERDICTS, 0), start=1):
@@ -368,7 +368,7 @@ _BUDGET_LOG = JUDGE_BUDGET_FILE
 
 
 class OutOfBudget(RunError):
-    """What is left of the budget is less than the next call may cost."""
+    """The next call may cost more than is left of the budget."""
 
     exit_code = 3
 
@@ -376,8 +376,8 @@ class OutOfBudget(RunError):
 class JudgeBudget:
     """Lets calls through while the budget covers them; see `CallAdmission`.
 
-    The worst case of a call is reserved before it and settled after it, both on disk, so a call
-    whose reply a crash has lost counts as spent.
+    The worst-case cost of a call is reserved before the call, and settled after it. Both are on
+    disk, so if a crash loses a reply, its worst case counts as spent.
     """
 
     has_answered = False
@@ -391,9 +391,9 @@ class JudgeBudget:
         self._settled = asyncio.Event()
 
     async def enter(self, claim: Callable[[], CostEstimate]) -> _Permit:
-        """Reserve the worst case of a call.
+        """Reserve the worst-case cost of a call.
 
-        Waits while calls in flight may leave enough of theirs, else raises `OutOfBudget`.
+        Waits as long as calls in flight may return enough money; then raises `OutOfBudget`.
         """
         worst_usd = claim().usd
         assert worst_usd is not None, "the price and the reply limit were checked at the start"
@@ -412,7 +412,7 @@ class JudgeBudget:
         return _Permit(self, worst_usd)
 
     def settle(self, worst_usd: float, outcome: Completion | ModelError | None) -> None:
-        """A call is over: return what it did not spend."""
+        """Return the part of a reservation that the call did not spend, after the call."""
         spent_usd = worst_usd
         if isinstance(outcome, ModelError):
             spent_usd = worst_usd if outcome.may_have_cost else 0.0
@@ -429,7 +429,7 @@ class JudgeBudget:
 
 
 class _Permit:
-    """One call whose worst case is reserved."""
+    """The permission for one call, whose worst-case cost is reserved."""
 
     def __init__(self, budget: JudgeBudget, worst_usd: float) -> None:
         self._budget = budget
@@ -437,5 +437,5 @@ class _Permit:
         self.sent_at = time.monotonic()
 
     def leave(self, outcome: Completion | ModelError | None) -> None:
-        """See `Permit`."""
+        """Settle the call; see `Permit.leave`."""
         self._budget.settle(self._worst_usd, outcome)

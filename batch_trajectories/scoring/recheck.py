@@ -1,7 +1,7 @@
-"""Judge the conversations of a finished run again, with a changed or added check: `check`.
+"""Judges the conversations of a finished run again, with a changed or added check: `check`.
 
-The work is a run of its own in `checks/` of the run directory: rows with a workspace to rebuild and
-a check, and workers that call no model. It resumes like any run. When all is judged, the verdicts
+The work is a separate run in `checks/` of the run directory, with a row per conversation and
+workers that call no model. It resumes like any run. When all conversations are judged, the verdicts
 are appended to scores.jsonl, and the directory is removed.
 """
 
@@ -57,36 +57,37 @@ from toolsets.workspace.removal import remove_tree
 _IDS_SHOWN = 5
 _BATCH_SIZE = 500
 _NEVER_LAST = 1_000_000
-"""An attempt that fails gives no verdict: the next command makes another."""
+"""Maximum attempts. A failed attempt gives no verdict, and the next command makes another one."""
 
 _WORDS = {True: "passed", False: "not passed", None: "without a verdict"}
 
 
 @dataclass
 class RecheckEnd:
-    """How a start of `check` ended."""
+    """The result of a start of `check`."""
 
     path: Path
     """The run directory."""
     changes: Counter[tuple[bool | None, bool | None]] = field(default_factory=Counter)
-    """Verdicts that were given, by the verdict before and the new one."""
+    """Number of verdicts by the verdict before and the new one."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Conversations that were not judged, by reason: `HARMLESS` and `REFUSED`."""
+    """Number of conversations that were not judged, by reason: `HARMLESS` and `REFUSED`."""
     refused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """The ids of those that have something to judge."""
+    """Ids of conversations that could not be judged, by reason: those of `REFUSED`."""
     details: dict[str, str] = field(default_factory=dict)
-    """What is known besides of the last one with a reason."""
+    """Details of the most recent conversation that was left out, by reason."""
     failed: Sequence[Mapping[str, Any]] = ()
     """Why workspaces could not be rebuilt: `class`, `message`, `count`."""
     exit_code: int = 0
-    """0: all that can be judged is; 1: some is not; else that of a run."""
+    """0: all conversations with something to judge were judged; 1: some were not; else the exit
+    code of a run."""
     reason: str | None = None
     """Why `exit_code` is neither 0 nor 1, and what to do next."""
     unwritten: str | None = None
-    """Why training file and summary were not written again."""
+    """Why training file and summary were not written again; None if they were."""
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, with the ids of all that was refused."""
+        """The result for `--json`, with all ids of `refused`."""
         changes = [{"from": a, "to": b, "count": n} for (a, b), n in self.changes.items()]
         return {
             "run_dir": str(self.path),
@@ -99,7 +100,7 @@ class RecheckEnd:
         }
 
     def as_table(self) -> str:
-        """The verdicts, and what has none, for a person."""
+        """The verdicts, and the conversations without a verdict, as lines for a person."""
         given = self.changes.total()
         lines = [f"{plural(given, 'verdict')} given in {self.path / SCORES_FILE}"]
         for (before, now), count in sorted(self.changes.items(), key=lambda item: -item[1]):
@@ -123,8 +124,8 @@ class RecheckEnd:
 def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> RecheckEnd:
     """Judge the conversations of a run again; blocks until all are judged.
 
-    `config` is that of the run with what is to differ; `has_new_rows`: its dataset has the rows.
-    Raises what `start` raises.
+    `config` is that of the run with changed options. `has_new_rows`: its dataset has the rows with
+    the checks, else the records have them. Raises what `start` raises.
     """
     refuse_held(stored.path)
     place = _work_directory(stored.path, config, has_new_rows=has_new_rows)
@@ -168,7 +169,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
 
 
 def _work_directory(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
-    """Where the work of this check is; the same command finds it again."""
+    """The directory for the work of this check, which the same command finds again."""
     options = config.to_json()
     for name in ("num_workers", "batch_size", "concurrency", "log_level", "grace_s"):
         del options[name]
@@ -195,7 +196,7 @@ def _scan_new_rows(config: RunConfig) -> NewRows:
 
 
 def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, found: RecheckEnd) -> int:
-    """Write the rows for the workers; their number."""
+    """Write the rows for the workers; returns the number of rows."""
     count = 0
     temporary = temporary_for(rows)
     with open_temporary(temporary, rows) as file:
@@ -223,7 +224,7 @@ def _judgings(
 
 
 def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, found: RecheckEnd) -> None:
-    """Append the verdicts that scores.jsonl does not have yet."""
+    """Append to scores.jsonl the verdicts that it does not have."""
     rules = config.row_rules("scripted")
     with ExitStack() as stack:
         file = stack.enter_context(open_scores(stored.path))
@@ -272,7 +273,7 @@ def _make_score(
 
 
 def _write_results(stored: StoredRun) -> str | None:
-    """Write training file and summary with the verdicts; why not, if that is not possible."""
+    """Write training file and summary with the new verdicts; returns why, if it is not possible."""
     manifest = stored.path / EXPORTS / MANIFEST_FILE
     try:
         before = orjson.loads(manifest.read_bytes())["gone"]

@@ -1,7 +1,7 @@
-"""Rebuild what a conversation left, and judge it: no model is called.
+"""Rebuilds the workspace of a conversation and runs the check; no model is called.
 
-A row has in `judged` where the record is, and from what its workspace is made. Nothing is
-journaled: what was cut off begins again in a new workspace.
+The column `judged` of a row says where the record is, and from what its workspace is made. Nothing
+is journaled: work that was interrupted begins again in a new workspace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecheckRunner(TaskRunner):
     """Judges the conversations of a finished run again."""
 
     async def do(self, work: Work) -> None:
-        """Judge one conversation. Raises `SetupFailed` where its workspace cannot be rebuilt."""
+        """Judge one conversation. Raises `SetupFailed` if its workspace cannot be rebuilt."""
         work.end = Finish("completed")
         record = self._read_judged_record(work.task.columns["judged"])
         if work.task.columns["judged"]["from"] == "workspace":

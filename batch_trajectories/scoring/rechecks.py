@@ -1,8 +1,8 @@
-"""Which conversations `check` can judge again, and from what.
+"""Decides for each conversation whether and how `check` can judge it again.
 
-Of a conversation with a check, its workspace is rebuilt: in a fresh image from its whole diff, if
-its check runs in a fresh copy anyway; else from its kept workspace. Where no check is given, its
-answer is compared with the expected one.
+If its row has a check, the workspace is rebuilt: from the diff in a fresh image, if the diff is
+whole and the check runs in a fresh copy anyway; else from the workspace that the run kept. If the
+row has no check, the answer is compared with the expected one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from batch_trajectories.records.record_types import Record, Score
 from batch_trajectories.records.scores import CHECK, score_key
 
 SAME = "same"
-"""Instead of a reason: the last verdict is already one of this check."""
+"""The reason for conversations whose last verdict is by this check already."""
 
 HARMLESS = {
     SAME: "judged by this check before",
@@ -45,7 +45,7 @@ HARMLESS = {
     "no_check": "its row has no check, and no expected answer that is compared",
     "no_answer": "ended before an answer that can be compared",
 }
-"""Why there is nothing to judge."""
+"""Reasons why there is nothing to judge, with explanations."""
 
 REFUSED = {
     "no_row": "the dataset has no row for it",
@@ -57,22 +57,22 @@ REFUSED = {
     "a diff: give --check_in=fresh, or run with --keep_workspaces",
     "not_kept": "neither a diff nor its workspace was kept: run with --keep_workspaces",
 }
-"""Why a conversation cannot be judged that has something to judge."""
+"""Reasons why a conversation cannot be judged although there is something to judge."""
 
 
 class Judging(NamedTuple):
-    """How a conversation is judged again."""
+    """The way in which a conversation is judged again."""
 
     version: str
-    """A digest of the check: what the row says of it, the options of tasks, and the image."""
+    """A digest of the check: of its columns, the options of tasks and the image."""
     row: dict[str, Any] | None
-    """For the workers; None where the answer is compared."""
+    """The row for the workers; None if only the answer is compared."""
     check: dict[str, Any] | None = None
-    """The result of comparing the answer."""
+    """The result of comparing the answer; None if workers judge."""
 
 
 class LeftOut(NamedTuple):
-    """Why a conversation is not judged again."""
+    """The reason why a conversation is not judged again."""
 
     reason: str
     """A key of `HARMLESS` or `REFUSED`."""
@@ -80,25 +80,25 @@ class LeftOut(NamedTuple):
 
 
 class NewRows:
-    """The rows of another dataset, found by the prompts of records."""
+    """Finds the rows of another dataset by the ids or prompts of records."""
 
     def __init__(self, scan: Scan, dataset: KeptDataset) -> None:
-        self._dataset = dataset  # which may be a temporary file
+        self._dataset = dataset  # a reference, as it may be a temporary file
         self._path = scan.path
         self._by_id: dict[str, int] = {}
         self._by_prompt: dict[bytes, int | None] = {}
         for number, task in enumerate(tasks(scan)):
             place = scan.offsets[number]
-            if not _is_made(task.prompt_id):
+            if not _is_generated(task.prompt_id):
                 self._by_id[task.prompt_id] = place
-            else:  # a hash of the whole row, which another check changes
+            else:  # the id is a hash of the whole row, which another check changes
                 prompt = _prompt_of(task.columns)
                 self._by_prompt[prompt] = None if prompt in self._by_prompt else place
 
     def of(self, record: Record) -> dict[str, Any] | LeftOut:
-        """The row of a record."""
+        """Find the row of a record."""
         place = self._by_id.get(record.prompt_id)
-        if place is None and _is_made(record.prompt_id):
+        if place is None and _is_generated(record.prompt_id):
             prompt = _prompt_of(record.row)
             place = self._by_prompt.get(prompt)
             if place is None and prompt in self._by_prompt:
@@ -110,10 +110,10 @@ class NewRows:
 
 
 class Rechecks:
-    """Says of each record of a run how it is judged again."""
+    """Decides how each record of a run is judged again."""
 
     def __init__(self, config: RunConfig, rows: NewRows | None) -> None:
-        """`config` is that of the workers; without `rows` those of the records count."""
+        """`config` is that of the workers. `rows`: None means the rows in the records."""
         self._config = config
         self._rows = rows
         self._rules = config.row_rules("scripted")
@@ -122,7 +122,7 @@ class Rechecks:
         self._images: dict[str, str | None] = {}
 
     def of(self, record: Record, place: IndexEntry, key: bytes) -> Judging | LeftOut:
-        """How a record is judged, which is at this place of the records."""
+        """Decide how a record is judged; `place` and `key` are its index entry and its task key."""
         if record.status == "failed":
             return LeftOut("failed")
         row = record.row if self._rows is None else self._rows.of(record)
@@ -180,7 +180,7 @@ class Rechecks:
         if judge is not None:
             decides["judge"] = self._digest_of(judge)
         version = _digest(decides)
-        id_ = f"check-{record.id}-{score_key(record)}"  # which no generated id looks like
+        id_ = f"check-{record.id}-{score_key(record)}"  # unlike any generated id
         return Judging(version, {"id": id_, **columns, "judged": judged})
 
     def _digest_of(self, reference: str) -> str | None:
@@ -194,12 +194,12 @@ class Rechecks:
 
 
 def _has_failed(score: Score | None) -> bool:
-    """Whether a check itself failed: it is repeated."""
+    """Whether the check itself failed, so that it is repeated."""
     return score is not None and (score.check or {}).get("error") is not None
 
 
 def _source(record: Record, *, is_afresh: bool) -> str | LeftOut:
-    """What the workspace is made of: `diff` or `workspace`."""
+    """The source for rebuilding the workspace: `diff` or `workspace`."""
     diff = record.diff
     if is_afresh and diff is not None and not diff.get("truncated") and not diff.get("error"):
         return "diff"
@@ -214,8 +214,8 @@ def _source(record: Record, *, is_afresh: bool) -> str | LeftOut:
     return LeftOut("not_kept", (record.workspace or {}).get("error", ""))
 
 
-def _is_made(prompt_id: str) -> bool:
-    """Whether an id is not the row's own."""
+def _is_generated(prompt_id: str) -> bool:
+    """Whether an id was generated, as the row had none."""
     return prompt_id.startswith("row-")
 
 

@@ -1,4 +1,4 @@
-"""`scores.jsonl` of a run: what has a score, and appending; see `records.scores`."""
+"""Reads and appends to `scores.jsonl` of a run; see `records.scores`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import read_scores, score_key
 
 Wanted = Callable[[Record], bool]
-"""Whether a record is to be scored."""
+"""A function that says whether a record is to be scored."""
 
 
 class Scored(NamedTuple):
-    """What a command has scored."""
+    """The result of a command that scores."""
 
     scores: int
+    """Number of new scores."""
     failed: Mapping[str, int]
-    """Why scores among these failed, with counts; the next `score` repeats those of functions."""
+    """Reasons why scores failed, with counts. The next `score` repeats failed functions."""
 
 
 class NewScore(NamedTuple):
@@ -38,7 +39,7 @@ class NewScore(NamedTuple):
 
 
 class ScoreFile:
-    """The scores of a run, open for more."""
+    """The scores of a run, open for appending."""
 
     def __init__(self, run_dir: Path, wanted: Wanted | None) -> None:
         self.run_dir = run_dir
@@ -47,9 +48,9 @@ class ScoreFile:
         self._file: AppendFile | None = None
 
     def done(self, source: str, version: str) -> set[str]:
-        """The keys of records that this source has scored, in this version.
+        """The keys of records that this version of a source has scored.
 
-        A failure does not count, except a judge's reply that holds no score: it is paid for.
+        A failure does not count as a score, except a judge's reply without a score, which is paid.
         """
         return {
             line["record"]
@@ -60,7 +61,7 @@ class ScoreFile:
         }
 
     def judge_cost_usd(self) -> float:
-        """The dollars of all judge replies, as far as they are known."""
+        """The cost of all replies of judges, as far as known."""
         return sum(line.get("cost_usd") or 0.0 for _, line in read_scores(self._path))
 
     def append(self, scores: Iterable[NewScore]) -> None:
@@ -84,10 +85,10 @@ class ScoreFile:
     def unscored(
         self, done: Mapping[str, set[str]], versions: Mapping[str, str], *, doing: str | None = None
     ) -> Iterator[tuple[Record, Sequence[str]]]:
-        """The wanted records that did not fail, with the sources that they still lack.
+        """The wanted records that did not fail, each with the sources that have not scored it.
 
-        `done` are keys of records by source, `versions` those of the sources. `doing` names the
-        work for its progress.
+        `done` are the keys of scored records, by source; `versions` are the versions of the
+        sources. `doing` names the work in the progress line; None: no progress is shown.
         """
         for record in stored_records(self.run_dir, doing=doing):
             if record.status == "failed":

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import StoppingRule
 
 MAX_NAMES = 100
-"""Maximum number of names of rewards; further names are ignored, as a program can invent any
-number."""
+"""Maximum number of names of rewards; further names are not counted."""
 
 
 class _Numbers:
