@@ -227,18 +227,18 @@ class Masks:
     def _call_function(self, record: Record, turns: int) -> list[Any]:
         """Call the user's function; returns a reason, true, false or None for each turn."""
         assert self._function is not None
-        place = f"mask.function: {self._mask.function}"
+        where = f"mask.function: {self._mask.function}"
         try:
             given = self._function(record.as_dict())
         except (Exception, SystemExit) as error:  # a user's code may raise anything
             raise ConfigError(
-                f"{place} failed for {record.id}: {type(error).__name__}: {error}; it is called "
+                f"{where} failed for {record.id}: {type(error).__name__}: {error}; it is called "
                 "with the record"
             ) from error
         if not isinstance(given, list | tuple) or len(given) != turns:
             what = f"{len(given)} items" if isinstance(given, list | tuple) else repr(given)[:80]
             raise ConfigError(
-                f"{place} gave {what} for {record.id}; it must return a list with an item for each "
+                f"{where} gave {what} for {record.id}; it must return a list with an item for each "
                 f"of the {turns} turns of the run's model"
             )
         for item in given:
@@ -246,7 +246,7 @@ class Masks:
                 isinstance(item, str) and item.strip() and len(item) <= _MAX_REASON_CHARS
             ):
                 raise ConfigError(
-                    f"{place} gave {repr(item)[:80]} for a turn of {record.id}; give true, false, "
+                    f"{where} gave {repr(item)[:80]} for a turn of {record.id}; give true, false, "
                     f"null or a reason of 1 to {_MAX_REASON_CHARS} characters"
                 )
         return list(given)

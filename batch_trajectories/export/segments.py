@@ -467,7 +467,7 @@ def _conversation(
         else segment.messages
     )
     positions = [n for n, m in enumerate(segment.messages) if m.role == "assistant"]
-    learnt = [segment.learnt.get(place) for place in positions]
+    learnt = [segment.learnt.get(position) for position in positions]
     flaws: list[Flaw] = []
     entries = read_entries(messages, segment.tools, flaws, as_sent=True)
     tokens = [None if turn is None else turn.reasoning_tokens for turn in learnt]
@@ -481,12 +481,14 @@ def _conversation(
     record = replace(
         whole.record, id=f"{whole.record.id}#s{number}", messages=[*messages], turns=turns
     )
-    kept = {k: value for k, value in whole.metadata.items() if k not in _WHOLE_CONVERSATION_ONLY}
+    metadata = {
+        key: value for key, value in whole.metadata.items() if key not in _WHOLE_CONVERSATION_ONLY
+    }
     reasons = {
         turn.turn: masked[turn.turn] for turn in segment.learnt.values() if turn.turn in masked
     }
     if reasons:
-        kept["masked"] = masks_to_json(reasons)
+        metadata["masked"] = masks_to_json(reasons)
     described = {"of": part.name, "number": number, "why": segment.why}
     return replace(
         whole,
@@ -496,7 +498,7 @@ def _conversation(
         record=record,
         authored=Own(record),
         metadata={
-            **kept,
+            **metadata,
             "finish_reason": turns[-1].finish_reason,
             "tool_stats": stats,
             "segment": described,
@@ -511,13 +513,14 @@ def _mark_context(
     entries: Sequence[Entry], learnt: Sequence[StoredTurn | None], masked: Masked
 ) -> Iterator[Entry]:
     """The entries with masks; turns that are not learnt in this segment are marked as context."""
-    place = 0
+    next_reply = 0
     for entry in entries:
         if isinstance(entry, Turn):
-            made = [turn for turn in learnt[place : place + entry.replies] if turn is not None]
-            place += entry.replies
-            if made:
-                reasons = (name for turn in made for name in masked.get(turn.turn, ()))
+            replies = learnt[next_reply : next_reply + entry.replies]
+            turns = [turn for turn in replies if turn is not None]
+            next_reply += entry.replies
+            if turns:
+                reasons = (name for turn in turns for name in masked.get(turn.turn, ()))
                 entry = replace(entry, masked=tuple(dict.fromkeys(reasons)))
             else:
                 entry = replace(entry, author="context")
@@ -526,12 +529,12 @@ def _mark_context(
 
 def _split_by_turn(segment: Conversation) -> Iterator[Conversation]:
     """Cut a segment: for each learnt turn, yield the segment up to this turn."""
-    for place, entry in enumerate(segment.entries):
+    for index, entry in enumerate(segment.entries):
         if not isinstance(entry, Turn) or not entry.has_loss:
             continue
         yield replace(
             segment,
-            entries=[*segment.entries[:place], replace(entry, results=())],
+            entries=[*segment.entries[:index], replace(entry, results=())],
             record=replace(segment.record, id=f"{segment.record.id}.t{entry.number}"),
             num_tool_calls=len(entry.calls),
             is_for_turn=True,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import orjson
@@ -37,7 +36,7 @@ from batch_trajectories.engine.run_totals import compute_totals
 from batch_trajectories.engine.supervisor.run import run_batch
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.files import make_directory, open_temporary, temporary_for
-from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import CHECKS, EXPORTS, MANIFEST_FILE, SCORES_FILE
 from batch_trajectories.records.reader import open_index, read_record
 from batch_trajectories.records.record_types import CheckResult, Record, decode_record
@@ -55,7 +54,8 @@ from batch_trajectories.scoring.score_file import NewScore, open_scores
 from toolsets.workspace.removal import remove_tree
 
 _IDS_SHOWN = 5
-_BATCH_SIZE = 500
+_SCORES_AT_ONCE = 500
+"""Number of scores that are appended together."""
 _NEVER_LAST = 1_000_000
 """Maximum attempts. A failed attempt gives no verdict, and the next command makes another one."""
 
@@ -128,7 +128,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     the checks, else the records have them. Raises what `start` raises.
     """
     refuse_held(stored.path)
-    place = _work_directory(stored.path, config, has_new_rows=has_new_rows)
+    directory = _work_directory(stored.path, config, has_new_rows=has_new_rows)
     config = without_model(
         config,
         checked_run=stored.path.absolute(),
@@ -137,16 +137,16 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         max_samples=None,
         shard=None,
         num_samples=1,
-        output_dir=place,
+        output_dir=directory,
         run_name="judging",
         on_bad_row="fail",
     )
-    found = RecheckEnd(stored.path)
+    end = RecheckEnd(stored.path)
     rechecks = Rechecks(config, _scan_new_rows(config) if has_new_rows else None)
-    for directory in (place.parent, place):
-        make_directory(directory)
-    rows = place / "rows.jsonl"
-    count = _write_rows(stored.path, rechecks, rows, found)
+    make_directory(directory.parent)
+    make_directory(directory)
+    rows = directory / "rows.jsonl"
+    count = _write_rows(stored.path, rechecks, rows, end)
     config = config.model_copy(update={"dataset_file": rows, "rows": None, "columns": {}})
     if count:
         plan = make_plan(config)
@@ -154,18 +154,18 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         with open_planned(plan, fresh=False, accept_config_change=()) as run_dir:
             outcome = run_batch(plan, run_dir)
             totals = compute_totals(run_dir.path, plan.scan, plan.config)
-        found.failed = totals.reasons
-        found.exit_code, found.reason = exit_of(outcome, totals)
-        if found.reason is not None:
-            return found
+        end.failed = totals.reasons
+        end.exit_code, end.reason = exit_of(outcome, totals)
+        if end.reason is not None:
+            return end
     with locked(stored.path):
-        _append(stored, rechecks, config, found)
-        found.unwritten = _write_results(stored)
-    remove_tree(place)
+        _append(stored, rechecks, config, end)
+        end.unwritten = _write_results(stored)
+    remove_tree(directory)
     with suppress(OSError):  # another check is under way there
-        place.parent.rmdir()
-    found.exit_code = int(bool(found.refused or found.failed))
-    return found
+        directory.parent.rmdir()
+    end.exit_code = int(bool(end.refused or end.failed))
+    return end
 
 
 def _work_directory(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
@@ -195,17 +195,17 @@ def _scan_new_rows(config: RunConfig) -> NewRows:
     return NewRows(found, dataset)
 
 
-def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, found: RecheckEnd) -> int:
+def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, end: RecheckEnd) -> int:
     """Write the rows for the workers; returns the number of rows."""
     count = 0
     temporary = temporary_for(rows)
     with open_temporary(temporary, rows) as file:
         for record, judging in _judgings(run_dir, rechecks, doing="reading records"):
             if isinstance(judging, LeftOut):
-                found.left_out[judging.reason] += 1
+                end.left_out[judging.reason] += 1
                 if judging.reason in REFUSED:
-                    found.refused[judging.reason].append(record.id)
-                    found.details[judging.reason] = judging.detail
+                    end.refused[judging.reason].append(record.id)
+                    end.details[judging.reason] = judging.detail
             elif judging.row is not None:
                 file.write(exact_json.dumps(judging.row) + b"\n")
                 count += 1
@@ -223,51 +223,66 @@ def _judgings(
             yield record, rechecks.of(record, entry, key)
 
 
-def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, found: RecheckEnd) -> None:
+def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, end: RecheckEnd) -> None:
     """Append to scores.jsonl the verdicts that it does not have."""
     rules = config.row_rules("scripted")
-    with ExitStack() as stack:
-        file = stack.enter_context(open_scores(stored.path))
-        made = stack.enter_context(open_index(config.run_dir))
-        judgings = _judgings(stored.path, rechecks, doing="judging")
-        lines = (
-            line
-            for record, judging in judgings
-            if isinstance(judging, Judging)
-            and (line := _make_score(record, judging, rules, made, found)) is not None
-        )
-        while some := [*islice(lines, _BATCH_SIZE)]:
-            file.append(some)
+    with open_scores(stored.path) as file, open_index(config.run_dir) as (index, records):
+        scores: list[NewScore] = []
+        for record, judging in _judgings(stored.path, rechecks, doing="judging"):
+            if isinstance(judging, LeftOut):
+                continue
+            if (checked := _find_result(judging, rules, index, records)) is None:
+                continue
+            result = msgspec.convert(checked.check, CheckResult)
+            passed = result.passed if isinstance(result.passed, bool) else None
+            end.changes[judgement_of(record).verdict, passed] += 1
+            scores.append(_make_score(record, judging, checked, result))
+            if len(scores) >= _SCORES_AT_ONCE:
+                file.append(scores)
+                scores = []
+        file.append(scores)
+
+
+class _Checked(NamedTuple):
+    """The result of a check, and the image in which it ran."""
+
+    check: dict[str, Any]
+    image: dict[str, str] | None
+
+
+def _find_result(
+    judging: Judging, rules: RowRules, index: Index, records: BinaryIO
+) -> _Checked | None:
+    """The result for a conversation; None if its workspace was not rebuilt.
+
+    `index` and `records` are those of the work directory.
+    """
+    if judging.row is None:
+        assert judging.check is not None  # the answer was compared
+        return _Checked(judging.check, image=None)
+    task = task_of(judging.row, rules)
+    entry = index.get(task.key)
+    if entry is None:
+        return None
+    judged = read_record(records, entry.offset, entry.length, task.key)
+    if judged.check is None:
+        return None
+    return _Checked(judged.as_dict()["check"], image=judged.image)
 
 
 def _make_score(
-    record: Record, judging: Judging, rules: RowRules, made: Any, found: RecheckEnd
-) -> NewScore | None:
-    """The score of a record; None if its workspace was not rebuilt."""
-    index, records = made
-    check, image = judging.check, None
-    if judging.row is not None:
-        task = task_of(judging.row, rules)
-        entry: IndexEntry | None = index.get(task.key)
-        if entry is None:
-            return None
-        judged = read_record(records, entry.offset, entry.length, task.key)
-        if judged.check is None:
-            return None
-        check, image = judged.as_dict()["check"], judged.image
-    result = msgspec.convert(check, CheckResult)
+    record: Record, judging: Judging, checked: _Checked, result: CheckResult
+) -> NewScore:
     original = decode_record(record.line)
-    before = judgement_of(record).verdict
-    found.changes[before, result.passed if isinstance(result.passed, bool) else None] += 1
     score = {
         "source": CHECK,
         "version": judging.version,
         "rewards": None,
         "error": None,
-        "check": check,
+        "check": checked.check,
         "task": task_key(original.id, original.input_digest).hex(),
         **of_record(original, result),
-        **({} if image is None else {"image": image}),
+        **({} if checked.image is None else {"image": checked.image}),
     }
     return NewScore(score_key(record), record.id, score)
 

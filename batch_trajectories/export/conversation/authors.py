@@ -43,7 +43,7 @@ def assign_authors(entries: list[Entry], record: Record, authored: Own) -> list[
     added = _added_texts(record)
     has_begun = False
     written: list[Entry] = []
-    place = len(turns) - len(authored.turns)
+    next_reply = len(turns) - len(authored.turns)
     for entry in entries:
         if isinstance(entry, UserMessage):
             if has_begun:
@@ -58,8 +58,8 @@ def assign_authors(entries: list[Entry], record: Record, authored: Own) -> list[
             # An answer that was found wrong and given again: only the last one is to be learnt.
             entry = msgspec.structs.replace(entry, masked=("wrong_answer",))
         elif others:
-            replies = turns[place : place + entry.replies]
-            place += entry.replies
+            replies = turns[next_reply : next_reply + entry.replies]
+            next_reply += entry.replies
             if replies and all(reply.model in others for reply in replies):
                 entry = msgspec.structs.replace(entry, author="other_model")
         written.append(entry)

@@ -241,8 +241,8 @@ def _checker_files(row: dict[str, Any]) -> re.Pattern[str] | None:
     paths = [*(files if isinstance(files, dict | list) else ())]
     paths += rewards if isinstance(rewards, list) else [rewards]
     prompt = str(row.get("prompt", ""))
-    named = {path for path in paths if isinstance(path, str) and path.strip("./")}
-    wanted = sorted({path for path in named if path not in prompt}, reverse=True)
+    candidates = {path for path in paths if isinstance(path, str) and path.strip("./")}
+    wanted = sorted({path for path in candidates if path not in prompt}, reverse=True)
     if not wanted:
         return None
     return re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, wanted))})(?![\w-])")

@@ -169,10 +169,10 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
 
 def row_metadata(conversation: Conversation) -> dict[str, Any]:
     """The metadata of a row, with counts of the reasoning that the row still has."""
-    said = conversation.own_turns
-    with_reasoning = len([None for turn in said if turn.reasoning])
-    reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
-    if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
+    turns = conversation.own_turns
+    with_reasoning = len([None for turn in turns if turn.reasoning])
+    reasoning = {"assistant_turns": len(turns), "with_reasoning": with_reasoning}
+    if with_reasoning < len(turns) and (hidden := sum(turn.hides_reasoning for turn in turns)):
         reasoning["hidden"] = hidden
     return {**conversation.metadata, "reasoning": reasoning}
 

@@ -83,22 +83,22 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
     """
     offered = once(record.tools, _unreserved_names)
     messages, turns = record.messages, authored.turns
-    place = 1 if messages and messages[0].role == "system" else 0
+    index = 1 if messages and messages[0].role == "system" else 0
     last = len(turns)
     if (
         offered is None
         or record.agent is not None
         or last != len(record.turns)
-        or len(messages) == place
+        or len(messages) == index
         or messages[0].provider_blocks is not None
     ):
         return None
-    opening = messages[place]
+    opening = messages[index]
     text = opening.content
     if opening.role != "user" or opening.provider_blocks is not None or not text or text.isspace():
         return None
-    place += 1
-    first = place
+    index += 1
+    first = index
     entries: list[Entry] = [UserMessage(text)]
     texts = [text]
     stats: dict[str, dict[str, Any]] = {}
@@ -106,10 +106,10 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
     with_reasoning = hidden = with_token_ids = 0
     started_at, ended_at = math.inf, -math.inf
     for number, turn in enumerate(turns, start=1):
-        if place == len(messages):
+        if index == len(messages):
             return None
-        message = messages[place]
-        place += 1
+        message = messages[index]
+        index += 1
         text, reasoning = message.content, message.reasoning or ""
         blocks = message.provider_blocks
         if message.role != "assistant" or "<" in text:
@@ -151,10 +151,10 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
                 )
             )
             break
-        following = messages[place : place + len(wanted)]
+        following = messages[index : index + len(wanted)]
         if len(following) < len(wanted):
             return None
-        place += len(following)
+        index += len(following)
         calls: list[Call] = []
         results: list[Result] = []
         for call, result in zip(wanted, following, strict=True):
@@ -193,10 +193,11 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
                 hides_reasoning=hides,
             )
         )
-    said = "\n".join(texts)
-    if place != len(messages) or holds_marker(said):
+    whole_text = "\n".join(texts)
+    if index != len(messages) or holds_marker(whole_text):
         return None
-    if (may_leak(said) or "[/THINK]" in said) and _holds_server_markup(entries, offered):
+    may_hold_markup = may_leak(whole_text) or "[/THINK]" in whole_text
+    if may_hold_markup and _holds_server_markup(entries, offered):
         return None
     counts = WorkCounts(
         tools=[stats[name] for name in sorted(stats)],
@@ -410,10 +411,10 @@ def find_parser_flaws(messages: Sequence[StoredMessage], tools: Tools) -> list[F
     reasoning.
     """
     flaws = find_leaked_calls(messages, tools)
-    for place, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages, start=1):
         text = message.content
         if message.role == "assistant" and holds_thought(text) and not MARKER.search(text):
-            flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"message {place}: a thought in its text"))
+            flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"message {number}: a thought in its text"))
     return flaws
 
 
@@ -424,7 +425,7 @@ def find_leaked_calls(messages: Sequence[StoredMessage], tools: Tools) -> list[F
     """
     names = names_of(tools)
     flaws = []
-    for place, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages, start=1):
         if message.role != "assistant":
             continue
         leak = leaked_call(
@@ -432,7 +433,7 @@ def find_leaked_calls(messages: Sequence[StoredMessage], tools: Tools) -> list[F
         )
         if leak is None:
             continue
-        flaw = Flaw(Reason.LEAKED_CALL, f"message {place}: {leak.describe()}")
+        flaw = Flaw(Reason.LEAKED_CALL, f"message {number}: {leak.describe()}")
         if not message.tool_calls and not split_inline_reasoning(message.content).rest.strip():
             raise Rejected(flaw.reason, flaw.detail)
         flaws.append(flaw)
@@ -463,7 +464,7 @@ def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
     Raises Rejected if earlier messages are unknown.
     """
     flaws = []
-    for place, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages, start=1):
         if message.provider_blocks is None:
             continue
         for part in parts_of(message.role, message.provider_blocks.blocks):
@@ -471,11 +472,11 @@ def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
             if kind == EARLIER:
                 raise Rejected(
                     Reason.EARLIER_RESPONSE_UNKNOWN,
-                    f"message {place}: what precedes response {part.get('id')} is unknown",
+                    f"message {number}: what precedes response {part.get('id')} is unknown",
                 )
             reason = Reason.HAS_IMAGES if kind == "image" else Reason.HAS_FILES
             what = part.get("type") or part.get("kind") or next(iter(part), "part")
-            flaws.append(Flaw(reason, f"message {place}: a part of the type {what!r}"))
+            flaws.append(Flaw(reason, f"message {number}: a part of the type {what!r}"))
     return flaws
 
 
@@ -602,12 +603,12 @@ def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) 
     return Call(call.id, call.function.name, *arguments)
 
 
-def _find_structure(text: str, flaws: list[Flaw], number: int, place: str) -> None:
+def _find_structure(text: str, flaws: list[Flaw], number: int, where: str) -> None:
     """Add a flaw for tags and control tokens in a model's own text."""
     if "<" in text and (marker := MARKER.search(text)):
-        flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
+        flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {where}"))
     if token := control_token(text):
-        flaws.append(_token_flaw(token, f"turn {number}, {place}"))
+        flaws.append(_token_flaw(token, f"turn {number}, {where}"))
 
 
 def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:

@@ -57,15 +57,15 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
-def _conversation_texts(part: StoredConversation, place: str) -> Iterator[tuple[str, str]]:
+def _conversation_texts(part: StoredConversation, prefix: str) -> Iterator[tuple[str, str]]:
     for number, message in enumerate(part.messages, start=1):
-        yield from _message_texts(message, f"{place}message {number}")
+        yield from _message_texts(message, f"{prefix}message {number}")
     for number, reply in enumerate(part.discarded, start=1):
-        yield from _message_texts(reply.message, f"{place}message {number} set aside")
+        yield from _message_texts(reply.message, f"{prefix}message {number} set aside")
     if isinstance(part, Record):
         yield from _hidden_texts(part)
     for inner in part.inner:
-        yield from _conversation_texts(inner, f"{place}conversation of {inner.name}, ")
+        yield from _conversation_texts(inner, f"{prefix}conversation of {inner.name}, ")
 
 
 def _hidden_texts(record: Record) -> Iterator[tuple[str, str]]:
@@ -77,8 +77,8 @@ def _hidden_texts(record: Record) -> Iterator[tuple[str, str]]:
             yield from _message_texts(message, f"rewritten message {change.start + 1}")
 
 
-def _message_texts(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]:
-    where = f"{place} ({message.role})"
+def _message_texts(message: StoredMessage, prefix: str) -> Iterator[tuple[str, str]]:
+    where = f"{prefix} ({message.role})"
     yield where, message.content
     if message.reasoning:
         yield f"{where}, reasoning", message.reasoning

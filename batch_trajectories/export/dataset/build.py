@@ -50,7 +50,7 @@ _UNKNOWN = "unknown"
 """The name of the model in the manifest if an imported conversation names none."""
 
 
-def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
+def write_rows(source: Source, recipe: Recipe, target: FileTarget) -> dict[str, Any]:
     """Write the rows and rejects of a dataset; returns its manifest.
 
     Raises `ConfigError` for a recipe that does not fit the run, `EnvironmentStop` if a record has
@@ -58,7 +58,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     """
     records = SourceRecords(source)
     with records.reading() as read, rare_garbage_collection():
-        writer = _DatasetWriter(recipe, place, records, read)
+        writer = _DatasetWriter(recipe, target, records, read)
         with LongWork("export", total=records.record_count) as work:
             for groups in records.groups(by_prompt=recipe.compares):
                 writer.add(groups)
@@ -170,7 +170,7 @@ class _DatasetWriter:
     """Filters records and writes their rows into all formats of a recipe."""
 
     def __init__(
-        self, recipe: Recipe, place: FileTarget, records: SourceRecords, read: Read
+        self, recipe: Recipe, target: FileTarget, records: SourceRecords, read: Read
     ) -> None:
         self._recipe = recipe
         self._seen = Seen(len(records))
@@ -205,10 +205,10 @@ class _DatasetWriter:
 
             self._selection = Selection(recipe, joined, self._lengths)
         self._row_formats = recipe.row_formats
-        self._formats = [open_format(Export(one, recipe, place)) for one in self._row_formats]
+        self._formats = [open_format(Export(one, recipe, target)) for one in self._row_formats]
         self._tolerances = recipe.tolerances
         self._needs_conversations = recipe.needs_conversations or self._lengths is not None
-        self._rejects = HashingFile(place.open("rejects.jsonl"))
+        self._rejects = HashingFile(target.open("rejects.jsonl"))
         self._reject_lines = 0
         self._rejected: KeyCounts[str] = KeyCounts()
         self.selected: KeyCounts[str] = KeyCounts()
@@ -379,9 +379,9 @@ class _DatasetWriter:
         return None
 
     def _is_new(self, number: int, record: Record) -> bool:
-        said = content_key(record)
+        content = content_key(record)
         return self._seen.is_new(
-            number, hash(said), lambda earlier: content_key(self._read(earlier)) == said
+            number, hash(content), lambda earlier: content_key(self._read(earlier)) == content
         )
 
     def _not_used(self, candidates: list[Loaded]) -> dict[str, Rejection]:

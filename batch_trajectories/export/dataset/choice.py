@@ -174,8 +174,8 @@ class Selection:
         for _, members in groupby(range(len(self._numbers)), key=self._groups.__getitem__):
             kept = [n for n in members if self._numbers[n] not in self._left_out]
             if kept:
-                place = min(self._positions[n] for n in kept)
-                groups.append((place, [self._numbers[n] for n in kept]))
+                position = min(self._positions[n] for n in kept)
+                groups.append((position, [self._numbers[n] for n in kept]))
         groups.sort(key=lambda group: group[0])
         for first in range(0, len(groups), _FEW):
             yield [numbers for _, numbers in groups[first : first + _FEW]]
@@ -191,16 +191,16 @@ class Selection:
         if by == "random":
             return float(self._ranks[-1])
         if by == "pass_rate":
-            place = None if rate is None else -rate
+            position = None if rate is None else -rate
         elif by == "length" and self._lengths is not None:
-            place = self._lengths.count(candidate.parsed)
+            position = self._lengths.count(candidate.parsed)
         elif by == "length":
-            place = characters_in(candidate.record)
+            position = characters_in(candidate.record)
         else:
             return 0.0
-        if place is None:
+        if position is None:
             return float("inf")
-        return -float(place) if self._recipe.sort == f"-{by}" else float(place)
+        return -float(position) if self._recipe.sort == f"-{by}" else float(position)
 
 
 def _cap(

@@ -121,11 +121,11 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     return manifest
 
 
-def say_removed(place: Path | str, gone: Collection[str]) -> None:
+def say_removed(directory: Path | str, gone: Collection[str]) -> None:
     """Tell the user which files of an earlier export were removed, if any."""
     if gone:
         say(
-            f"removed from {place}, as this export replaces the previous one: "
+            f"removed from {directory}, as this export replaces the previous one: "
             f"{first_few(sorted(gone), _MAX_NAMES)}; --output keeps several"
         )
 
@@ -223,16 +223,16 @@ def paths_in(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def _write_dataset(
-    source: Source, recipe: Recipe, place: FileTarget, parity: Sequence[Any] | None = None
+    source: Source, recipe: Recipe, target: FileTarget, parity: Sequence[Any] | None = None
 ) -> dict[str, Any]:
-    manifest = write_rows(source, recipe, place)
+    manifest = write_rows(source, recipe, target)
     if parity is not None:
         manifest["parity"] = parity
     others = []
     for part in manifest["formats"]:
         for path, content in _side_files(part, name_of(manifest), recipe):
-            others.append(_write(place, path, _dump_indented(content)))
-    others.append(_write(place, _CARD, card(manifest, recipe).encode()))
+            others.append(_write(target, path, _dump_indented(content)))
+    others.append(_write(target, _CARD, card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
 
 
@@ -250,8 +250,8 @@ def _side_files(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[t
                 yield f"{folder}/{name}", content
 
 
-def _write(place: FileTarget, path: str, content: bytes) -> Written:
-    with place.open(path) as file:
+def _write(target: FileTarget, path: str, content: bytes) -> Written:
+    with target.open(path) as file:
         file.write(content)
     return _describe_file(path, content)
 

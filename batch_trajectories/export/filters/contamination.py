@@ -73,8 +73,10 @@ class Benchmark:
         if source.tasks:
             # Also those that could not run here.
             for number, task in enumerate(source.tasks, start=1):
-                told = task.path / "instruction.md"
-                text = self._decoded(told.read_bytes(), number) if told.is_file() else ""
+                instruction = task.path / "instruction.md"
+                text = ""
+                if instruction.is_file():
+                    text = self._decoded(instruction.read_bytes(), number)
                 yield number, {"id": task.id, "instruction": text}
             return
         for number, row in enumerate(rows_of_source(source, set(), self.revision), start=1):
@@ -277,9 +279,9 @@ class Contamination:
         if (question := self._runs.find(_runs(tokens, self._run_length))) is not None:
             return question, self._run_length
         if self._short:
-            for place, start in enumerate(_runs(tokens, _FEWEST_WORDS)):
+            for index, start in enumerate(_runs(tokens, _FEWEST_WORDS)):
                 for short in self._short.get(start, ()):
-                    if hash(tuple(tokens[place : place + short.length])) == short.hashed:
+                    if hash(tuple(tokens[index : index + short.length])) == short.hashed:
                         return short.question, short.length
         return None
 
@@ -408,12 +410,12 @@ class NearDuplicates:
 
 
 def _message_texts(record: Record, *, with_results: bool) -> list[str]:
-    said: list[str] = []
+    texts: list[str] = []
     for message in record.messages:
         role = message.role
         if role == "system" or (role == "tool" and not with_results):
             continue
-        said += (role, message.content, message.reasoning or "")
+        texts += (role, message.content, message.reasoning or "")
         for call in message.tool_calls:
-            said += (call.function.name, call.function.arguments)
-    return said
+            texts += (call.function.name, call.function.arguments)
+    return texts

@@ -398,10 +398,10 @@ def _make_answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     return wrong
 
 
-def _make_function_check(place: str) -> Callable[[Record], str | None]:
+def _make_function_check(function: str) -> Callable[[Record], str | None]:
     """A function that asks a user's function what is wrong with the answer of a record."""
     try:
-        hook = import_function(place, "filters.answer.function")
+        hook = import_function(function, "filters.answer.function")
     except OwnToolError as error:
         raise ConfigError(str(error)) from error
 
@@ -412,9 +412,9 @@ def _make_function_check(place: str) -> Callable[[Record], str | None]:
             right = bool(hook(answer, record.as_dict()))
         except (Exception, SystemExit) as error:  # a user's code may raise anything
             raise ConfigError(
-                f"filters.answer.function: {place} failed for {record.id}: "
+                f"filters.answer.function: {function} failed for {record.id}: "
                 f"{type(error).__name__}: {error}; it is called with the answer and the record"
             ) from error
-        return None if right else f"{place} says no"
+        return None if right else f"{function} says no"
 
     return wrong

@@ -253,9 +253,9 @@ def _agent_step(
     kept = replies[0].extra.get("atif") if replies and replies[0].extra else None
     if kept is not None:
         step = {key: value for key, value in step.items() if key not in KEPT_OF_STEPS} | kept
-    said = step.get("extra") or {}
-    if turn.masked and said.get("loss") is not False:
-        step["extra"] = {**said, "loss": False, "masked": list(turn.masked)}
+    extra = step.get("extra") or {}
+    if turn.masked and extra.get("loss") is not False:
+        step["extra"] = {**extra, "loss": False, "masked": list(turn.masked)}
     return step
 
 

@@ -37,8 +37,8 @@ def widest_pair(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample
 def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
     """The best sample, and the worst with another completion."""
     best = max(samples, key=attrgetter("reward"))
-    said = _completion_content(best)
-    others = [sample for sample in samples if _completion_content(sample) != said]
+    content = _completion_content(best)
+    others = [sample for sample in samples if _completion_content(sample) != content]
     return (best, min(others, key=attrgetter("reward"))) if others else None
 
 

@@ -125,8 +125,8 @@ def rows_of(
             rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
             for thread in threads_of(record):
                 if _has_same_model(record, thread):
-                    named = {"thread": thread.name, "thread_id": thread.key}
-                    rows += [{**row, **named} for row in rows_and_discarded(thread)]
+                    thread_columns = {"thread": thread.name, "thread_id": thread.key}
+                    rows += [{**row, **thread_columns} for row in rows_and_discarded(thread)]
     except ValueError as error:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
     if not rows:
@@ -218,11 +218,11 @@ def _more_rewards(record: Record, segment: _Segment, *, is_main: bool) -> dict[s
     if not is_main:
         facts.pop(BY_TURN, None)  # they are of the turns of the record
     elif by_turn := facts.get(BY_TURN):
-        own = [turn.turn for turn in record.own_turns]
-        places = [own.index(turn.turn) for turn in segment.turns]
+        numbers = [turn.turn for turn in record.own_turns]
+        indices = [numbers.index(turn.turn) for turn in segment.turns]
         # A check after an agent does not know the number of its turns.
         facts[BY_TURN] = {
-            name: [given[n] if n < len(given) else None for n in places]
+            name: [given[n] if n < len(given) else None for n in indices]
             for name, given in by_turn.items()
         }
     return facts
@@ -306,10 +306,10 @@ class _TokenFiles(CandidateFiles):
         threads = [record, *(threads_of(record) if recipe.subagents else ())]
         self._counts["discarded_replies"] += sum(len(discarded_replies(one)) for one in threads)
         firsts = [row for row in rows if row["segment"] == 0 and not row.get("discarded")]
-        for place in filter(None, (row["split"] for row in rows)):
+        for row_split in filter(None, (row["split"] for row in rows)):
             self._counts["split"] += 1
-            if place["sampled"] is not None:
-                self._split_texts[place["sampled"], place["shown"]] += 1
+            if row_split["sampled"] is not None:
+                self._split_texts[row_split["sampled"], row_split["shown"]] += 1
         self._counts["turns_without_ids"] += sum(len(row["turns_without_ids"]) for row in firsts)
         if recipe.subagents:
             self._counts["subagents_left_out"] += len(threads) - len(firsts)

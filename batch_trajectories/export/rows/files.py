@@ -97,11 +97,11 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     entries = list(whole.entries)
     last_user = 0
     before, part = 0, 1
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         if isinstance(entry, UserMessage):
             if style.reasoning != "field":
-                entries[last_user:place] = map(_without_reasoning, entries[last_user:place])
-            last_user = place
+                entries[last_user:index] = map(_without_reasoning, entries[last_user:index])
+            last_user = index
             continue
         part = part + 1 if entry.number == before else 1
         before = entry.number
@@ -113,7 +113,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
             metadata["finish_reason"] = made[-1].finish_reason
         cut = msgspec.structs.replace(
             whole,
-            entries=[*map(seen, entries[:place]), msgspec.structs.replace(entry, results=())],
+            entries=[*map(seen, entries[:index]), msgspec.structs.replace(entry, results=())],
             record=msgspec.structs.replace(whole.record, id=f"{whole.record.id}#t{name}"),
             metadata=metadata,
             num_tool_calls=len(entry.calls),
@@ -124,8 +124,8 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
 
 def content_of(conversation: Conversation) -> Hashable:
     """The content that a row teaches; equal for rows that differ only in ids and metadata."""
-    said = tuple(map(_content, conversation.entries))
-    return conversation.system, names_of(conversation.tools), said
+    entries = tuple(map(_content, conversation.entries))
+    return conversation.system, names_of(conversation.tools), entries
 
 
 def _content(entry: Entry) -> Hashable:
@@ -218,14 +218,14 @@ class FormatFiles(ABC):
     def __init__(self, export: Export) -> None:
         """Raises `ConfigError` if a package is missing."""
         self.export = export
-        format, recipe, place = export
+        format, recipe, target = export
         name = format.name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 
         def files(
             folder: str, suffix: str, make: MakeWriter, name: str | None = None
         ) -> SplitFiles:
-            return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, name=name)
+            return SplitFiles(target, folder, suffix, make, shard_bytes=shard_bytes, name=name)
 
         self._outputs = []
         self._late: LateKeys | None = None

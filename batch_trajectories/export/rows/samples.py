@@ -47,8 +47,8 @@ def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> 
     if error is not None and needs_reward:
         raise Rejected(Reason.CHECK_FAILED, f"its check gave no result: {error}")
     if reward is None and needs_reward:
-        named = "" if name is None else f": it has no reward named {name!r}"
-        raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{named}")
+        which = "" if name is None else f": it has no reward named {name!r}"
+        raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{which}")
     messages = messages_of(conversation, style)
     own_messages = sum(
         1 + len(entry.results)
@@ -61,8 +61,9 @@ def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> 
         for n, entry in enumerate(conversation.entries)
         if isinstance(entry, Turn) and not entry.is_prior
     )
-    said = sum(isinstance(entry, UserMessage) for entry in conversation.entries[first:])
-    cut = len(messages) - own_messages - said
+    later_entries = conversation.entries[first:]
+    user_messages = sum(isinstance(entry, UserMessage) for entry in later_entries)
+    cut = len(messages) - own_messages - user_messages
     tools = tools_column(conversation, style)
     return Sample(
         candidate=candidate,

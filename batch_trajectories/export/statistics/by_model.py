@@ -41,8 +41,8 @@ class ByModel:
         """
         if len(self._counts) < 2:
             return []
-        places = {model: n for n, model in enumerate(order)}
-        ordered = sorted(self._counts, key=lambda model: (places.get(model, len(places)), model))
+        ranks = {model: n for n, model in enumerate(order)}
+        ordered = sorted(self._counts, key=lambda model: (ranks.get(model, len(ranks)), model))
         return [self._figures(model) for model in ordered]
 
     def _figures(self, model: str) -> dict[str, Any]:

@@ -190,10 +190,10 @@ class _Sums:
             return None
         # If a prefix changes, all turns of a conversation find the text before the change.
         usual = REPLICAS if self.grown > _RARE * self.later else PREFIX
-        named: KeyCounts[str] = KeyCounts()
+        tokens_by_cause: KeyCounts[str] = KeyCounts()
         for name, tokens in self.causes.items():
-            named[name or usual] += tokens
-        return max(named, key=lambda name: named[name])
+            tokens_by_cause[name or usual] += tokens
+        return max(tokens_by_cause, key=lambda name: tokens_by_cause[name])
 
 
 class _EndpointUse:
@@ -208,10 +208,10 @@ class _EndpointUse:
     def add(self, record: Record, uses: Sequence[TurnUse]) -> None:
         """Count the turns of a conversation."""
         least = min([use.read or 0 for use in uses if use.expected], default=0)
-        told = [use for use in uses if use.read is not None]
-        self._reported.add(record, told, least)
-        self._zeros += sum([use.read == 0 for use in told])
-        if len(told) < len(uses):
+        reported = [use for use in uses if use.read is not None]
+        self._reported.add(record, reported, least)
+        self._zeros += sum([use.read == 0 for use in reported])
+        if len(reported) < len(uses):
             self._unreported.add(record, [use for use in uses if use.read is None], least)
 
     def merge(self, other: _EndpointUse) -> None:
@@ -579,8 +579,8 @@ def _follows_user(part: StoredConversation, turn: StoredTurn) -> bool:
     """Whether a turn answers a user message: templates drop the reasoning before such a message."""
     messages = part.messages
     replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
-    place = replies[turn.turn - 1 - len(part.turns)] if len(replies) >= len(part.turns) else 0
-    return place > 0 and messages[place - 1].role == "user"
+    reply = replies[turn.turn - 1 - len(part.turns)] if len(replies) >= len(part.turns) else 0
+    return reply > 0 and messages[reply - 1].role == "user"
 
 
 def _has_reasoning(part: StoredConversation) -> bool:

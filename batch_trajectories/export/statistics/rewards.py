@@ -47,12 +47,12 @@ class _Numbers:
 
         Computed by the method of Chan, Golub and LeVeque.
         """
-        for place, (count, mean, square) in enumerate(
+        for theirs, (count, mean, square) in enumerate(
             zip(other._counts, other._means, other._squares, strict=True)
         ):
             if not count:
                 continue
-            number = series[place]
+            number = series[theirs]
             self._make_room(number)
             before = self._counts[number]
             between = mean - self._means[number]
@@ -126,8 +126,9 @@ class RewardStatistics:
             for name, numbers in theirs.items():
                 if name in ours or len(ours) < MAX_NAMES:
                     ours.setdefault(name, _Numbers()).merge(numbers, series)
-        for place, (judged, passed) in enumerate(zip(other._judged, other._passed, strict=True)):
-            self._count_outcomes(prompts[place], judged, passed)
+        outcomes = zip(prompts, other._judged, other._passed, strict=False)
+        for prompt, judged, passed in outcomes:
+            self._count_outcomes(prompt, judged, passed)
 
     def _count_outcomes(self, prompt: int, judged: int, passed: int) -> None:
         if (missing := prompt + 1 - len(self._judged)) > 0:
@@ -248,9 +249,9 @@ def pass_chance(count: int, passed: int, k: int, rule: StoppingRule | None) -> f
     return 1 - math.prod((failed - drawn) / (count - drawn) for drawn in range(min(k, failed + 1)))
 
 
-def _add(places: dict[str, _Numbers], name: str, series: int, number: float) -> None:
-    if name in places or len(places) < MAX_NAMES:
-        places.setdefault(name, _Numbers()).add(series, number)
+def _add(numbers: dict[str, _Numbers], name: str, series: int, number: float) -> None:
+    if name in numbers or len(numbers) < MAX_NAMES:
+        numbers.setdefault(name, _Numbers()).add(series, number)
 
 
 def _spread_of(numbers: _Numbers, unit: str) -> dict[str, Any]:

@@ -103,14 +103,14 @@ class ParityCounts:
             else:
                 self.causes[cause] += 1
                 is_same = False
-            if thought := turn.reasoning.strip():
-                place = text.find(thought, begin)
-                begin = begin if place < 0 else place + len(thought)
-                if place < 0:
+            if reasoning := turn.reasoning.strip():
+                found_at = text.find(reasoning, begin)
+                begin = begin if found_at < 0 else found_at + len(reasoning)
+                if found_at < 0:
                     self.reasoning_lost += 1
                     has_calls = row.messages[turn.at].get("tool_calls")
                     self.lost_in["turns with calls" if has_calls else "answers"] += 1
-                is_same &= place >= 0
+                is_same &= found_at >= 0
         return is_same
 
     def _count_stop(self, row: TrainerRow, text: str, trained: Sequence[tuple[int, int]]) -> None:

@@ -139,16 +139,16 @@ def _source(path: Path) -> str:
     tokenizer = json.loads(source)
     if not isinstance(tokenizer, dict):
         raise ValueError("not a tokenizer file: it must hold a JSON object")
-    held = tokenizer.get("chat_template")
-    if isinstance(held, list):
-        named = {one["name"]: one["template"] for one in held}
-        held = named.get("tool_use", named.get("default"))
+    template = tokenizer.get("chat_template")
+    if isinstance(template, list):
+        by_name = {one["name"]: one["template"] for one in template}
+        template = by_name.get("tool_use", by_name.get("default"))
     beside = path.with_name("chat_template.jinja")
-    if held is None and beside.exists():
-        held = beside.read_text(encoding="utf-8")
-    if not isinstance(held, str):
+    if template is None and beside.exists():
+        template = beside.read_text(encoding="utf-8")
+    if not isinstance(template, str):
         raise ValueError(f"it holds no chat_template, and there is no {beside.name} beside it")
-    return held
+    return template
 
 
 def strip_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
