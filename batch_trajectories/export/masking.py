@@ -128,7 +128,7 @@ class Masks:
         Raises `ConfigError` if the user's function fails.
         """
         found: dict[int, dict[str, None]] = {}
-        for turn, reason in self._reasons_by_turn(part):
+        for turn, reason in self._find_reasons(part):
             found.setdefault(turn, {})[reason] = None
         return {turn: tuple(found[turn]) for turn in sorted(found)}
 
@@ -182,7 +182,7 @@ class Masks:
         by_reason = dict(sorted(self._reasons.items(), key=lambda found: (-found[1], found[0])))
         return {"turns": self._masked, "of": self._turns, "by_reason": by_reason}
 
-    def _reasons_by_turn(self, part: StoredConversation) -> Iterator[tuple[int, str]]:
+    def _find_reasons(self, part: StoredConversation) -> Iterator[tuple[int, str]]:
         mask = self._mask
         yield from _result_reasons(part, mask)
         if not isinstance(part, Record):

@@ -80,14 +80,14 @@ class RecordOrder:
         """The numbers of tasks that have a record."""
         return (number for number, length in enumerate(self._lengths) if length)
 
-    def few(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+    def batches(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Divide numbers of tasks into small lists; see `few_of`."""
         return few_of(numbers, self._lengths.__getitem__)
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
         """Tasks with a record in groups of one, or by prompt; yields a few groups at a time."""
         if not by_prompt or self._samples == 1:
-            return ([[number] for number in few] for few in self.few(self.numbers()))
+            return ([[number] for number in few] for few in self.batches(self.numbers()))
         return few_of(self._prompts(), lambda numbers: sum(map(self._lengths.__getitem__, numbers)))
 
     def _prompts(self) -> Iterator[list[int]]:

@@ -280,7 +280,7 @@ def _write_files(
             def write(some: Sequence[int], advance: Advance) -> _Part:
                 first = some[0] if some else 0
                 part = _Part({name: _part_file(one, first) for name, one in temporaries.items()})
-                part.write(order.few(some), read, style, advance, paths)
+                part.write(order.batches(some), read, style, advance, paths)
                 return part
 
             whole, *others = in_parts(

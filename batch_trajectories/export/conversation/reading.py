@@ -137,20 +137,6 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
             if not wanted:
                 return None
             text = ""
-        if not wanted:
-            entries.append(
-                Turn(
-                    number=number,
-                    reasoning=reasoning,
-                    text=text,
-                    calls=[],
-                    results=[],
-                    replies=1,
-                    author="model",
-                    hides_reasoning=hides,
-                )
-            )
-            break
         following = messages[index : index + len(wanted)]
         if len(following) < len(wanted):
             return None
@@ -193,6 +179,8 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
                 hides_reasoning=hides,
             )
         )
+        if not wanted:
+            break
     whole_text = "\n".join(texts)
     if index != len(messages) or holds_marker(whole_text):
         return None

@@ -60,7 +60,7 @@ def write_rows(source: Source, recipe: Recipe, target: FileTarget) -> dict[str, 
     with records.reading() as read, rare_garbage_collection():
         writer = _DatasetWriter(recipe, target, records, read)
         with LongWork("export", total=records.record_count) as work:
-            for groups in records.groups(by_prompt=recipe.compares):
+            for groups in records.groups(by_prompt=recipe.needs_groups):
                 writer.add(groups)
                 work.advance(sum(map(len, groups)))
             writer.write_chosen()
@@ -178,7 +178,7 @@ class _DatasetWriter:
         self._is_mix = len(records.sources) > 1
         self._read = read
         filters = recipe.filters
-        self._compares = recipe.compares
+        self._has_groups = recipe.needs_groups
         # Looked up for each record: a recipe computes some of them.
         self._needs_rates, self._rate_bounds = recipe.needs_rates, filters.pass_rate
         self._without_equal = filters.exact_duplicates
@@ -220,7 +220,7 @@ class _DatasetWriter:
         """Add groups of tasks: each has the samples of one prompt, or a single task."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
         loading = map(self._read, chain.from_iterable(groups))
-        loaded = loading if self._compares else iter([*loading])
+        loaded = loading if self._has_groups else iter([*loading])
         filtered = [self._filter_group(numbers, loaded) for numbers in groups]
         if self._selection is None:
             for group in filtered:
@@ -387,7 +387,7 @@ class _DatasetWriter:
     def _not_used(self, candidates: list[Loaded]) -> dict[str, Rejection]:
         """The candidates of one prompt that have no row of their own, by id."""
         left_out: dict[str, Rejection] = {}
-        if not self._compares:
+        if not self._has_groups:
             return left_out
         filters = self._recipe.filters
         ranked = []

@@ -239,14 +239,14 @@ def _write_dataset(
 def _side_files(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """The JSON files beside the rows of a format and beside their copies, by path."""
     format = format_named(part["format"])
-    if format.beside is not None:
-        for name, content in format.beside(part, run).items():
+    if format.side_files is not None:
+        for name, content in format.side_files(part, run).items():
             yield f"{format.name}/{name}", content
     for copies in recipe.copies:
         folder = f"{format.name}_{copies.name}"
         files = [file for file in part["files"] if file["path"].startswith(f"{folder}/")]
-        if files and copies.beside is not None:
-            for name, content in copies.beside(format, files, recipe.copies_list_tools).items():
+        if files and copies.side_files is not None:
+            for name, content in copies.side_files(format, files, recipe.copies_list_tools).items():
                 yield f"{folder}/{name}", content
 
 

@@ -139,6 +139,6 @@ FORMAT = CustomFormat(
     },
     holds=COMMON_FLAWS | TAG_FLAWS,
     by_prompt=True,
-    prefers=True,
+    compares_samples=True,
     files=_PairFiles,
 )

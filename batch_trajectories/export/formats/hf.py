@@ -112,5 +112,5 @@ FORMAT = Copies(
     writer=datasets_writer,
     packages=("pyarrow", "datasets"),
     file_name="data",
-    beside=datasets_frame,
+    side_files=datasets_frame,
 )

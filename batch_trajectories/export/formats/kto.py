@@ -62,6 +62,6 @@ FORMAT = CustomFormat(
     },
     holds=COMMON_FLAWS | TAG_FLAWS,
     by_prompt=True,
-    prefers=True,
+    compares_samples=True,
     files=_LabelFiles,
 )

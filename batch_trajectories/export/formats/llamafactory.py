@@ -119,5 +119,5 @@ FORMAT = RowFormat(
     reasoning=frozenset(("inline",)),
     # Its loader finds calls and results in the text by their tags, so it cannot hold any.
     has_turns=True,
-    beside=dataset_info,
+    side_files=dataset_info,
 )

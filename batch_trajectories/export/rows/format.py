@@ -56,9 +56,9 @@ class Format:
     """Whether a row can be for one turn, which is the only one to be learnt."""
     by_prompt: bool = False
     """Whether a row is made from all samples of a prompt."""
-    prefers: bool = False
+    compares_samples: bool = False
     """Whether rows say which of the samples are better, so those that did not pass are needed."""
-    beside: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
+    side_files: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
     """Makes the JSON files beside the rows, by name. Takes the format's part of the manifest and
     the name of the run."""
 
@@ -123,7 +123,7 @@ class Copies:
     """Packages whose versions the bytes depend on."""
     file_name: str | None = None
     """The beginning of file names, for kinds that have a folder for each split; else None."""
-    beside: Callable[[Format, list[Mapping[str, Any]], bool], Mapping[str, Any]] | None = None
+    side_files: Callable[[Format, list[Mapping[str, Any]], bool], Mapping[str, Any]] | None = None
     """Makes the JSON files beside these files, by name. Takes the files as a manifest lists them;
     the flag says whether tools are lists."""
 

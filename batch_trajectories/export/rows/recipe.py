@@ -246,30 +246,9 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        if not math.isclose(sum(self.splits.values()), 1.0, abs_tol=1e-9):
-            raise ValueError(f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})")
-        if bad := [name for name in self.splits if not name.isidentifier()]:
-            raise ValueError(f"splits: {bad[0]!r}: a name is letters, digits and '_'")
-        for one in self._chosen_kinds:
-            if isinstance(one, RowFormat):
-                if self.reasoning == "field" and "field" not in one.reasoning:
-                    raise ValueError(f"reasoning: {one.name} has no field for it, only inline")
-                if self.reasoning == "inline" and "inline" not in one.reasoning:
-                    raise ValueError(
-                        f"reasoning: {one.name} has a field for it, so it is never inline"
-                    )
-        if self.per_turn and (whole := [x.name for x in self._chosen_kinds if not x.has_turns]):
-            possible = [name for name in names() if named(name).has_turns]
-            raise ValueError(
-                f"per_turn: {min(whole)} has no rows for single turns; "
-                f"choose formats among {', '.join(possible)}"
-            )
-        if self.segments and (bad := [x.name for x in self._chosen_kinds if not _has_segments(x)]):
-            possible = [name for name in names() if _has_segments(named(name))]
-            raise ValueError(
-                f"segments: {min(bad)} has no rows for segments; "
-                f"choose formats among {', '.join(possible)}"
-            )
+        self._check_splits()
+        self._check_reasoning()
+        self._check_cuts()
         if self.reasoning == "since_user" and not self.segments:
             raise ValueError("reasoning: since_user is for rows of segments; add --segments")
         if self.reasoning_key != REASONING_KEY and self.copies:
@@ -288,6 +267,37 @@ class Recipe(BaseModel):
                 if one.shows_messages and one.name != "openai":
                     raise ValueError(f"fit: only rows of openai are fitted, not {one.name}")
         return self
+
+    def _check_splits(self) -> None:
+        if not math.isclose(sum(self.splits.values()), 1.0, abs_tol=1e-9):
+            raise ValueError(f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})")
+        if bad := [name for name in self.splits if not name.isidentifier()]:
+            raise ValueError(f"splits: {bad[0]!r}: a name is letters, digits and '_'")
+
+    def _check_reasoning(self) -> None:
+        for one in self._chosen_kinds:
+            if isinstance(one, RowFormat):
+                if self.reasoning == "field" and "field" not in one.reasoning:
+                    raise ValueError(f"reasoning: {one.name} has no field for it, only inline")
+                if self.reasoning == "inline" and "inline" not in one.reasoning:
+                    raise ValueError(
+                        f"reasoning: {one.name} has a field for it, so it is never inline"
+                    )
+
+    def _check_cuts(self) -> None:
+        """Raise ValueError if a format has no rows for single turns or segments."""
+        if self.per_turn and (whole := [x.name for x in self._chosen_kinds if not x.has_turns]):
+            possible = [name for name in names() if named(name).has_turns]
+            raise ValueError(
+                f"per_turn: {min(whole)} has no rows for single turns; "
+                f"choose formats among {', '.join(possible)}"
+            )
+        if self.segments and (bad := [x.name for x in self._chosen_kinds if not _has_segments(x)]):
+            possible = [name for name in names() if _has_segments(named(name))]
+            raise ValueError(
+                f"segments: {min(bad)} has no rows for segments; "
+                f"choose formats among {', '.join(possible)}"
+            )
 
     def _check_mask(self) -> None:
         for one in self.row_formats:
@@ -390,7 +400,7 @@ class Recipe(BaseModel):
         return any(one.shows_messages for one in self.row_formats)
 
     @property
-    def compares(self) -> bool:
+    def needs_groups(self) -> bool:
         """Whether the samples of a prompt must be read together."""
         chosen = self.filters.first_n or self.filters.best_n
         return bool(chosen) or self.per_turn or self.needs_rates or self.keeps_prompts
@@ -415,7 +425,7 @@ class Recipe(BaseModel):
     @property
     def makes_comparisons(self) -> bool:
         """Whether any format is for preferences."""
-        return any(one.prefers for one in self.row_formats)
+        return any(one.compares_samples for one in self.row_formats)
 
 
 def load_recipe(

@@ -121,7 +121,7 @@ class Health:
         self._failed_records: KeyCounts[str] = KeyCounts()
         """Records of failed attempts by prompt; failures.jsonl has these attempts, too."""
         self._found: KeyCounts[str] = KeyCounts()
-        self._of: KeyCounts[str] = KeyCounts()
+        self._looked_at: KeyCounts[str] = KeyCounts()
         self._examples: dict[str, list[str]] = defaultdict(list)
         self._tool_calls: KeyCounts[str] = KeyCounts()
         self._tool_failures: KeyCounts[str] = KeyCounts()
@@ -184,7 +184,7 @@ class Health:
     def merge(self, other: Health) -> None:
         """Add the records of `other`, which come later."""
         self._found.merge(other._found)
-        self._of.merge(other._of)
+        self._looked_at.merge(other._looked_at)
         for name, ids in other._examples.items():
             self._examples[name] = [*self._examples[name], *ids][:_MAX_EXAMPLES]
         self._tool_calls.merge(other._tool_calls)
@@ -216,7 +216,7 @@ class Health:
         return [*results.values()]
 
     def _result(self, name: str, check: HealthCheck) -> dict[str, Any]:
-        count, of = self._found[name], self._of[name]
+        count, of = self._found[name], self._looked_at[name]
         share = count / of if of else None
         return {
             "name": name,
@@ -230,7 +230,7 @@ class Health:
         }
 
     def _count(self, name: str, example: str, found: int, *, of: int = 1) -> None:
-        self._of[name] += of
+        self._looked_at[name] += of
         if found:
             self._found[name] += found
             examples = self._examples[name]
@@ -264,7 +264,7 @@ class Health:
     def _conclude(self) -> None:
         """Count the checks that need all records."""
         for name in ("failing_tools", "failing_prompts", "instant_passes", "constant_rewards"):
-            for counts in (self._found, self._of, self._examples):
+            for counts in (self._found, self._looked_at, self._examples):
                 counts.pop(name, None)
         for tool, calls in self._tool_calls.items():
             if calls >= _TOOL_CALLS:
@@ -273,7 +273,7 @@ class Health:
             if times >= _PROMPT_FAILURES:
                 self._count("failing_prompts", prompt, ending != _VARIED)
         misses = self.caches.misses()
-        self._of["cache_misses"], self._found["cache_misses"] = misses.later, misses.missed
+        self._looked_at["cache_misses"], self._found["cache_misses"] = misses.later, misses.missed
         self._examples["cache_misses"] = [*misses.examples]
         usual = _median(self._check_s)
         if usual >= _USUAL_CHECK_S:

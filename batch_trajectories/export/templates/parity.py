@@ -446,6 +446,24 @@ class _BoundedChat:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 
+class _Dataset:
+    """Reads the rows of a dataset, and tells the parent how many there were."""
+
+    def __init__(self, directory: Path, manifest: Mapping[str, Any], pipe: Connection) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._pipe = pipe
+
+    def rows(self, *, counts: bool = True) -> Iterator[tuple[Mapping[str, Any], TrainerRow]]:
+        """The rows, each also as a trainer gets it; `counts`: whether they advance the progress."""
+        key = self._manifest["recipe"]["reasoning_key"]
+        rows = rows_of(self._directory, self._manifest)
+        while block := list(islice(rows, _ROWS_AT_ONCE)):
+            for row in block:
+                yield row, read_trainer_row(row, tools_in(row), key)
+            self._pipe.send(len(block) if counts else 0)
+
+
 def _judge_one(
     pipe: Connection,
     directory: Path,
@@ -454,12 +472,12 @@ def _judge_one(
     max_length: int | None,
 ) -> dict[str, Any]:
     chat = _BoundedChat(load_chat(template.path), pipe)
+    dataset = _Dataset(directory, manifest, pipe)
     recipe = manifest["recipe"]
-    key = recipe["reasoning_key"]
     lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
     tally, sample = ParityCounts(), list[TrainerRow]()
     by_run: dict[str, dict[str, int]] = {}
-    for row, shown in _rows(directory, manifest, key, pipe):
+    for row, shown in dataset.rows():
         texts: list[str] = []
         is_same = tally.add(chat, [shown], texts.append)
         if not is_same and len(sample) < _SAMPLE:
@@ -475,7 +493,9 @@ def _judge_one(
     if sample:
         remedy = find_remedy(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
         if remedy.options:
-            remedied = _tally_remedied(remedy, chat, directory, manifest, key, pipe)
+            remedied = ParityCounts()
+            for _, shown in dataset.rows(counts=False):
+                remedied.add(chat, remedy.rows(shown), lambda _: None)
     is_better = remedied.is_clean and remedy.options
     return {
         **tally.to_json(),
@@ -488,31 +508,6 @@ def _judge_one(
         "lengths": None if lengths is None else lengths.to_json(),
         **({"runs": dict(sorted(by_run.items()))} if by_run else {}),
     }
-
-
-def _tally_remedied(
-    remedy: Remedy,
-    chat: Any,
-    directory: Path,
-    manifest: Mapping[str, Any],
-    key: str,
-    pipe: Connection,
-) -> ParityCounts:
-    tally = ParityCounts()
-    for _, shown in _rows(directory, manifest, key, pipe, counts=False):
-        tally.add(chat, remedy.rows(shown), lambda _: None)
-    return tally
-
-
-def _rows(
-    directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
-) -> Iterator[tuple[Mapping[str, Any], TrainerRow]]:
-    """The rows, each also as a trainer gets it; sends the number of rows from time to time."""
-    rows = rows_of(directory, manifest)
-    while block := list(islice(rows, _ROWS_AT_ONCE)):
-        for row in block:
-            yield row, read_trainer_row(row, tools_in(row), key)
-        pipe.send(len(block) if counts else 0)
 
 
 class _Lengths:
