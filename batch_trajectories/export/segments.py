@@ -407,7 +407,7 @@ class SegmentRows:
         """
         self._render = render
         self._masks = masks
-        self._drop_old_reasoning = since_user
+        self._since_user = since_user
         self._by_turn = by_turn
         self._counts = SegmentCounts()
 
@@ -423,13 +423,13 @@ class SegmentRows:
         counts = self._counts
         number = 0
         why = Rejected(Reason.NO_REPLY, "the record does not say what its calls were shown")
-        for part in parts_of(record, since_user=self._drop_old_reasoning):
+        for part in parts_of(record, since_user=self._since_user):
             counts.unknown_turns += part.unknown
             masked = self._masks.of(part.conversation) if self._masks and part.views else {}
             for segment in segments_of(part):
                 number += 1
                 try:
-                    found = _conversation(whole, part, segment, number, masked)
+                    found = _conversation(whole, part, segment, number=number, masked=masked)
                     parts = _split_by_turn(found) if self._by_turn else (found,)
                     rows += [*map(self._render, parts)]
                 except Rejected as rejected:
@@ -458,9 +458,14 @@ class SegmentRows:
 
 
 def _conversation(
-    whole: Conversation, part: ConversationViews, segment: Segment, number: int, masked: Masked
+    whole: Conversation,
+    part: ConversationViews,
+    segment: Segment,
+    *,
+    number: int,
+    masked: Masked,
 ) -> Conversation:
-    """Make a segment a conversation; `masked` are masked turns of `part`. Raises Rejected."""
+    """Turn a segment into a conversation; `masked` are masked turns of `part`. Raises Rejected."""
     messages = (
         merge_messages(segment.messages)
         if is_agent_conversation(part.conversation)

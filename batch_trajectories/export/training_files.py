@@ -97,12 +97,17 @@ class _Part:
     def write(
         self,
         numbers: Iterable[Sequence[int]],
+        *,
         read: RecordReader,
         style: Style,
         advance: Advance,
         paths: Mapping[FileName, Path],
     ) -> None:
-        """Write the rows of records; `numbers` are those of their tasks, a few at a time."""
+        """Write the rows of records; `numbers` are those of their tasks, a few at a time.
+
+        `paths` are the final paths of the files, for messages. `advance` is called with the number
+        of records.
+        """
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context(open_temporary(file, paths[name]))
@@ -280,7 +285,9 @@ def _write_files(
             def write(some: Sequence[int], advance: Advance) -> _Part:
                 first = some[0] if some else 0
                 part = _Part({name: _part_file(one, first) for name, one in temporaries.items()})
-                part.write(order.batches(some), read, style, advance, paths)
+                part.write(
+                    order.batches(some), read=read, style=style, advance=advance, paths=paths
+                )
                 return part
 
             whole, *others = in_parts(

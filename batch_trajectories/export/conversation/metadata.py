@@ -95,6 +95,7 @@ def _compacted(record: Record) -> dict[str, int]:
 
 def record_metadata(
     record: Record,
+    *,
     completion: str | None,
     stats: Sequence[Mapping[str, Any]],
     noted: Iterable[StoredMessage],
@@ -102,7 +103,9 @@ def record_metadata(
 ) -> dict[str, Any]:
     """The metadata of a row without the counts of reasoning, which depend on the style.
 
-    Keys that most rows do not need are present only with a value.
+    `completion` is the way in which the answer was given, `stats` are counts of tool calls, `noted`
+    are the messages whose notes and repairs count. Keys that most rows do not need are present only
+    with a value.
     """
     metadata: dict[str, Any] = {
         "model": record.model,

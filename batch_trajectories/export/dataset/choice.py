@@ -150,13 +150,14 @@ class Selection:
         for column, limit in filters.max_per.items():
             rejection = Rejection("max_per", f"{limit:,} with this {column} are kept")
             limits = dict.fromkeys(self._values[column], limit)
-            left = _cap(left, self._values[column], limits, rejection, reasons)
+            left = _cap(left, self._values[column], limits, rejection=rejection, reasons=reasons)
         if (balanced := filters.balance) is not None:
             values = self._values[balanced]
             counts = Counter(values[n] for n in left if values[n] != _NO_VALUE)
             fewest = min(counts.values(), default=0)
             rejection = Rejection("balance", f"{fewest:,} of each {balanced} are kept")
-            left = _cap(left, values, dict.fromkeys(counts, fewest), rejection, reasons)
+            limits = dict.fromkeys(counts, fewest)
+            left = _cap(left, values, limits, rejection=rejection, reasons=reasons)
         if shares:
             counts = Counter(self._runs[n] for n in left)
             kept = kept_by_run(
@@ -164,7 +165,7 @@ class Selection:
             )
             limits = {self._run_names[name]: limit for name, limit in kept.items() if limit}
             rejection = Rejection("runs", "others of its run fill its count or weight")
-            _cap(left, self._runs, limits, rejection, reasons)
+            _cap(left, self._runs, limits, rejection=rejection, reasons=reasons)
         self._left_out = {self._numbers[n]: reasons[n] for n in sorted(reasons)}
         return self._left_out
 
@@ -207,6 +208,7 @@ def _cap(
     left: list[int],
     values: array[int],
     limits: Mapping[int, int],
+    *,
     rejection: Rejection,
     reasons: dict[int, Rejection],
 ) -> list[int]:

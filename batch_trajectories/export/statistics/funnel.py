@@ -114,7 +114,9 @@ def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]
     lost = {**_left_out_of_all(manifest), "ended early": manifest["partial"]}
     rows = manifest["exported"]
     path = training_file_of(run_dir).name
-    yield _export("hermes", path, manifest, totals, lost, rows=rows, used=rows)
+    yield _export(
+        "hermes", path=path, manifest=manifest, totals=totals, lost=lost, rows=rows, used=rows
+    )
 
 
 def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
@@ -125,8 +127,15 @@ def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
         lost = Counter(_left_out_of_all(manifest)) + Counter(part["rejected_by_reason"])
         paths = (file["path"] for file in part["files"])
         path = f"exports/dataset/{next(paths, part['format']).partition('/')[0]}"
-        rows, used = part["rows"], part["used"]
-        found = _export(part["format"], path, manifest, totals, lost, rows=rows, used=used)
+        found = _export(
+            part["format"],
+            path=path,
+            manifest=manifest,
+            totals=totals,
+            lost=lost,
+            rows=part["rows"],
+            used=part["used"],
+        )
         yield {**found, "masked": part["masked"]} if "masked" in part else found
 
 
@@ -141,11 +150,11 @@ def _left_out_of_all(manifest: Mapping[str, Any]) -> dict[str, int]:
 
 def _export(
     format_name: str,
+    *,
     path: str,
     manifest: Mapping[str, Any],
     totals: RunTotals,
     lost: Mapping[str, int],
-    *,
     rows: int,
     used: int,
 ) -> dict[str, Any]:

@@ -350,20 +350,27 @@ def judge(
         if file["path"].endswith(".jsonl")
     )
     with LongWork("parity", total=total * len(templates)) as work:
-        return [_judged(directory, manifest, one, max_length, work) for one in templates]
+        return [
+            _judged(directory, manifest, one, max_length=max_length, work=work) for one in templates
+        ]
 
 
 def _judged(
     directory: Path,
     manifest: Mapping[str, Any],
     template: ChatTemplate,
+    *,
     max_length: int | None,
     work: LongWork,
 ) -> dict[str, Any]:
+    """Judge by one template, in a process of its own."""
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(
-        target=_child, args=(theirs, directory, manifest, template, max_length), daemon=True
+        target=_child,
+        args=(theirs, directory, manifest, template),
+        kwargs={"max_length": max_length},
+        daemon=True,
     )
     child.start()
     theirs.close()
@@ -390,13 +397,16 @@ def _child(
     directory: Path,
     manifest: Mapping[str, Any],
     template: ChatTemplate,
+    *,
     max_length: int | None,
 ) -> None:
     _bound_memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _raise_too_long)
     try:
-        pipe.send(_judge_one(pipe, directory, manifest, template, max_length))
+        chat = _BoundedChat(load_chat(template.path), pipe)
+        dataset = _Dataset(directory, manifest, pipe)
+        pipe.send(_judge_rows(chat, dataset, template.tokenizer, max_length=max_length))
     except (_TooLong, MemoryError, ConfigError) as error:
         pipe.send({"failed": str(error) or "the template took too much memory", "is_proved": False})
 
@@ -451,30 +461,24 @@ class _Dataset:
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], pipe: Connection) -> None:
         self._directory = directory
-        self._manifest = manifest
+        self.manifest = manifest
         self._pipe = pipe
 
     def rows(self, *, counts: bool = True) -> Iterator[tuple[Mapping[str, Any], TrainerRow]]:
         """The rows, each also as a trainer gets it; `counts`: whether they advance the progress."""
-        key = self._manifest["recipe"]["reasoning_key"]
-        rows = rows_of(self._directory, self._manifest)
+        key = self.manifest["recipe"]["reasoning_key"]
+        rows = rows_of(self._directory, self.manifest)
         while block := list(islice(rows, _ROWS_AT_ONCE)):
             for row in block:
                 yield row, read_trainer_row(row, tools_in(row), key)
             self._pipe.send(len(block) if counts else 0)
 
 
-def _judge_one(
-    pipe: Connection,
-    directory: Path,
-    manifest: Mapping[str, Any],
-    template: ChatTemplate,
-    max_length: int | None,
+def _judge_rows(
+    chat: Chat, dataset: _Dataset, tokenizer: Path | None, *, max_length: int | None
 ) -> dict[str, Any]:
-    chat = _BoundedChat(load_chat(template.path), pipe)
-    dataset = _Dataset(directory, manifest, pipe)
-    recipe = manifest["recipe"]
-    lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
+    recipe = dataset.manifest["recipe"]
+    lengths = None if tokenizer is None else _Lengths(tokenizer, max_length)
     tally, sample = ParityCounts(), list[TrainerRow]()
     by_run: dict[str, dict[str, int]] = {}
     for row, shown in dataset.rows():
@@ -482,7 +486,7 @@ def _judge_one(
         is_same = tally.add(chat, [shown], texts.append)
         if not is_same and len(sample) < _SAMPLE:
             sample.append(shown)
-        if "runs" in manifest:
+        if "runs" in dataset.manifest:
             counts = by_run.setdefault(json.loads(row["metadata"])["run"], {"rows": 0, "same": 0})
             counts["rows"] += 1
             counts["same"] += is_same
