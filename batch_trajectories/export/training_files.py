@@ -279,7 +279,7 @@ def _write_files(
     temporaries = {name: temporary_for(path) for name, path in paths.items()}
     numbers = array("I", order.numbers())
     try:
-        # Rewards that came later are left out, but not what takes the place of a check.
+        # Rewards that came later are left out, but not verdicts that replace a check.
         with order.reading(Scores(run_dir, only=CHECK)) as read:
 
             def write(some: Sequence[int], advance: Advance) -> _Part:

@@ -48,7 +48,7 @@ _CHECK_COLUMNS = _PROMPT_COLUMNS | {"setup", "check"}
 
 
 def view_counts(record: Record) -> dict[str, int]:
-    """The counts that are not zero, by key.
+    """Counts of what the model saw in another form than the row shows; zeros are left out.
 
     - `view_compacted`: replies for which the model saw older messages shortened or summarized
     - `summaries`: the summaries that it saw

@@ -64,8 +64,8 @@ _write_compactly = json.JSONEncoder(
 _ROW_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 _LINE_ENDS = {char.encode(): json.dumps(char)[1:-1].encode() for char in "\x85\u2028\u2029"}
-"""Characters that end a line for `str.splitlines`, by which some trainers read JSON lines, and what
-JSON writes for them; it escapes all others itself."""
+"""Characters that end a line for `str.splitlines`, by which some trainers read JSON lines, each
+with its escape. JSON itself escapes all other such characters."""
 
 _SHORTEST = frozenset((str, int, bool, type(None)))
 """Types whose values have one shortest spelling, unlike floats (`1e9`)."""

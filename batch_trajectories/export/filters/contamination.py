@@ -71,7 +71,7 @@ class Benchmark:
                     yield number, {"text": self._decoded(line, number)}
             return
         if source.tasks:
-            # Also those that could not run here.
+            # Tasks that could not run here are read, too.
             for number, task in enumerate(source.tasks, start=1):
                 instruction = task.path / "instruction.md"
                 text = ""

@@ -210,7 +210,7 @@ class RecordFilters:
         return judgement_with_reward(record, self._reward_name).is_good(self._threshold)
 
     def row_rejection(self, record: Record) -> Rejection | None:
-        """Why a record makes no row of its own, but may be part of a preference; None if it may."""
+        """Why a record is only part of preferences; None if it makes a row of its own."""
         status = record.status
         if self._filters.status is None and status != "completed" and not is_right_now(record):
             return _status_rejection(record)

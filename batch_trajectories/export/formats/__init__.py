@@ -1,5 +1,5 @@
-"""The formats of training rows: each module is one, and has its name.
+"""The formats of training rows. Each module is a format and has its name.
 
-The first line of a module is what `export --help` says of it, and `FORMAT` is the format: see
+The first line of a module is its description in `export --help`. `FORMAT` is the format; see
 `export/rows/format.py`.
 """

@@ -246,7 +246,7 @@ class FormatFiles(ABC):
         self._lengths = _LengthHistogram()
 
     def write(self, split: str, line: bytes, *, uses: int = 1) -> None:
-        """Write one row; `uses` is how many candidates it uses."""
+        """Write one row; `uses` is the number of candidates that it uses."""
         for output in self._outputs:
             output.write(split, line)
         if self._late is not None:

@@ -63,7 +63,7 @@ class Filters(RecipePart):
     """`reject` leaves out conversations of which the model saw parts shortened or summarized: rows
     hold these parts in full."""
     leak_suspected: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations whose calls looked where the solution may lie; see
+    """`reject` leaves out conversations whose calls looked for the solution; see
     `export.conversation.leaks`."""
     max_interrupted_calls: NonNegativeInt | None = None
     """Maximum number of tool calls that a crash interrupted."""
@@ -101,7 +101,8 @@ class Filters(RecipePart):
     effect on all formats."""
     answer: AnswerCheck | None = None
     evaluation_files: tuple[str, ...] = ()
-    """Benchmarks: what can be a dataset (`hf:` too), or files of text, a question per line."""
+    """Benchmarks: anything that can be a dataset (also `hf:`), or text files with a question per
+    line."""
     evaluation_words: Annotated[int, Field(ge=8, le=14)] = 13
     """Consecutive words that count as an overlap with a question."""
     evaluation_text: Annotated[tuple[str, ...], BeforeValidator(split_commas)] | None = None

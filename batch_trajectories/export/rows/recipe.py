@@ -210,7 +210,7 @@ class Recipe(BaseModel):
     split_by: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
     """Columns or metadata of which no value may be in two splits; prompts never are."""
     seed: Seed = 0
-    """Draws what `max_per`, `balance` and `runs` leave out, and the order `random`."""
+    """The seed for choosing by `max_per`, `balance` and `runs`, and for the order `random`."""
     sort: Order | None = None
     """The order of rows: easiest prompts first, shortest conversations first, or random; `-`
     reverses the order. None: the order of the dataset, one run after the other."""
