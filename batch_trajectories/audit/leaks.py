@@ -180,7 +180,6 @@ def _diff_side(lines: Iterable[str], mark: str) -> Iterator[str]:
 
 
 def _strip_lines(lines: Iterable[str]) -> list[str]:
-    """Strip lines, and leave out empty ones."""
     return [line for line in map(str.strip, lines) if line]
 
 

@@ -310,6 +310,5 @@ def how_it_ended(check: Mapping[str, Any]) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line that is not empty."""
     lines = text.strip().splitlines()
     return clip(lines[-1].strip(), max_chars=300) if lines else ""

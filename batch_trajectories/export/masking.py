@@ -36,7 +36,7 @@ NOT_PASSED = "not_passed"
 """The name for conversations that did not pass, or ended early."""
 
 
-def _by_name(value: Any) -> Any:
+def _read_bounds(value: Any) -> Any:
     """Read a number alone as the bound of `reward`."""
     return {MAIN: value} if isinstance(value, int | float) else value
 
@@ -49,7 +49,7 @@ class Mask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    turn_reward: Annotated[dict[str, Bound], BeforeValidator(_by_name)] = {}
+    turn_reward: Annotated[dict[str, Bound], BeforeValidator(_read_bounds)] = {}
     """A turn reward is below its bound. Bounds are by name; a number alone is for `reward`."""
     failed_call: bool = False
     """A call failed."""

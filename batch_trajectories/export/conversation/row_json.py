@@ -317,7 +317,6 @@ def _key_json(key: str) -> str:
 
 
 def _string_json(text: str) -> str:
-    """The JSON of a string."""
     # Both libraries write the same; orjson is faster.
     try:
         return orjson.dumps(text).decode()

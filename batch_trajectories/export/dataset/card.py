@@ -164,7 +164,6 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
 
 
 def _origin(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
-    """Models, toolsets, prompts and runs."""
     for model in manifest["models"]:
         yield f"- model `{model['model']}`: {plural(model['records'], 'conversation')}"
     for toolset in manifest["statistics"]["toolsets"]:
@@ -212,7 +211,6 @@ def _formats(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts_by_format(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
-    """Facts on the rows of single formats."""
     if manifest["recipe"].get("arguments") == "text":
         yield "- Arguments in messages are JSON text; where a model wrote no object, what it wrote."
     by_name = {part["format"]: part for part in manifest["formats"]}

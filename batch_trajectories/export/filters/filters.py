@@ -320,7 +320,6 @@ def _status_rejection(record: Record) -> Rejection:
 
 
 def _count_rejections(record: Record, filters: Filters) -> Iterator[Rejection]:
-    """Rejections by counts of the model's work."""
     authored = Own(record)
     turns, replies = len(authored.turns), authored.messages
     if filters.min_reasoning is not None:

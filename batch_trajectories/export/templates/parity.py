@@ -253,7 +253,6 @@ def _per_turn_since_user(row: TrainerRow) -> Iterator[TrainerRow]:
 
 
 def _per_turn(row: TrainerRow) -> Iterator[TrainerRow]:
-    """Make a row for each turn."""
     for turn in row.turns:
         yield row._replace(messages=row.messages[: turn.at + 1], turns=[turn])
 
