@@ -206,7 +206,7 @@ def test_the_table_and_the_index_count_what_the_agent_did() -> None:
     table_row = row_of(stored(record))
     assert (table_row["turns"], table_row["calls"], table_row["answer"]) == (3, 2, "Two.")
     assert table_row["flags"] == ["inner conversations"]
-    assert index_fields(stored(record))[4:8] == [3, 2, 40, 20]
+    assert index_fields(stored(record))[4:8] == (3, 2, 40, 20)
 
 
 def test_a_terminal_shows_the_agent_and_its_threads() -> None:
