@@ -28,6 +28,7 @@ from batch_trajectories.records.files import (
     training_file_of,
 )
 from batch_trajectories.records.names import INFLIGHT, RUN_FILE
+from batch_trajectories.records.records import parse_record
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
 """A context manager that shows the run in a directory; yields a function for messages."""
@@ -46,7 +47,7 @@ class RunEnd:
     """Totals of the run over all its starts."""
     exit_code: int
     """The exit code of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by
-    the environment, 128 plus the signal's number if a signal stopped the run."""
+    the environment, 7 stopped by `stop_if`, 128 plus the signal's number if a signal stopped it."""
     reason: str | None
     """Why `exit_code` is neither 0 nor 1, and what to do next."""
     stopped_by: str | None
@@ -54,6 +55,8 @@ class RunEnd:
     signal: int | None
     """The number of the signal that stopped the run; None without one."""
     is_out_of_budget: bool
+    is_hopeless: bool = False
+    """A rule of `stop_if` stopped it."""
 
 
 def run(
@@ -108,7 +111,9 @@ def start(
         )
     with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
-            outcome = run_batch(plan, run_dir, only=only, tell=tell)
+            outcome = run_batch(
+                plan, run_dir, only=only, tell=tell, why_rejected=_rejections_of(plan.config)
+            )
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
     return end_of(run_dir.path, outcome, totals, is_all=only is None)
 
@@ -125,6 +130,7 @@ def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = Tr
         stopped_by=outcome.stopped_by,
         signal=outcome.signal,
         is_out_of_budget=outcome.is_out_of_budget,
+        is_hopeless=outcome.is_hopeless,
     )
 
 
@@ -157,6 +163,12 @@ def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tupl
             f"stopped: {outcome.stopped_by}\nFinished work is safe. Raise the budget and run the "
             "same command again to continue."
         )
+    if outcome.is_hopeless:
+        return 7, (
+            f"stopped: {outcome.stopped_by}\nFinished work is safe. Look at some conversations "
+            "(`view` or `show`), then run the same command again to continue, with another "
+            "--stop_if or without it."
+        )
     if (reason := outcome.stopped_by) is not None:
         # Some reasons include this advice.
         if "run the same command again" not in reason:
@@ -171,6 +183,23 @@ def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tupl
             "sets unreadable data aside and runs what is pending."
         )
     return (1 if totals.failed else 0), None
+
+
+def _rejections_of(config: RunConfig) -> Callable[[bytes], str | None]:
+    """A function from a stored record to the reason why it gives no training row, if it gives none.
+
+    The code that makes rows is imported at the first record: not while calls wait to be sent.
+    """
+
+    def why_rejected(content: bytes) -> str | None:
+        from batch_trajectories.export.training_files import route, style_of_run
+
+        record = parse_record(content)
+        return (
+            None if record is None else route(record, style=style_of_run(config.to_json())).reason
+        )
+
+    return why_rejected
 
 
 def _discard(message: str) -> None:

@@ -25,9 +25,15 @@ def say(message: str) -> None:
         print(without_controls(message), file=sys.stderr, flush=True)
 
 
+WARNING = "WARNING: "
+"""Lines of results that begin with it are red on a terminal."""
+
+
 def show(result: str) -> None:
     """Print a result on standard output; escape control characters and what its encoding lacks."""
     result = without_controls(result)
+    if WARNING in result and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        result = "\n".join(map(_colored, result.split("\n")))
     try:
         try:
             print(result, flush=True)
@@ -39,6 +45,10 @@ def show(result: str) -> None:
             say(f"error: cannot write the result: {error.strerror or error}")
         # Else the interpreter would try to write its buffer again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _colored(line: str) -> str:
+    return f"\x1b[31m{line}\x1b[0m" if line.startswith(WARNING) else line
 
 
 def show_json(value: Any) -> None:

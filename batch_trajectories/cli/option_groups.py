@@ -103,6 +103,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         "concurrency",
         "max_run_cost_usd",
         "max_run_tokens",
+        "stop_if",
         "max_in_flight",
         "start_in_flight",
         "rpm",

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from agent.options import Float, parse_json, split_commas
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import bucket_url, is_url, local_path, place_of
+from batch_trajectories.config.stop_rules import check_stop_rules
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
@@ -37,6 +38,8 @@ RowFlaw = Literal[
 """Reasons why exports reject rows that some formats can represent."""
 
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
+
+StopIf = Annotated[Names, AfterValidator(check_stop_rules)]
 
 
 LocalPath = Annotated[Path, BeforeValidator(local_path)]

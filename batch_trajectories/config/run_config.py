@@ -40,6 +40,7 @@ from batch_trajectories.config.option_types import (
     OwnAgent,
     Place,
     Resource,
+    StopIf,
     Weight,
     is_text,
     parse_columns,
@@ -321,6 +322,11 @@ class RunConfig(AgentOptions):
     )
     max_run_tokens: PositiveInt | None = running(
         None, "Token budget of the run over all starts; needs --max_tokens."
+    )
+    stop_if: StopIf = running(
+        (),
+        "Stop a hopeless run (exit 7): no_pass:30, no_call:30, failed:50%, rejected:90%, "
+        "same_ending:90%; none: no warnings either (docs/stopping.md).",
     )
     max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
     rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")

@@ -166,6 +166,7 @@ HARMLESS = (
     "max_attempts",
     "max_in_flight",
     "max_run_cost_usd",
+    "stop_if",
     "max_run_tokens",
     "num_workers",
     "ray_storage",

@@ -17,9 +17,18 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from batch_trajectories.basics.console import WARNING
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.config.stop_rules import NEVER
 from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.engine.hopeless import (
+    NO_REASON,
+    EndingCounts,
+    SignSeen,
+    find_signs,
+    offers_tools,
+)
 from batch_trajectories.records.checks import Checks, CheckSums, describe, has_passed
 from batch_trajectories.records.failures import (
     WORKER_DIED,
@@ -28,7 +37,7 @@ from batch_trajectories.records.failures import (
     load_failed_attempts,
     why_tasks_failed,
 )
-from batch_trajectories.records.files import listed
+from batch_trajectories.records.files import listed, read_json
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.journal import (
     Journaled,
@@ -37,7 +46,14 @@ from batch_trajectories.records.journal import (
     damaged_replies,
     read_journaled_replies,
 )
-from batch_trajectories.records.names import INFLIGHT, QUARANTINE, SCORES_FILE, VERDICTS_FILE
+from batch_trajectories.records.names import (
+    EXPORTS,
+    INFLIGHT,
+    MANIFEST_FILE,
+    QUARANTINE,
+    SCORES_FILE,
+    VERDICTS_FILE,
+)
 from batch_trajectories.records.records import lines_from, load_index
 from batch_trajectories.records.scores import with_later_checks
 
@@ -171,6 +187,8 @@ class RunTotals:
     """Records of tasks that the dataset no longer holds; no total includes them."""
     shard: str | None
     """The part of the dataset that the run works on, as i/n; None for all of it."""
+    signs: Sequence[SignSeen] = ()
+    """Signs that the run gives nothing to train on; see `engine.hopeless`."""
     is_recording: bool
     """Its conversations are sessions of `record`, which it cannot begin again."""
 
@@ -189,6 +207,7 @@ class RunTotals:
     def to_json(self) -> dict[str, Any]:
         """For summary.json: without what judges are paid, which changes after the run."""
         totals = {"tasks": self.total, **asdict(self)}
+        totals["signs"] = [sign.to_json() for sign in self.signs]
         del totals["judges_usd"], totals["judges_unknown"], totals["is_recording"]
         for name in ("token_ids", "not_needed", "enough", "used_up"):
             if totals[name] is None:
@@ -287,7 +306,35 @@ def compute_totals(
     totals.failures = dict(sorted(failures.items()))
     totals.reasons = why_tasks_failed(run_dir, failed)
     totals.checks = checks.sums()
+    totals.signs = _signs(run_dir, totals, config)
     return totals
+
+
+def _signs(run_dir: Path, totals: RunTotals, config: RunConfig) -> list[SignSeen]:
+    """The signs in the totals, and in what the last export of the training file rejected."""
+    if config.stop_if == (NEVER,) or config.audit or config.checked_run:
+        return []
+    reasons = Counter(totals.failures)
+    for status, count in totals.statuses.items():
+        if status not in (*NO_REASON, "failed"):
+            reasons[status] += count
+    manifest = read_json(run_dir / EXPORTS / MANIFEST_FILE) or {}
+    rejected = Counter[str](manifest.get("rejected_by_reason") or {})
+    del rejected["failed"]
+    given = sum(int(manifest.get(name) or 0) for name in ("exported", "partial"))
+    return find_signs(
+        EndingCounts(
+            ended=totals.done + totals.failed,
+            failed=totals.failed,
+            judged=totals.checks.passed + totals.checks.failed,
+            passed=totals.checks.passed,
+            tool_calls=totals.tool_calls,
+            offers_tools=offers_tools(config),
+            reasons=reasons,
+            looked_at=given + rejected.total(),
+            rejected=rejected,
+        )
+    )
 
 
 def _add_attempts(totals: RunTotals, replies: JournaledReplies | None) -> None:
@@ -321,6 +368,7 @@ def as_table(totals: RunTotals) -> str:
         *_stopped(totals),
         _cost(totals),
         *_checked(totals),
+        *(f"{WARNING}{sign.text}" for sign in totals.signs),
     ]
     if totals.to_retry:
         lines.append(

@@ -137,6 +137,8 @@ FREE_TEXT = {
     "preparation",
     "run_name",
     "shard",
+    # Rules of a fixed form.
+    "stop_if",
     "system_prompt",
     "disabled_toolsets",
     "model_budgets",

@@ -48,6 +48,7 @@ from batch_trajectories.engine.supervisor.budget import (
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.progress import Progress
 from batch_trajectories.engine.supervisor.refusals import Refusals
+from batch_trajectories.engine.supervisor.run_watch import WhyRejected
 from batch_trajectories.engine.supervisor.supervisor import Supervisor
 from batch_trajectories.engine.supervisor.worker_pool import CallCollector, Start, TaskQueue
 from batch_trajectories.records.failures import FailureFile, Settled, is_settled
@@ -81,6 +82,8 @@ class Outcome:
     """What limited the model calls; see `RunLimits.report`."""
     is_out_of_budget: bool = False
     """The budget of the run stopped it."""
+    is_hopeless: bool = False
+    """A rule of `--stop_if` stopped it."""
 
     def to_json(self) -> dict[str, Any]:
         """For the summary."""
@@ -93,11 +96,13 @@ def run_batch(
     *,
     only: Collection[bytes] | None = None,
     tell: Callable[[str], object] | None = None,
+    why_rejected: WhyRejected | None = None,
 ) -> Outcome:
     """Work on all tasks that need work. Blocks until they end or the run is stopped.
 
     `only` limits the work to the tasks with these keys. `tell` gets the messages for the user;
-    without it they are printed, with a progress line.
+    without it they are printed, with a progress line. `why_rejected` says of a record why it
+    gives no training row.
 
     Raises `EnvironmentStop` if the run cannot continue, and `RunLocked` if this process is working
     on another run: both would change log, limits and environment of the process.
@@ -109,7 +114,7 @@ def run_batch(
     try:
         # With `tell`, the terminal belongs to the caller.
         with settings_restored(), nullcontext() if tell is None else silenced():
-            return _run_batch(plan, run_dir, only, tell)
+            return _run_batch(plan, run_dir, only, tell, why_rejected)
     finally:
         _one_at_a_time.release()
 
@@ -119,6 +124,7 @@ def _run_batch(
     run_dir: RunDir,
     only: Collection[bytes] | None,
     tell: Callable[[str], object] | None,
+    why_rejected: WhyRejected | None,
 ) -> Outcome:
     log_to(run_dir.path / LOG_FILE, plan.config.log_level)
     log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
@@ -128,7 +134,7 @@ def _run_batch(
     hide_environment()
     allow_many_files()
     try:
-        outcome = _work(plan, run_dir, only, tell)
+        outcome = _work(plan, run_dir, only, tell, why_rejected)
     except DatasetChanged:
         (run_dir.path / DATASET_INDEX).unlink(missing_ok=True)
         raise
@@ -142,6 +148,7 @@ def _work(
     run_dir: RunDir,
     only: Collection[bytes] | None,
     tell: Callable[[str], object] | None,
+    why_rejected: WhyRejected | None,
 ) -> Outcome:
     config = plan.config
     with ExitStack() as files:
@@ -228,6 +235,7 @@ def _work(
                 progress=progress,
                 batches=batches,
                 keys=keys,
+                why_rejected=why_rejected,
                 refusals=Refusals(
                     limits,
                     has_answered=state.has_answers and run_dir.same_endpoints,
@@ -247,6 +255,7 @@ def _work(
         stopped_by=stopped_by or None,
         limits=supervisor.limits.report(),
         is_out_of_budget=supervisor.is_out_of_budget,
+        is_hopeless=supervisor.is_hopeless,
     )
 
 

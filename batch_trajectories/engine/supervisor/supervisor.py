@@ -27,6 +27,7 @@ from batch_trajectories.engine.messages import Assignment, assignment_of, pack, 
 from batch_trajectories.engine.record import as_stored, make_record
 from batch_trajectories.engine.supervisor.parser_watch import ParserWatch
 from batch_trajectories.engine.supervisor.refusals import Outages
+from batch_trajectories.engine.supervisor.run_watch import RunWatch
 from batch_trajectories.engine.supervisor.worker_pool import KILL_AFTER_GRACE_S, Start, WorkerPool
 from batch_trajectories.records.failures import WORKER_DIED, Failure
 from batch_trajectories.records.files import StorageError
@@ -66,10 +67,15 @@ class Supervisor:
         self._parsers = ParserWatch(
             start.progress.say, may_stop=config.agent is None, accepts=config.accept_rows
         )
+        self._watch: RunWatch | None = None
+        if not (config.audit or config.checked_run):
+            self._watch = RunWatch(start.progress.say, config, why_rejected=start.why_rejected)
         self._batches = start.batches
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
+        self.is_hopeless = False
+        """A rule of `--stop_if` stopped the run."""
         self.is_dataset_changed = False
         self._kill_at: float | None = None
         self._steering: Steering | None = None
@@ -131,6 +137,10 @@ class Supervisor:
         self._start.run_dir.check_is_there()
         if (problem := self._start.run_dir.problem() or self._parsers.problem()) is not None:
             self._stop(problem)
+        hopeless = None if self._watch is None else self._watch.broken_rule()
+        if hopeless is not None and self._stop_reason is None:
+            self.is_hopeless = True
+            self._stop(hopeless)
         self._acknowledge_finished()
         self._watch_workers()
         self._steer()
@@ -200,6 +210,8 @@ class Supervisor:
                     self._start.run_dir.keep_image(**image)
                 fields = IndexFields(*header["fields"])
                 self._start.records.append(payload, fields)
+                if self._watch is not None:
+                    self._watch.on_finished(fields, payload)
                 failed = header["failure"] and header["failure"]["error_class"]
                 if not (self._start.config.audit or self._start.config.checked_run):
                     self._parsers.on_ended(header["signs"])
@@ -210,6 +222,8 @@ class Supervisor:
                 failure = Failure(**header["failure"])
                 key = bytes.fromhex(header["key"])
                 self._queue.failed(key, failure.error_class, header["model"])
+                if self._watch is not None:
+                    self._watch.on_failed_attempt(failure.error_class)
                 self._release(worker, key)
                 self._start.failures.append(failure)
                 self._progress.task_ended(failure=failure.error_class)
