@@ -1,7 +1,7 @@
 """The rules that decide the next step of a conversation, or end it.
 
-`next_step` is a pure function of the trajectory: a conversation that was killed and replayed
-decides as before. If several rules apply, the first in this order wins: budget, time_limit,
+`next_step` is a pure function of the trajectory: after a crash and a replay it decides as before.
+If several rules apply, the first in this order wins: budget, time_limit,
 length, leaked_call, completed, awaiting_input, repeat, errors, max_turns.
 """
 
@@ -51,11 +51,11 @@ class ResumeTool(NamedTuple):
     """The result with the question."""
     reply: str
     is_for_tool: bool
-    """The tool is called again with the reply; else only the model sees it."""
+    """Whether the tool is called again with the reply; if not, only the model sees it."""
 
 
 class AddNote(NamedTuple):
-    """Add a text for the model; `reason` names the rule."""
+    """Add a text for the model; `reason` names the rule that wrote it."""
 
     reason: str
     text: str
@@ -104,7 +104,7 @@ _SUM_UP = (
 
 @dataclass(frozen=True, slots=True)
 class ConversationSpec:
-    """What decides how one conversation runs and ends."""
+    """The options and texts that decide how one conversation runs and ends."""
 
     options: AgentOptions = field(default_factory=AgentOptions)
     expected: str | None = None
@@ -112,8 +112,9 @@ class ConversationSpec:
     user_replies: tuple[str, ...] = ()
     """The user's replies to tools that ask for input, in order."""
     user_turns: tuple[str, ...] = ()
-    """The user's messages after the first one: each follows an answer to the one before."""
+    """The user's messages after the first one: each is sent after the answer to the one before."""
     tool_names: tuple[str, ...] = ()
+    """The names of all tools that the model can call."""
 
 
 def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -155,7 +156,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
 
 
 def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
-    """The ending if the outermost conversation, which has the budget, has exceeded it."""
+    """The ending if conversation `whole`, the outermost one, has exceeded the budget."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
     if end := unknown_use(whole, dollars, tokens):
         return end
@@ -186,7 +187,7 @@ def over_time(t: Trajectory, options: AgentOptions) -> Finish | None:
 
 
 def _in_summary(t: Trajectory, options: AgentOptions) -> NextStep:
-    """At the turn limit: one more reply, then the end."""
+    # At the turn limit: one more reply, then the end.
     if t.noted and t.reasks <= options.max_reasks:
         return CallModel("none")
     return Finish("max_turns")
@@ -202,17 +203,13 @@ def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
 def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
-
-    return CallModel("none") if t.notes_of(PLAN) else _plan_note(t) or CallModel()
-
-
-def _plan_note(t: Trajectory) -> AddNote | None:
-
-    return plan_note(t)
+    if t.notes_of(PLAN):
+        return CallModel("none")
+    return plan_note(t) or CallModel()
 
 
 def _leaked(t: Trajectory, spec: ConversationSpec) -> Finish | None:
-    """The ending if the text of the last reply holds a call: no export takes the conversation."""
+    # No export takes a conversation whose text holds a call.
     message = t.replies[-1]["message"]
     if "unusable" in message:  # the text protocol asks again
         return None
@@ -226,7 +223,7 @@ def _leaked(t: Trajectory, spec: ConversationSpec) -> Finish | None:
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
-    """Only a reply whose text has begun can be continued, not thoughts alone."""
+    # Only a reply whose text has begun can be continued, not thoughts alone.
     if t.last_calls() or t.notes_of(CONTINUE_CUT) >= options.continue_cut:
         return False
     text = split_inline_reasoning(t.replies[-1]["message"]["content"]).rest
@@ -258,7 +255,7 @@ def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
         return end_by_repeats(t.tally)
     if end := _too_many_errors(t, options):
         return end
-    if options.plan and (note := _plan_note(t)):
+    if options.plan and (note := plan_note(t)):
         return _continue(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
         return _continue(t, options, AddNote("repeat", _REPEATED))
@@ -271,13 +268,13 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return _too_many_errors(t, options) or _continue(
             t, options, AddNote("no_action", _NO_ACTION)
         )
-    if options.plan and (note := _plan_note(t)):
+    if options.plan and (note := plan_note(t)):
         return _continue(t, options, note)
     return _answered(t, spec)
 
 
 def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
-    """After an answer: the user's next message, or the end."""
+    """The step after an answer: the user's next message, or the end."""
     sent = t.notes_of(USER_TURN)
     if sent < len(spec.user_turns):
         return _send(t, spec.options, spec.user_turns[sent])
@@ -295,7 +292,7 @@ def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
 
 
 def _send(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
-    """Send the user's message; at the turn limit there is an answer, and no summary is needed."""
+    # At the turn limit no summary is asked for: there is an answer.
     return _continue(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
 
 
@@ -342,9 +339,9 @@ def _continue(
 
 
 def ending_of_refusal(kind: str, message: str) -> Finish | None:
-    """The ending of a conversation whose next reply the endpoint refuses; None: the call failed.
+    """The ending of a conversation whose next reply the endpoint refuses.
 
-    `kind` is that of the error, see `agent.models.errors.Kind`.
+    `kind` is the kind of the error (`agent.models.errors.Kind`). None if the call just failed.
     """
     match kind:
         case "context_exceeded":
@@ -358,7 +355,7 @@ _NOTE = "state_max_turns"
 
 
 def with_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Message]:
-    """`opening` with the turn limit in its system message, if `state_max_turns` is on."""
+    """Add the turn limit to the system message of `opening`, if `state_max_turns` is on."""
     if not options.state_max_turns:
         return list(opening)
     text = f"You have at most {options.max_turns} replies for this task."
@@ -395,10 +392,9 @@ class Waiting(NamedTuple):
 
 
 def waiting_call(t: Trajectory) -> Waiting | None:
-    """The first call of the last turn whose tool waits for the user.
+    """The first call of the last turn whose tool waits for the user; None if none does.
 
-    A tool asks with the object that it returns (see `toolsets.tool.as_result`). A reply goes to the
-    tool that asked, unless it is clearly a new instruction.
+    A tool asks with the object that it returns (see `toolsets.tool.as_result`).
     """
     for call, result in zip(t.last_calls(), t.last_results(), strict=False):
         question = result["message"].get("details", {}).get(ASKS)
@@ -408,7 +404,7 @@ def waiting_call(t: Trajectory) -> Waiting | None:
 
 
 def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:
-    """Whether a user's reply is a new instruction rather than a reply to the tool that asked."""
+    """Whether a user's reply is a new instruction rather than a reply to the tool `called`."""
     if any(tool != called and re.search(rf"\b{re.escape(tool)}\b", reply) for tool in tools):
         return True
     reply = reply.strip()
