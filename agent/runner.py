@@ -33,7 +33,7 @@ from agent.models.model import Model, StreamHandler, guarded
 from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.events import Clock, continued_event, result_event
-from agent.state.trajectory import LIMITS_OF_A_TASK, Journal, Trajectory
+from agent.state.trajectory import SHARED_LIMITS, Journal, Trajectory
 from batch_trajectories.basics.option_names import FIXED
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
@@ -206,12 +206,12 @@ class ConversationRunner:
         return await inner.run_inner(), inner.trajectory
 
     async def _ask_user(self) -> Finish | None:
-        from agent.loop.simulated_user import seen_by_user
+        from agent.loop.simulated_user import build_user_view
 
         user = self.spec.options.simulated_user
         assert user is not None
         written = self.trajectory.notes_of(USER_TURN)
-        seen = seen_by_user(user, self.trajectory)
+        seen = build_user_view(user, self.trajectory)
         return await self.ask_user(user_key(written + 1), seen, written)
 
     async def ask_user(self, key: str, seen: Sequence[Message], written: int) -> Finish | None:
@@ -220,11 +220,11 @@ class ConversationRunner:
         `seen` are the messages that it is shown, and `written` is how many messages it has written
         before. Returns an ending if it wrote none.
         """
-        from agent.loop.simulated_user import UsersModel, stored_opening
+        from agent.loop.simulated_user import UsersModel, missing_instructions
 
         user = self.spec.options.simulated_user
         assert user is not None
-        opening = stored_opening(seen, self.trajectory)
+        opening = missing_instructions(seen, self.trajectory)
         options = inherited_from(self.spec.options, max_turns=1)
         inner = self._open_inner(key, SIMULATED_USER, opening, options)
         model = self.host.user_model(user, inner.trajectory, written) or self.model
@@ -237,7 +237,7 @@ class ConversationRunner:
         end = await inner.run_inner()
         if end.status == "completed":
             return None
-        if end.status in LIMITS_OF_A_TASK:
+        if end.status in SHARED_LIMITS:
             return end
         if end.status == "context_exceeded":
             return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
@@ -257,9 +257,9 @@ class ConversationRunner:
             return next(iter(self.spec.user_turns[written:]), None)
         if written >= user.max_turns:
             return None
-        from agent.loop.simulated_user import message_in, seen_of_agent
+        from agent.loop.simulated_user import build_user_view_of_agent, message_in
 
-        seen = seen_of_agent(user, said, answers)
+        seen = build_user_view_of_agent(user, said, answers)
         # The digest in the key: a later start with the same texts gets the message that is stored.
         texts = "\0".join(message["content"] for message in seen)
         digest = hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:12]
@@ -294,7 +294,7 @@ class ConversationRunner:
                 self.journal(event)
                 self.trajectory.apply(event)
                 return None
-            if end.status in LIMITS_OF_A_TASK:
+            if end.status in SHARED_LIMITS:
                 return end
         return Finish("errors", f"the preparation ended as {end.describe()}")
 

@@ -8,7 +8,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from agent.loop.tools import Approve, check_names, offered
+from agent.loop.tools import Approve, add_completion_tools, check_names
 from agent.messages.message import (
     PREPARATION,
     SIMULATED_USER,
@@ -199,10 +199,10 @@ def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     """The schemas of everything that the model of a conversation can call."""
     schemas: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
     if options.subagents:
-        from agent.loop.subagents import schema_of
+        from agent.loop.subagents import subagent_schema
 
-        schemas += [schema_of(agent) for agent in options.subagents]
-    return offered(schemas, options)
+        schemas += [subagent_schema(agent) for agent in options.subagents]
+    return add_completion_tools(schemas, options)
 
 
 def schemas_of_inner(

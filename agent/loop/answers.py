@@ -1,9 +1,9 @@
 """Compare a final answer with the expected one, as graders of the field do.
 
-Models answer in sentences, so the answer has to be found first. Where it stands follows from what
-is expected: a number, a letter of a multiple-choice question, a formula or a text.
+Models answer in sentences, so the answer has to be found first. Where it stands depends on what is
+expected: a number, a letter of a multiple-choice question, a formula or a text.
 
-The rules for numbers are those of GSM8K (`#### 42`), the ones for formulas those of MATH
+Numbers are compared by the rules of GSM8K (`#### 42`), formulas by the rules of MATH
 (`\\boxed{...}`); see the datasets `openai/gsm8k` and `hendrycks/competition_math`.
 """
 
@@ -14,12 +14,12 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agent.options import Match
 
 TOLERANCE = 1e-6
-"""Largest relative difference of two numbers, if at least one of them is no whole number."""
+"""Maximum relative difference of two equal numbers, unless both are whole numbers."""
 
 _READ_CHARS = 20_000
 """Characters that are read at the end of an answer, so that a long one costs little work."""
@@ -82,7 +82,7 @@ def matches(
 
 
 def rule_for(expected: str) -> Match | Literal["text"]:
-    """How `auto` compares with an expected answer."""
+    """The rule by which `auto` compares answers with this expected answer."""
     wanted = expected_in(expected)
     if _CHOICE.fullmatch(wanted) or _SEVERAL.fullmatch(wanted):
         return "choice"
@@ -97,7 +97,7 @@ def describe_rule(expected: str, match: Match = "auto") -> str:
     """A sentence that says which answers pass, for a row with this expected answer."""
     wanted = expected_in(expected)
     shown = wanted if len(wanted) <= 60 else f"{wanted[:57]}..."
-    said = {
+    condition = {
         "exact": f"it is {shown!r}, ignoring case and outer space",
         "contains": f"it contains {shown!r} as whole words",
         "choice": f"the letter that it ends with, or says after 'answer is', is {shown}",
@@ -108,7 +108,7 @@ def describe_rule(expected: str, match: Match = "auto") -> str:
         "text": "the whole of it, its last line, its last \\boxed{} or what follows 'answer is' is "
         f"{shown!r}",
     }
-    return f"an answer passes if {said[rule_for(expected) if match == 'auto' else match]}"
+    return f"an answer passes if {condition[rule_for(expected) if match == 'auto' else match]}"
 
 
 def expected_in(column: str) -> str:
@@ -124,7 +124,7 @@ def expected_in(column: str) -> str:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is, with its unit or currency; None if it is none, or several."""
+    """Read a text that is one number, with a unit or currency; None for any other text."""
     text = _without_layout(text).strip().rstrip(".")
     text = re.sub(r"^\$(.*)\$$", r"\1", text)  # a formula between dollars
     text = re.sub(r"^[A-Za-z]\w?\s*=\s*", "", text)
@@ -139,22 +139,22 @@ def number_of(text: str) -> Fraction | None:
 
 
 def number_in(answer: str, question: str = "") -> Fraction | None:
-    """The number that an answer gives: after its last mark, or else its last one.
+    """The number that an answer gives: the one after its last mark, or else its last number.
 
-    A number at the end that repeats the question with the word before it ("below 1000") is not the
-    answer; the one before it is.
+    If the last number only repeats the question, together with the word before it ("below 1000"),
+    the number before it counts. None if the answer gives no number.
     """
     for text in _after_marks(answer):
         if found := list(_numbers(_without_layout(text))):
-            return found[0][0]
+            return found[0].value
     text = _without_layout(answer)
     found = list(_numbers(text))
     asked = _without_layout(question).casefold()
-    while len(found) > 1 and (phrase := _with_word_before(text, *found[-1][1:])):
+    while len(found) > 1 and (phrase := _with_word_before(text, found[-1])):
         if phrase.casefold() not in asked:
             break
         found.pop()
-    return found[-1][0] if found else None
+    return found[-1].value if found else None
 
 
 def are_equal(one: Fraction, other: Fraction, tolerance: float = TOLERANCE) -> bool:
@@ -166,8 +166,15 @@ def are_equal(one: Fraction, other: Fraction, tolerance: float = TOLERANCE) -> b
     return abs(one - other) <= Fraction(tolerance) * max(abs(one), abs(other))
 
 
-def _numbers(text: str) -> Iterator[tuple[Fraction, int, int]]:
-    """The numbers in a text, each with its start and end."""
+class _FoundNumber(NamedTuple):
+    """A number in a text, with its start and end."""
+
+    value: Fraction
+    start: int
+    end: int
+
+
+def _numbers(text: str) -> Iterator[_FoundNumber]:
     end = 0
     for found in _NUMBER.finditer(text):
         if found.start() < end:
@@ -187,17 +194,17 @@ def _numbers(text: str) -> Iterator[tuple[Fraction, int, int]]:
             number *= Fraction(10) ** int(power[1])
             end = power.end()
         start = found.start() + len(found[0]) - len(found[0].lstrip())
-        yield number, start, end
+        yield _FoundNumber(number, start, end)
 
 
-def _with_word_before(text: str, start: int, end: int) -> str:
-    """A number with the word before it; "" if none is there."""
-    word = re.search(r"([A-Za-z]+)\s+$", text[:start])
-    return f"{word[1]} {text[start:end]}" if word else ""
+def _with_word_before(text: str, number: _FoundNumber) -> str:
+    """A number with the word before it; "" if there is no word."""
+    word = re.search(r"([A-Za-z]+)\s+$", text[: number.start])
+    return f"{word[1]} {text[number.start : number.end]}" if word else ""
 
 
 def _without_layout(text: str) -> str:
-    """A text with the characters of numbers as ASCII has them, and fractions of LaTeX as a/b."""
+    """A text with numbers in ASCII characters, and fractions of LaTeX as a/b."""
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
     text = re.sub(r"(?<=\d)(?:\\[,;! ]|[\u2009\u202f\u00a0'’_])(?=\d{3}\b)", "", text)
@@ -263,7 +270,7 @@ def _leading(text: str) -> frozenset[str]:
 
 
 def are_same(one: str, other: str) -> bool:
-    """Whether two texts or formulas say the same, as numbers, as sets, or when normalized."""
+    """Whether two texts or formulas are equal as numbers, as lists, or after normalization."""
     first, second = number_of(one), number_of(other)
     if first is not None and second is not None:
         return are_equal(first, second)
@@ -294,7 +301,7 @@ def _parts(formula: str) -> list[str]:
 
 
 def _formula(text: str) -> str:
-    """A text in one form: without layout, units in words, spaces and letters' case."""
+    """A text in a normal form: without layout, spaces, and upper and lower case."""
     text = " ".join(unicodedata.normalize("NFKC", text).replace("−", "-").split())
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text, flags=re.DOTALL).strip().strip("$").strip()
     text = _without_emphasis(text)
@@ -319,12 +326,12 @@ def _formula(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text without letters' case, and with one space between its words."""
+    """A text in lower case, with one space between its words."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _holds(text: str, wanted: str) -> bool:
-    """Whether a text contains another one, not as a part of a longer word or number."""
+    """Whether a text contains `wanted`, not as a part of a longer word or number."""
     start = text.find(wanted) if wanted else -1
     while start >= 0:
         around = text[max(0, start - 1) : start], text[start + len(wanted) :][:1]
@@ -336,7 +343,7 @@ def _holds(text: str, wanted: str) -> bool:
 
 
 def _places(answer: str) -> Iterator[str]:
-    """Where an answer may say what is expected: as a whole, after a mark, in its last line."""
+    """The texts that may be the answer itself: all of it, the text after a mark, its last line."""
     yield answer
     yield from _after_marks(answer)
     yield _unmarked(_last_line(answer))
@@ -381,7 +388,7 @@ def _last_line(text: str) -> str:
 
 
 def _unmarked(line: str) -> str:
-    """A line without what introduces an answer, and without emphasis."""
+    """A line without an introduction such as "The answer is", and without emphasis."""
     line = _without_emphasis(line).strip()
     return re.sub(
         r"^(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*)", "", line, flags=re.I

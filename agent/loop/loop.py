@@ -23,7 +23,7 @@ from agent.loop.rules import (
     RunTools,
     ending_of_refusal,
     next_step,
-    over_time,
+    time_limit_ending,
 )
 from agent.loop.tools import AgentTools
 from agent.messages.message import UNREADABLE, Event, SubEvent, ToolCall
@@ -180,7 +180,7 @@ class _Loop:
         if not options.parallel_tools or self.tools.need_order(calls):
             for n, call in calls:
                 await self._run_and_record(n, call)
-                if over_time(self.trajectory, options):
+                if time_limit_ending(self.trajectory, options):
                     return
             return
         # If one call raises, the results of the others must still be recorded.

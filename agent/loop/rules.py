@@ -121,7 +121,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     """Decide the next step of conversation `t`."""
     options = spec.options
     whole = t.outermost()
-    if end := _over_budget(whole, t.turns, options) or over_time(whole, options):
+    if end := _over_budget(whole, t.turns, options) or time_limit_ending(whole, options):
         # Subagents that a crash interrupted continue to their own ending, as without the crash.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return RunTools(begun) if begun else end
@@ -178,7 +178,7 @@ def unknown_use(t: Trajectory, dollars: float | None, tokens: int | None) -> Fin
     return None
 
 
-def over_time(t: Trajectory, options: AgentOptions) -> Finish | None:
+def time_limit_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     """The ending if the outermost conversation has exceeded its time limit."""
     limit = options.max_conversation_s
     if limit is None or (took_s := t.outermost().seconds_at_work()) < limit:
@@ -240,7 +240,7 @@ def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
         return Finish("awaiting_input", waiting.question)
     reply = spec.user_replies[t.replies_used]
     called = waiting.call["function"]["name"]
-    is_for_tool = not wants_other_work(reply, called=called, tools=spec.tool_names)
+    is_for_tool = not is_new_instruction(reply, called=called, tools=spec.tool_names)
     return ResumeTool(waiting.call, waiting.result, reply, is_for_tool)
 
 
@@ -281,9 +281,9 @@ def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
     user = spec.options.simulated_user
     if user is None:
         return _check_answer(t, spec)
-    from agent.loop.simulated_user import users_message
+    from agent.loop.simulated_user import user_message
 
-    text = users_message(t, sent + 1)
+    text = user_message(t, sent + 1)
     if not text:
         return AskUser() if sent < user.max_turns else _check_answer(t, spec)
     if user.stop in text:
@@ -403,7 +403,7 @@ def waiting_call(t: Trajectory) -> Waiting | None:
     return None
 
 
-def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:
+def is_new_instruction(reply: str, *, called: str, tools: Sequence[str]) -> bool:
     """Whether a user's reply is a new instruction rather than a reply to the tool `called`."""
     if any(tool != called and re.search(rf"\b{re.escape(tool)}\b", reply) for tool in tools):
         return True
@@ -437,7 +437,7 @@ def plan_note(t: Trajectory) -> AddNote | None:
     begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
     if t.last_calls() and begun and t.turns - begun[-1]["turn"] < _STEP_TURNS:
         return None
-    steps = steps_of(t.replies[0]["message"]["content"])
+    steps = plan_steps(t.replies[0]["message"]["content"])
     if len(begun) < len(steps):
         number = len(begun) + 1
         text = (
@@ -449,6 +449,6 @@ def plan_note(t: Trajectory) -> AddNote | None:
     return AddNote("plan_answer", _ALL_DONE) if len(begun) == len(steps) else None
 
 
-def steps_of(plan: str) -> list[str]:
+def plan_steps(plan: str) -> list[str]:
     """The steps of a plan: the items of its list; a plan without a list is one step."""
     return [match["step"].strip() for match in _STEP.finditer(plan)] or ["do what the plan says"]

@@ -59,7 +59,7 @@ Status = Literal[
 ]
 """How a conversation ended; only `completed` means that the model gave its final answer."""
 
-LIMITS_OF_A_TASK: frozenset[Status] = frozenset({"budget", "time_limit"})
+SHARED_LIMITS: frozenset[Status] = frozenset({"budget", "time_limit"})
 """Endings by a limit that inner conversations share: they end the outer conversation, too."""
 
 
