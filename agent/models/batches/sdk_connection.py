@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from agent.models.client.prepared import Prepared, prepared_by_client
 from agent.models.client.reply_bodies import MAX_REPLY_BYTES
-from agent.models.client.transport import MOST_RENEWALS, Transport, is_expired
+from agent.models.client.transport import MAX_RENEWALS, Transport, is_expired
 from agent.models.connection import DIRECT_CONNECTION
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
@@ -70,7 +70,7 @@ class SdkConnection:
                 refusal: ModelError | None = refused.get("error")
                 if refusal is None:
                     self._raise_failure(error)
-                if renewals == MOST_RENEWALS or not is_expired(refusal):
+                if renewals == MAX_RENEWALS or not is_expired(refusal):
                     raise refusal from error
                 before, rejected = rejected, refused["request"]
                 if not await self._renew(rejected, before):

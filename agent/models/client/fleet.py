@@ -167,7 +167,7 @@ class Fleet:
                 status = 200  # only calls can tell
             else:
                 url = self._urls[number].removesuffix("/v1") + self._health_path
-                status = await self._transports[number].status_of(url, timeout_s)
+                status = await self._transports[number].fetch_status(url, timeout_s)
         except HostError as error:
             log.warning("no look at %s: %s", self._urls[number], error)
             status = 200  # that was this machine
