@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
-from agent.models.client.prepared import Prepared, prepared_by_client
+from agent.models.client.prepared import Prepared, take_client_request
 from agent.models.client.reply_bodies import MAX_REPLY_BYTES
 from agent.models.client.transport import MAX_RENEWALS, Transport, is_expired
 from agent.models.connection import DIRECT_CONNECTION
@@ -163,7 +163,7 @@ class SdkConnection:
         if not path.startswith("/"):
             path = request.url.raw_path.decode()
         if self._brings_credentials:
-            return prepared_by_client(request, self._base_url + path, self._connection)
+            return take_client_request(request, self._base_url + path, self._connection)
         return await self._transport.prepare(path, self._silence_s)
 
     async def aclose(self) -> None:

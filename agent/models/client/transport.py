@@ -24,21 +24,21 @@ from agent.models.client.key_command import RenewableKey
 from agent.models.client.prepared import (
     Prepared,
     Preparer,
+    add_query,
     fixed_headers,
-    preparer_of,
+    make_preparer,
     relayed_headers,
-    with_query,
     with_session,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
     StreamReader,
     begins_as_json,
-    finish_broken,
+    convert_to_json,
+    finish_broken_stream,
     read_first,
     read_parts,
     read_whole,
-    to_json,
 )
 from agent.models.connection import proxy_for
 from agent.models.dialects.dialect import Assembly, dialect_of, paid_in
@@ -189,7 +189,7 @@ class Transport:
         self._query = connection.query
         self._was_echoed = False
         self._proxy = proxy_for(self._base_url, connection.proxy)
-        self._preparer = preparer_of(settings, api_key)
+        self._preparer = make_preparer(settings, api_key)
         known = api_key if isinstance(api_key, str) else ""
         # Removed from every reply before it is read or shortened.
         self._key = Key(known, *connection.secret_headers().values())
@@ -239,7 +239,7 @@ class Transport:
 
     def _make_url(self, path: str) -> URL:
         url = self._base_url + path
-        return with_query(url, self._query) if self._query else URL(url)
+        return add_query(url, self._query) if self._query else URL(url)
 
     async def _post_prepared(
         self,
@@ -338,7 +338,7 @@ class Transport:
     ) -> bytes:
         """Send a request and return the body of its reply.
 
-        `unasked` makes the assembly of a stream that was not asked for; see `to_json`.
+        `unasked` makes the assembly of a stream that was not asked for; see `convert_to_json`.
         """
         url, headers, body, key = prepared
         if conversation and settings.session_headers:
@@ -368,10 +368,12 @@ class Transport:
                         try:
                             await reader.read(first, on_event)
                         except ModelError as error:
-                            return self.clean(finish_broken(assembly, error, settings.api), key)
+                            return self.clean(
+                                finish_broken_stream(assembly, error, settings.api), key
+                            )
                         return self.clean(assembly.finish(), key)
                 whole = first + await read_whole(response)
-                return self.clean(to_json(whole, unasked, settings.api), key)
+                return self.clean(convert_to_json(whole, unasked, settings.api), key)
         except (aiohttp.ClientError, OSError) as error:
             failure: ModelError | HostError
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
