@@ -339,13 +339,13 @@ def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
     ):
         return False
     for call, unknown in zip(calls, fields, strict=True):
-        openai_chat.add_to_call(call, unknown)
+        openai_chat.restore_call_fields(call, unknown)
     return True
 
 
 def _of_calls(message: Message) -> list[FlatMessage]:
     """The fields of calls that the flat format does not have, as an opaque block."""
-    unknown = [openai_chat.unknown_of_call(call) for call in message.get("tool_calls", ())]
+    unknown = [openai_chat.unknown_call_fields(call) for call in message.get("tool_calls", ())]
     if not any(unknown):
         return []
     block = {"tool_calls": copy.deepcopy(unknown)}

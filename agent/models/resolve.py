@@ -180,10 +180,10 @@ def _at_configured_endpoint(
     """
     api, base_url = endpoint.api, endpoint.base_url
     if endpoint.connection.client is not None:
-        from agent.models.sdk_clients import api_of, base_url_of, open_client
+        from agent.models.sdk_clients import client_api, client_base_url, open_client
 
         client = open_client(endpoint.connection, rest, endpoint.key_env)
-        api, base_url = api_of(client, endpoint.api), base_url_of(client)
+        api, base_url = client_api(client, endpoint.api), client_base_url(client)
     assert api is not None
     replication = endpoint.connection.replication
     for url in (base_url,) if replication is None else replication.urls:

@@ -57,7 +57,7 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
         if name in _MAKERS:
             message += ". Arguments of the client go into client_options, or into its variables"
         raise UnusableClient(message) from error
-    if sdk_of(client) == "anthropic" and _streams_in_aws_events(client):
+    if client_sdk(client) == "anthropic" and _streams_in_aws_events(client):
         raise UnusableClient(
             f"client {name!r}: {type(client).__name__} streams replies as AWS events, which are "
             "not supported; use AsyncAnthropicBedrockMantle (client: bedrock)"
@@ -65,7 +65,7 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
     return client
 
 
-def sdk_of(client: Any) -> Sdk:
+def client_sdk(client: Any) -> Sdk:
     """The package of a client. Raises `UnusableClient` for any other object."""
     packages = {cls.__module__.partition(".")[0] for cls in type(client).__mro__}
     if "openai" in packages:
@@ -78,18 +78,18 @@ def sdk_of(client: Any) -> Sdk:
     )
 
 
-def api_of(client: Any, api: Api | None) -> Api:
+def client_api(client: Any, api: Api | None) -> Api:
     """The API that a client speaks: `api`, or its usual one if that is None.
 
     Raises `UnusableClient` if it does not speak `api`.
     """
-    chosen = api or ("openai_chat" if sdk_of(client) == "openai" else "anthropic_messages")
-    if (chosen == "anthropic_messages") != (sdk_of(client) == "anthropic"):
+    chosen = api or ("openai_chat" if client_sdk(client) == "openai" else "anthropic_messages")
+    if (chosen == "anthropic_messages") != (client_sdk(client) == "anthropic"):
         raise UnusableClient(f"api: {type(client).__name__} does not speak {chosen}; leave api out")
     return chosen
 
 
-def base_url_of(client: Any) -> str:
+def client_base_url(client: Any) -> str:
     """The URL to which a client sends its requests."""
     return str(client.base_url).rstrip("/")
 
@@ -106,7 +106,7 @@ def is_async(client: Any) -> bool:
 
 def connect(client: Any, connection: Connection, transport: Any) -> Any:
     """Give a client the headers and query of an endpoint, and have it send by `transport`."""
-    sdk = import_module(sdk_of(client))
+    sdk = import_module(client_sdk(client))
     make = sdk.DefaultAsyncHttpxClient if is_async(client) else sdk.DefaultHttpxClient
     return client.with_options(
         # Following a redirect would send the key to its target.

@@ -111,7 +111,7 @@ def count_or_none(value: Any) -> int | None:
     return None
 
 
-def usage_of_reply(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_usage(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The object with the counts in the body of a reply; None if there is none."""
     # Moonshot puts it into the choice, and Groq's streams into `x_groq`.
     usage = reply.get("usage")
@@ -175,7 +175,7 @@ def read_total(
     return _with_total(given, made, total, cached=0, reasoning=0)
 
 
-def counts_beside(
+def add_plain_counts(
     raw: Mapping[str, Any] | None, usage: Usage | None, uncounted: dict[str, Any]
 ) -> dict[str, Any]:
     """Add the plain counts of `raw` to `uncounted`, unchanged, if `usage` differs from them."""
@@ -192,13 +192,13 @@ def hour_writes_in(reply: Mapping[str, Any], usage: Usage | None) -> int:
     """The tokens that a reply's request wrote into a cache of an hour."""
     if usage is None or not usage["cache_write_tokens"]:
         return 0
-    raw = usage_of_reply(reply) or {}
+    raw = find_usage(reply) or {}
     return sum(_largest_count(_of_an_hour(one)) or 0 for one in (raw, *_billed_apart(raw)))
 
 
 def reported_cost(reply: Mapping[str, Any]) -> float | None:
     """The dollars that a reply reports as its cost; None if it reports none that is possible."""
-    raw = usage_of_reply(reply)
+    raw = find_usage(reply)
     if raw is None or raw.keys().isdisjoint(_COSTS):
         return None
     costs = [_dollars(raw.get(name)) for name in ("total_cost", "estimated_cost")]

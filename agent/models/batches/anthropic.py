@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch, Undecided
-from agent.models.batches.sdk_connection import SdkConnection, id_of
+from agent.models.batches.sdk_connection import SdkConnection, read_id
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
@@ -70,7 +70,7 @@ class AnthropicBatches:
                 options={"headers": headers, "max_retries": 0},
             )
         )
-        return id_of(batch)
+        return read_id(batch)
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""
@@ -115,7 +115,7 @@ class AnthropicBatches:
             request_counts: Any = batch.request_counts
             counts = [n for _, n in request_counts or () if isinstance(n, int)]
             is_over = batch.processing_status == "ended"
-            batches.append(_ListedBatch(id=id_of(batch), size=sum(counts), is_over=is_over))
+            batches.append(_ListedBatch(id=read_id(batch), size=sum(counts), is_over=is_over))
         return batches
 
     async def _has_items(self, id: str, lost: LostBatch) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
-from agent.models.batches.sdk_connection import SdkConnection, id_of
+from agent.models.batches.sdk_connection import SdkConnection, read_id
 from agent.models.dialects.dialect import dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
@@ -62,7 +62,7 @@ class OpenAIBatches:
             # As a file and not as a path, which the package would read into memory.
             given = (items.name, file, "application/jsonl")
             create = partial(self._client.files.create, file=given, purpose="batch")
-            return id_of(await self._connection.ask(create))
+            return read_id(await self._connection.ask(create))
 
     async def create(self, name: str, items: Path, upload: str) -> str:
         """See `Batches`."""
@@ -74,7 +74,7 @@ class OpenAIBatches:
             completion_window="24h",
             metadata={_NAME: name},
         )
-        return id_of(await self._connection.ask(create))
+        return read_id(await self._connection.ask(create))
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""
@@ -101,7 +101,7 @@ class OpenAIBatches:
         async def search() -> str | None:
             async for batch in self._client.batches.list(limit=100):
                 if (batch.metadata or {}).get(_NAME) == lost.name:
-                    return id_of(batch)
+                    return read_id(batch)
                 if (batch.created_at or 0) < lost.sent_at - _SKEW_S:
                     break
             return None

@@ -178,7 +178,7 @@ async def _stream_parts(request: Any) -> AsyncIterator[bytes]:
         yield part
 
 
-def id_of(given: Any) -> str:
+def read_id(given: Any) -> str:
     """The id of an object; raises `ModelError("malformed")` if it has none."""
     id = getattr(given, "id", None)
     if not isinstance(id, str) or not id:

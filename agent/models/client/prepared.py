@@ -19,7 +19,7 @@ from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.providers import NO_KEY
 from agent.models.resolve import PLACEHOLDER
-from agent.models.sdk_clients import UnusableClient, connect, is_async, open_client, sdk_of
+from agent.models.sdk_clients import UnusableClient, client_sdk, connect, is_async, open_client
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 
@@ -198,7 +198,7 @@ class ClientPreparer:
         # After a 401 some clients ask for another token.
         client = connect(client, connection, self._capture)
         self._client = client.with_options(max_retries=1)
-        self._errors: type[Exception] = import_module(sdk_of(client)).APIStatusError
+        self._errors: type[Exception] = import_module(client_sdk(client)).APIStatusError
         self._header_secrets = tuple(connection.secret_headers().values())
         self._templates: dict[tuple[str, str, bool], _Template] = {}
         self._lock = asyncio.Lock()

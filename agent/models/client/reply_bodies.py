@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from agent.models.client.relayed import OnEvent
-from agent.models.dialects.dialect import Assembly, is_usable, paid_in
+from agent.models.dialects.dialect import Assembly, is_usable, read_paid
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -246,7 +246,7 @@ def finish_broken_stream(assembly: Assembly, error: ModelError, api: str) -> byt
     has_reason = assembly.has_reason
     body = assembly.finish()
     if not (has_reason and is_usable(api, body)):
-        error.paid = paid_in(api, body)
+        error.paid = read_paid(api, body)
         raise error
     log.debug("a stream was broken after the end of its reply: %s", error)
     return body

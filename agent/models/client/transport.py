@@ -41,7 +41,7 @@ from agent.models.client.reply_bodies import (
     read_whole,
 )
 from agent.models.connection import proxy_for
-from agent.models.dialects.dialect import Assembly, dialect_of, paid_in
+from agent.models.dialects.dialect import Assembly, dialect_of, read_paid
 from agent.models.error_bodies import refusal_of
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -384,7 +384,7 @@ class Transport:
                 failure = await self._connection_failure(error, key)
             if assembly is not None and isinstance(failure, ModelError):
                 # The parts that arrived may tell their cost.
-                failure.paid = paid_in(settings.api, assembly.finish())
+                failure.paid = read_paid(settings.api, assembly.finish())
             raise failure from error
         finally:
             self._timeouts.end(timeout)
