@@ -289,7 +289,7 @@ class ConversationRunner:
             if end.status == "completed":
                 findings = preparation.findings_in(inner.trajectory.final_text())
                 event = OpeningEvent(
-                    kind="opening", messages=preparation.with_findings(prompt, findings)
+                    kind="opening", messages=preparation.add_findings(prompt, findings)
                 )
                 self.journal(event)
                 self.trajectory.apply(event)
@@ -316,8 +316,7 @@ def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
     if any(inner.name == SUMMARY for inner in trajectory.inner.values()):
         from agent.views.summary import latest_summary
 
-        upto, _ = latest_summary(trajectory)
-        if upto:
+        if latest_summary(trajectory).upto:
             return True
     if not options.compact_after:
         return False

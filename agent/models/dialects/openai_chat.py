@@ -29,7 +29,7 @@ from agent.models.dialects.dialect import (
     unknown_in,
     update_counts,
 )
-from agent.models.dialects.token_ids import request_fields, without_outer_newlines
+from agent.models.dialects.token_ids import request_fields, trim_messages
 from agent.models.endpoint_words import ending_of
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
@@ -622,7 +622,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     if not is_openai(settings):
         body["messages"] = _with_objects(body["messages"], request.messages)
     if settings.token_ids:
-        body["messages"] = without_outer_newlines(body["messages"])
+        body["messages"] = trim_messages(body["messages"])
     if settings.takes_cache_key:
         body["prompt_cache_key"] = request.conversation or cache_key(request.messages)
     if request.tools:

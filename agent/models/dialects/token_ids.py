@@ -73,7 +73,7 @@ def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
     return fields
 
 
-def without_outer_newlines(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def trim_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Remove the newlines around the texts of assistants from the messages of a request."""
     # Parsers of vLLM leave the newlines between thought, text and calls in the text, and templates
     # write newlines, too. With both, the prompt would differ from the tokens that were sampled.
@@ -103,7 +103,7 @@ def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, A
     streams = bool(body.get("stream")) and _server(settings) != _SGLANG
     fields = request_fields(settings, streams=streams)
     missing = {name: value for name, value in fields.items() if not body.get(name)}
-    asking = {**body, **missing, "messages": without_outer_newlines(body["messages"])}
+    asking = {**body, **missing, "messages": trim_messages(body["messages"])}
     if not streams:
         asking = {key: asking[key] for key in asking.keys() - {"stream", "stream_options"}}
     return asking
