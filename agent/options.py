@@ -29,7 +29,7 @@ MAX_COUNT = 10**9
 """Maximum of options that count something."""
 
 Match = Literal["auto", "exact", "contains", "number", "boxed", "choice", "last_line"]
-"""How answers are compared; `auto` depends on the expected answer, see `agent.loop.answers`."""
+"""The ways to compare answers; `auto` depends on the expected one, see `agent.loop.answers`."""
 
 
 def _refuse_bool(value: Any) -> Any:

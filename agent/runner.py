@@ -66,9 +66,9 @@ class ConversationRunner:
     knows_begun: bool = False
     """The stored events include a `BeganEvent` for every tool call that was started."""
     rebuild: Rebuild | None = None
-    """How the workspace was rebuilt to resume the conversation, or why not; None: not tried."""
+    """The rebuild of the workspace to resume the conversation; None if none was tried."""
     depth: int = 0
-    """How many conversations are around this one."""
+    """The number of conversations around this one."""
     conversation: str = ""
     """The id that the requests carry; "" for none."""
 

@@ -103,12 +103,12 @@ class AgentSession:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         """The conversation of the running prompt, once it has begun."""
         self._cancel_reason: str | None = None
-        """Why the running prompt was cancelled; None: it was not."""
+        """The reason for cancelling the running prompt; None if it is not cancelled."""
         self._cancelling = threading.Lock()
         self.trajectory = Trajectory(self.messages)
         """The conversation since the last prompt."""
         self.end = Finish("failed", "no prompt was answered yet")
-        """How the last prompt ended."""
+        """The ending of the last prompt."""
         self.error: ModelError | None = None
         """The failure of the endpoint that ended the last prompt, if any."""
         self.transcript: Path | None = None

@@ -1,4 +1,4 @@
-"""What all conversations of a run or an `AIAgent` share, checked before any call."""
+"""The model, tools and hooks that all conversations of a run or an `AIAgent` share."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Setup:
     """The model of the simulated user; None: the model of the conversations."""
 
     def models(self) -> list[ModelSettings]:
-        """The model of the conversations, then those of subagents, aliases and simulated users."""
+        """The models of the conversations, of subagents, of aliases and of the simulated user."""
         agents = [agent.settings for agent in self.subagents.values()]
         found = [self.settings, *agents, *self.aliases.values(), self.user]
         return [settings for settings in found if settings is not None]
@@ -111,13 +111,26 @@ def set_up(
     if message := options.not_on_offer([toolset.name for toolset in toolsets]):
         raise ValueError(f"preparation_toolsets: {message}")
     subagents = {
-        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets, endpoints, known)
+        agent.name: _set_up_subagent(
+            agent,
+            settings,
+            api_key=api_key,
+            disabled=disabled_toolsets,
+            endpoints=endpoints,
+            known=known,
+        )
         for agent in options.subagents
     }
     approve = None if options.approve is None else _load_hook(options.approve)
     user = None
     if options.simulated_user is not None:
-        user = _own_model(SIMULATED_USER, options.simulated_user, settings, api_key, endpoints)
+        user = _own_model(
+            SIMULATED_USER,
+            options.simulated_user,
+            settings,
+            api_key=api_key,
+            endpoints=endpoints,
+        )
     setup = Setup(
         settings=settings,
         toolsets=toolsets,
@@ -138,12 +151,14 @@ def set_up(
 def _set_up_subagent(
     agent: Subagent,
     caller: ModelSettings,
+    *,
     api_key: str | None,
     disabled: Sequence[str],
     endpoints: Mapping[str, Endpoint],
     known: Mapping[str, Toolset],
 ) -> SubagentSetup:
-    settings = _own_model(f"subagent {agent.name!r}", agent, caller, api_key, endpoints)
+    name = f"subagent {agent.name!r}"
+    settings = _own_model(name, agent, caller, api_key=api_key, endpoints=endpoints)
     # Disabled toolsets are disabled for subagents, too.
     toolsets = resolve_toolsets(agent.enabled_toolsets, disabled, known=known)
     tools = tools_of(toolsets)
@@ -155,6 +170,7 @@ def _own_model(
     name: str,
     agent: Subagent | SimulatedUser,
     caller: ModelSettings,
+    *,
     api_key: str | None,
     endpoints: Mapping[str, Endpoint],
 ) -> ModelSettings | None:
@@ -283,7 +299,7 @@ class Home:
 
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:
-    """How many turns of the script a conversation has used, inner conversations included."""
+    """The number of turns of the script that a conversation has used, with inner conversations."""
     played = len(conversation.replies)
     played += sum(not is_cost_only(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():

@@ -29,7 +29,7 @@ MAX_CALLS = 1_000
 
 
 def why_unusable(completion: Completion, request: Request, options: AgentOptions) -> str | None:
-    """Why a reply is unusable, so that the model is asked again; None if it is usable."""
+    """The reason why a reply is unusable and the model is asked again; None if it is usable."""
     message = completion.message
     calls = message.get("tool_calls", ())
     if len(calls) > MAX_CALLS:

@@ -31,7 +31,7 @@ _BAR = "[|｜]"
 
 
 class CallFormat(NamedTuple):
-    """How a family of models writes a call."""
+    """The form in which a family of models writes a call."""
 
     models: str
     """The models whose calls look like this, for the user."""

@@ -1,8 +1,8 @@
 """Messages, and the events that a conversation is made of.
 
 A message has the form of the OpenAI chat API, plus `reasoning` for assistants and `is_error` for
-tool results. An event records what cost money or time, or what the model was shown: it must survive
-a crash. The journal is a list of events; replaying them restores the conversation exactly.
+tool results. An event records a cost in money or time, or a text that the model was shown: it must
+survive a crash. The journal is a list of events; replaying them restores the conversation exactly.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TurnTokens(TypedDict, total=False):
     """
 
     shared: int
-    """How many tokens, from the start, the prompt shares with an earlier turn.
+    """The number of tokens, from the start, that the prompt shares with an earlier turn.
 
     That turn is the latest one that has ids of its prompt and its completion; 0 without one.
     """
@@ -162,7 +162,7 @@ class ReplyEvent(TypedDict):
     extra: NotRequired[dict[str, Any]]
     """Other data of the reply; see `Completion.extra`."""
     tokens: NotRequired[TurnTokens]
-    """With `token_ids`, if the endpoint gave any."""
+    """The tokens of the reply; present with option `token_ids`, if the endpoint gave any."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
     """Seconds of `duration_s` spent waiting for limits or a batch, if any.
@@ -235,7 +235,7 @@ class OpeningEvent(TypedDict):
 
 
 class Rebuild(TypedDict, total=False):
-    """How the workspace, with all sessions, was rebuilt as of the last result, or why it was not.
+    """The rebuild of the workspace, with all sessions, as of the last result, or why it failed.
 
     Rebuilt: `calls` earlier calls were repeated in a fresh workspace, in `duration_s` seconds, with
     equal results. Otherwise `why` is the reason; `turn`, `call` and `name` identify the call that
@@ -397,7 +397,7 @@ def summary_key(upto: int) -> str:
 
 
 def summary_upto(key: str) -> int:
-    """How many messages the summary with this key stands for; see `summary_key`."""
+    """The number of messages that the summary with this key stands for; see `summary_key`."""
     return int(key.rpartition("#")[2])
 
 

@@ -18,7 +18,7 @@ from agent.messages.message import TurnTokens
 ID_BYTES = 4
 
 _SHOWN_TOKENS = 4
-"""How many tokens are shown, as text, where two sequences differ."""
+"""The number of tokens that are shown, as text, at the place where two sequences differ."""
 
 GRAMMAR = ("tool_choice", "response_format", "structured_outputs", "regex", "ebnf")
 """Fields of a request that allow only some tokens at each place."""
@@ -59,7 +59,7 @@ class TokenTurn(NamedTuple):
     number: int
     """Index among the turns of the conversation."""
     shared: int
-    """How many tokens the prompt shares, from the start, with the latest turn that has ids."""
+    """The number of tokens, from the start, shared with the latest turn that has ids."""
     of: int
     """The length of that turn, prompt and completion together.
 

@@ -1,4 +1,4 @@
-"""How requests reach an endpoint, beyond its URL and its key: headers, certificates, proxies."""
+"""The way of requests to an endpoint, beside its URL and key: headers, proxies and replicas."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Share(NamedTuple):
     """The share of one process in the limits that all processes of a run keep together."""
 
     of: int = 1
-    """How many processes share a limit."""
+    """The number of processes that share a limit."""
     conversations: int = 0
-    """How many conversations the process holds at once; 0 if that is unknown."""
+    """The number of conversations that the process holds at once; 0 if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a configured endpoint's requests are sent; it names secrets but holds none."""
+    """The way to send a configured endpoint's requests; it names secrets, but holds none."""
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Headers with their values."""
@@ -107,7 +107,7 @@ DIRECT_CONNECTION = Connection()
 
 
 class UnusableProxy(ValueError):
-    """A proxy cannot be used; the message says which setting names it, and what to do."""
+    """A proxy cannot be used; the message names the setting that gives it, and the remedy."""
 
 
 class EndpointProxy(NamedTuple):
@@ -115,7 +115,7 @@ class EndpointProxy(NamedTuple):
 
     url: str
     description: str
-    """Its name in messages: without password, with the variable that sets it."""
+    """The name of the proxy in messages: without password, with the variable that sets it."""
     instead: str
     """The alternative to correcting it, for messages; it follows "Correct it, "."""
 

@@ -37,7 +37,7 @@ class Words(NamedTuple):
     codes: Mapping[str, str]
     """Kinds of errors (see `agent.models.errors.Kind`) by code or type."""
     phrases: Mapping[str, re.Pattern[str]]
-    """By the kind of an error: a pattern that finds its phrases in a message."""
+    """Patterns that find the phrases of an error in a message, by the kind of the error."""
     statuses: Mapping[str, int]
     """HTTP statuses by the code or type of an error."""
 

@@ -75,7 +75,7 @@ _BY_PHRASE: tuple[Kind, ...] = ("no_credit", "context_exceeded", "filtered", "bl
 
 
 class ModelError(Exception):
-    """A model call failed; `kind` decides what happens next (see `RULES`).
+    """A model call failed; `kind` decides about the next action (see `RULES`).
 
     `retry_after_s` are the seconds that the endpoint asks to wait; None if it asks for none. The
     message may quote the endpoint, so control characters are removed from it.
@@ -110,7 +110,7 @@ class ModelError(Exception):
         self.endpoint: str | None = None
         """The base URL that was asked; None if it is unknown."""
         self.paid: Completion | None = None
-        """The unusable reply without its text, if its body says what it cost; else None."""
+        """The unusable reply without its text, if its body tells its cost; else None."""
         self.had_begun = False
         """The endpoint had accepted the request, or sent parts of a reply, before it failed."""
         self.reply: tuple[int, bytes] | None = None

@@ -1,4 +1,4 @@
-"""Removes API keys from what endpoints send back, before it is read, shortened or stored."""
+"""Removes API keys from replies of endpoints, before they are read, shortened or stored."""
 
 from __future__ import annotations
 

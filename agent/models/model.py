@@ -109,7 +109,7 @@ class Completion:
     batch_item: str | None = None
     """The id of the batch item that asked for the reply; see `batch_api.service`."""
     hour_cache_writes: int = 0
-    """How many tokens of `cache_write_tokens` are kept for an hour, which costs more."""
+    """The part of `cache_write_tokens` that is cached for an hour, which costs more."""
 
 
 class Pointed(NamedTuple):
@@ -130,7 +130,7 @@ class Request:
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas in OpenAI form."""
     tool_choice: Literal["auto", "none"] = "auto"
-    """With "none" the tools are listed but must not be called."""
+    """The choice of the model: with "none" the tools are listed, but must not be called."""
     on_delta: StreamHandler | None = None
     """Gets the reply's parts as they arrive; None requests the reply in one piece. It must not
     raise: see `agent.models.model.guarded`."""
@@ -175,7 +175,7 @@ def generation_config(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replies_asked_for(body: Mapping[str, Any]) -> int:
-    """How many replies a body asks for; each may be as long as its limit."""
+    """The number of replies that a body asks for; each may be as long as its limit."""
     counts = [body.get("n"), body.get("best_of"), generation_config(body).get("candidateCount")]
     prompts = body.get("prompt")
     is_list = isinstance(prompts, list) and not all(type(prompt) is int for prompt in prompts)

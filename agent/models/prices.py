@@ -162,7 +162,9 @@ def _max_rates(
 ) -> _Rates | None:
     """The highest rates in a request of fewer than 2 ** `bits` tokens; None if they are unknown."""
     if (own := settings.own_price) is None:
-        return _max_table_rates(settings.name, settings.provider, bits, by_batch, for_an_hour)
+        return _max_table_rates(
+            settings.name, settings.provider, bits, by_batch=by_batch, for_an_hour=for_an_hour
+        )
     share = _BATCH_SHARE if by_batch else 1.0
     highest_rate = max(own.input, own.cache_read, own.cache_write)
     if for_an_hour:
@@ -221,7 +223,7 @@ def _own_hour_write(own: Price) -> float:
 
 @lru_cache(maxsize=256)
 def _max_table_rates(
-    name: str, provider: str | None, bits: int, by_batch: bool, for_an_hour: bool
+    name: str, provider: str | None, bits: int, *, by_batch: bool, for_an_hour: bool
 ) -> _Rates | None:
     """The highest rates by the table; see `_max_rates`."""
     # Cached, because computing a price takes longer than all the rest of an estimate. Longer

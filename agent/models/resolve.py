@@ -1,4 +1,4 @@
-"""From the model name that a user writes to the endpoint, API and key that it means.
+"""Resolves the name of a model, as a user writes it, to its endpoint, API and key.
 
 scripted                 offline, plays the row's script
 PREFIX:NAME              a row of the table in `providers`; without --base_url at OPENAI_BASE_URL or

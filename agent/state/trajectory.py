@@ -57,7 +57,7 @@ Status = Literal[
     "failed",
     "wrong_answer",
 ]
-"""How a conversation ended; only `completed` means that the model gave its final answer."""
+"""The ending of a conversation; only `completed` means that the model gave its final answer."""
 
 SHARED_LIMITS: frozenset[Status] = frozenset({"budget", "time_limit"})
 """Endings by a limit that inner conversations share: they end the outer conversation, too."""
@@ -109,12 +109,12 @@ class Trajectory:
         """The ids of open calls that were started; see `BeganEvent`."""
         self.notes: list[NoteEvent] = []
         self.summarized: dict[int, str] = {}
-        """By the index of a reply: the key of the summary that its request had for older messages.
+        """The key of the summary that a request had for older messages, by the index of its reply.
 
         Replies without such a summary are absent.
         """
         self.replies_used = 0
-        """How many user replies were given to tools that asked."""
+        """The number of user replies that were given to tools that asked."""
         self.inner: dict[str, InnerConversation] = {}
         """Conversations inside this one by key (see `SubEvent`)."""
         self.tally = Tally()
@@ -132,7 +132,7 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        """How many model replies were accepted."""
+        """The number of accepted model replies."""
         return len(self.replies)
 
     def apply(self, event: Event) -> None:
@@ -193,7 +193,7 @@ class Trajectory:
         return self._at_work.seconds
 
     def notes_of(self, reason: str) -> int:
-        """How many notes rule `reason` has written."""
+        """The number of notes that rule `reason` has written."""
         return self._notes_of[reason]
 
     def open_calls(self) -> list[tuple[int, ToolCall]]:
@@ -249,7 +249,7 @@ class Trajectory:
         return cost_of(list(self._paid_replies()))
 
     def api_calls(self) -> int:
-        """How many replies were paid for, unusable ones and inner conversations included."""
+        """The number of paid replies, unusable ones and inner conversations included."""
         return sum(1 for _ in self._paid_replies())
 
     def to_record(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class Trajectory:
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)
         self.opening = len(opening)
-        """How many messages the conversation started with; the last of them is its task."""
+        """The number of messages that the conversation started with; the last one is its task."""
         self.call_ids = {
             call["id"] for message in opening for call in message.get("tool_calls", ())
         }

@@ -95,7 +95,7 @@ class SummarizingModel:
         return limit is not None and _estimate_tokens(messages) > limit
 
     def _boundary(self, messages: Sequence[Message]) -> int:
-        """How many messages to replace: whole turns, without the last ones; 0: no summary now.
+        """The number of messages to replace: whole turns, without the last ones; 0: no summary.
 
         At least `summarize_keep` messages must be new since the last summary, or nearly every
         call would pay for one. Each failed summary doubles that number.

@@ -17,7 +17,7 @@ class BatchState:
 
     is_over: bool
     failure: str = ""
-    """Why the batch as a whole was refused; "" if it was not."""
+    """The reason why the batch as a whole was refused; "" if it was not."""
     is_for_want_of_room: bool = False
     """It was refused because too much is queued, so it may be accepted later."""
 
@@ -30,7 +30,7 @@ class ItemResult:
     reply: bytes | None
     """The body that a live call would have got; None if the item has no reply."""
     why: str = ""
-    """Why there is no reply; "" if there is one."""
+    """The reason why there is no reply; "" if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return len(self._urls)
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ _RETRY_S = 10.0
 
 
 class KeyCommandError(Exception):
-    """The command gave no key; the message names it and says why, but not what it printed."""
+    """The command gave no key; the message has its name and the reason, but not its output."""
 
 
 class RenewableKey(Protocol):

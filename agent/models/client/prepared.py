@@ -180,7 +180,7 @@ class _Template(NamedTuple):
     added: Mapping[str, Any]
     """Fields that the client adds to the body."""
     until: float
-    """When the template expires (monotonic clock)."""
+    """The time when the template expires (monotonic clock)."""
 
 
 class ClientPreparer:

@@ -59,7 +59,7 @@ Any other status shows a running server, even one that lacks the health path.
 
 
 GONE = 0
-"""Used in place of a status: nothing listens there."""
+"""The value in place of a status if nothing listens there."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _Replica:
     url: str
     state: State = "up"
     live: int = 0
-    """How many of its conversations count as load."""
+    """The number of its conversations that count as load."""
     failures: int = 0
     """Calls that failed in a row."""
     failing_since: float = 0.0
@@ -76,11 +76,11 @@ class _Replica:
     failed_checks: int = 0
     """Health checks that failed since it was up."""
     silent_since: float | None = None
-    """When the first of the unanswered checks was made; None: the last check was answered."""
+    """The time of the first unanswered check; None if the last check was answered."""
     check_at: float = 0.0
-    """When its health is checked again."""
+    """The time of the next health check."""
     tried_at: float = -math.inf
-    """When the last request was sent to it."""
+    """The time of the last request."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Replicas:
         self._expected = share.conversations
         self._now = now
         self._assignments: OrderedDict[str, _Assignment] = OrderedDict()
-        """By conversation; the one with the latest request is last."""
+        """Assignments by conversation; the one with the latest request is last."""
         self._live: OrderedDict[str, _Assignment] = OrderedDict()
         """The assignments that count as load, in the same order."""
         self._calls = [0] * len(urls)

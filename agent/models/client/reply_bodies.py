@@ -105,7 +105,7 @@ def _events_in(raw: bytes) -> list[ServerEvent]:
     if raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
         return [ServerEvent(raw, raw[6:-2].decode())]
     parts: list[tuple[str, str]] = []
-    """For each line with data: the lines up to it, and the data."""
+    """One entry per line with data: the lines up to it, and the data."""
     begun = ""
     is_empty = False
     for line in _LINES.split(raw.decode()):

@@ -255,10 +255,10 @@ class _Patience:
         return self._failures >= self._max_attempts(error)
 
     def pause_s(self, state: RetryCallState) -> float:
-        """Decide how long to wait before the next attempt; call it once per failure.
+        """Choose the pause before the next attempt, in seconds; call it once per failure.
 
-        The pause is what the endpoint asked for, or else it doubles with each failure. It is
-        random, so that callers do not return together.
+        The endpoint may ask for a pause; otherwise the pause doubles with each failure. A random
+        part keeps callers from returning together.
         """
         error = _error(state)
         if error.retry_after_s is not None:

@@ -58,7 +58,7 @@ class CallTimeouts:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._ends: dict[asyncio.Timeout, float] = {}
-        """When each call is cut off; the first that was added is the first to be cut off."""
+        """The time when each call is cut off; the first one added is the first to be cut off."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> asyncio.Timeout:
@@ -161,7 +161,7 @@ _CONNECT_S = 60.0
 """Maximum seconds to connect."""
 
 MAX_RENEWALS = 4
-"""How often one attempt may renew its credentials.
+"""The maximum number of times that one attempt renews its credentials.
 
 A renewed token can itself be replaced before the request arrives.
 """
@@ -229,7 +229,12 @@ class Transport:
         """
         if self._preparer is not None:
             return await self._post_prepared(
-                self._preparer, path, request, settings, assembly, conversation
+                self._preparer,
+                path,
+                request,
+                settings,
+                assembly=assembly,
+                conversation=conversation,
             )
         content = exact_json.dumps(request)
         prepared = Prepared(self._url_of(path), self._headers, content, self._key)
@@ -247,6 +252,7 @@ class Transport:
         path: str,
         request: Mapping[str, Any] | RelayRequest,
         settings: ModelSettings,
+        *,
         assembly: Assembly | None,
         conversation: str,
     ) -> bytes:
@@ -283,7 +289,12 @@ class Transport:
         """
         if self._preparer is not None:
             return await self._post_prepared(
-                self._preparer, request.path, request, settings, None, request.conversation
+                self._preparer,
+                request.path,
+                request,
+                settings,
+                assembly=None,
+                conversation=request.conversation,
             )
         prepared = Prepared(self._url_of(request.path), self._headers, request.body, self._key)
         return await self._post_relayed(prepared, request, settings)

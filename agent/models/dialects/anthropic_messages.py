@@ -79,7 +79,7 @@ class MessagesAssembly:
         self._latest: dict[int | None, _Block] = {}
         """The latest block by its index."""
         self._flaw = ""
-        """Why the message cannot be put together; "" if it can."""
+        """The reason why the message cannot be put together; "" if it can."""
         self.has_reason = False
         self.is_over = False
 

@@ -110,7 +110,7 @@ class ChatAssembly:
         self._by_id: dict[str, _Call] = {}
         self._finish_reason: Any = None
         self._flaw = ""
-        """Why the reply cannot be put together; "" if it can."""
+        """The reason why the reply cannot be put together; "" if it can."""
         self._goes_on = False
         """Content followed a finish reason, so none is taken for the end of the reply."""
         self.has_reason = False
