@@ -35,7 +35,7 @@ _NUMBER = re.compile(
 _POWER = re.compile(r"\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?")
 """`3 \\times 10^{5}`: the exponent."""
 
-_SAYS = re.compile(
+_INTRODUCES = re.compile(
     r"(?:\b(?:answer|choice|option|result)\b(?:\s+here)?\s+(?:is|would be|should be|equals)"
     r"|\banswer\b|\\therefore)\s*[:=]?\s*",
     re.IGNORECASE,
@@ -67,18 +67,18 @@ def matches(
     if rule == "exact":
         return answer.strip().casefold() == expected.strip().casefold()
     if rule == "contains":
-        return _holds(_plain(answer), _plain(wanted))
+        return _contains_words(_normalize_text(answer), _normalize_text(wanted))
     answer = answer.strip()[-_READ_CHARS:]
     if rule == "choice":
         return choices_in(answer) == _letters(wanted)
     if rule == "number":
         number, given = number_of(wanted), number_in(answer, question)
         return number is not None and given is not None and are_equal(given, number, tolerance)
-    if rule == "boxed" and (found := _in_last_box(answer)) is not None:
+    if rule == "boxed" and (found := _last_box(answer)) is not None:
         return are_same(found, wanted)
     if rule == "last_line":
-        return are_same(_unmarked(_last_line(answer)), wanted)
-    return any(are_same(one, wanted) for one in _places(answer))
+        return are_same(_remove_introduction(_last_line(answer)), wanted)
+    return any(are_same(one, wanted) for one in _candidate_texts(answer))
 
 
 def rule_for(expected: str) -> Match | Literal["text"]:
@@ -88,7 +88,7 @@ def rule_for(expected: str) -> Match | Literal["text"]:
         return "choice"
     if number_of(wanted) is not None:
         return "number"
-    if "\\" in wanted or _in_last_box(expected) is not None:
+    if "\\" in wanted or _last_box(expected) is not None:
         return "boxed"
     return "text"
 
@@ -115,7 +115,7 @@ def expected_in(column: str) -> str:
     """The answer in a column, which may hold a whole solution of GSM8K or MATH."""
     if _GSM8K in column:
         return column.rpartition(_GSM8K)[2].strip()
-    boxed = _in_last_box(column)
+    boxed = _last_box(column)
     answer = column if boxed is None else boxed
     return re.sub(r"^\\text(?:bf)?\{([^{}]*)\}$", r"\1", answer.strip()).strip()
 
@@ -125,7 +125,7 @@ def expected_in(column: str) -> str:
 
 def number_of(text: str) -> Fraction | None:
     """Read a text that is one number, with a unit or currency; None for any other text."""
-    text = _without_layout(text).strip().rstrip(".")
+    text = _remove_layout(text).strip().rstrip(".")
     text = re.sub(r"^\$(.*)\$$", r"\1", text)  # a formula between dollars
     text = re.sub(r"^[A-Za-z]\w?\s*=\s*", "", text)
     found = list(_numbers(text))
@@ -144,13 +144,13 @@ def number_in(answer: str, question: str = "") -> Fraction | None:
     If the last number only repeats the question, together with the word before it ("below 1000"),
     the number before it counts. None if the answer gives no number.
     """
-    for text in _after_marks(answer):
-        if found := list(_numbers(_without_layout(text))):
+    for text in _marked_texts(answer):
+        if found := list(_numbers(_remove_layout(text))):
             return found[0].value
-    text = _without_layout(answer)
+    text = _remove_layout(answer)
     found = list(_numbers(text))
-    asked = _without_layout(question).casefold()
-    while len(found) > 1 and (phrase := _with_word_before(text, found[-1])):
+    asked = _remove_layout(question).casefold()
+    while len(found) > 1 and (phrase := _number_phrase(text, found[-1])):
         if phrase.casefold() not in asked:
             break
         found.pop()
@@ -197,13 +197,13 @@ def _numbers(text: str) -> Iterator[_FoundNumber]:
         yield _FoundNumber(number, start, end)
 
 
-def _with_word_before(text: str, number: _FoundNumber) -> str:
+def _number_phrase(text: str, number: _FoundNumber) -> str:
     """A number with the word before it; "" if there is no word."""
     word = re.search(r"([A-Za-z]+)\s+$", text[: number.start])
     return f"{word[1]} {text[number.start : number.end]}" if word else ""
 
 
-def _without_layout(text: str) -> str:
+def _remove_layout(text: str) -> str:
     """A text with numbers in ASCII characters, and fractions of LaTeX as a/b."""
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
@@ -213,7 +213,7 @@ def _without_layout(text: str) -> str:
     text = re.sub(r"\^\s*\{?\\circ\}?", "°", text)
     text = re.sub(r"\\[dt]?frac\s*\{\s*([-+]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1/\2", text)
     text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2", text)
-    return _without_emphasis(text)
+    return _remove_emphasis(text)
 
 
 # Letters of multiple-choice questions.
@@ -221,17 +221,21 @@ def _without_layout(text: str) -> str:
 
 def choices_in(answer: str) -> frozenset[str]:
     """The letters that an answer chooses; empty if it chooses none."""
-    boxed = _in_last_box(answer)
+    boxed = _last_box(answer)
     if boxed is not None and (letters := _letters(re.sub(r"\\text(?:bf)?|[{}]", "", boxed))):
         return letters
     plain = re.sub(r"\*\*|__|`|\\text|[{}$]", "", answer)
-    for found in reversed(list(_SAYS.finditer(plain))):
+    for found in reversed(list(_INTRODUCES.finditer(plain))):
         rest = re.sub(r"^(?:option|choice)s?\s*", "", plain[found.end() :], flags=re.IGNORECASE)
         # "A" may be a word here: "the answer is A good one".
         word = re.match(r"\s*\(?(?:([B-HJ])|(A)(?=\s(?:because|since|as|and)\b))\b", rest)
-        if letters := _leading(rest) or frozenset((word[1] or word[2]) if word else ""):
+        if letters := _leading_letters(rest) or frozenset((word[1] or word[2]) if word else ""):
             return letters
-    if letters := _letters(_last_line(plain)) or _leading(_last_line(plain)) or _leading(plain):
+    if (
+        letters := _letters(_last_line(plain))
+        or _leading_letters(_last_line(plain))
+        or _leading_letters(plain)
+    ):
         return letters
     if last := re.search(rf"[.!:]\s*\(?([{_CHOICES}])\)?\.?$", _last_line(plain)):
         return frozenset(last[1])
@@ -252,7 +256,7 @@ def _letters(text: str) -> frozenset[str]:
     return frozenset()
 
 
-def _leading(text: str) -> frozenset[str]:
+def _leading_letters(text: str) -> frozenset[str]:
     """The letters at the beginning of a text: "(B) because", "B. Paris", "A and C"."""
     several = re.match(
         rf"\s*\(?[{_CHOICES}]\)?(?:\s*(?:,|;|&|and)\s*\(?[{_CHOICES}]\)?(?!\w))+", text
@@ -274,10 +278,10 @@ def are_same(one: str, other: str) -> bool:
     first, second = number_of(one), number_of(other)
     if first is not None and second is not None:
         return are_equal(first, second)
-    left, right = _formula(one), _formula(other)
+    left, right = _normalize_formula(one), _normalize_formula(other)
     if left == right:
         return bool(left) or one.strip() == other.strip()
-    parts, others = _parts(left), _parts(right)
+    parts, others = _split_items(left), _split_items(right)
     if len(parts) != len(others) or len(parts) < 2:
         return False
     if left[:1] not in "([" or right[:1] not in "([":  # a list or a set: in any order
@@ -287,7 +291,7 @@ def are_same(one: str, other: str) -> bool:
     return all(are_same(a, b) for a, b in zip(parts, others, strict=True))
 
 
-def _parts(formula: str) -> list[str]:
+def _split_items(formula: str) -> list[str]:
     """The items of a tuple, a set or a list."""
     inner = re.sub(r"^(?:\\\{|[({\[])(.*?)(?:\\\}|[)}\]])$", r"\1", formula)
     items, depth = [""], 0
@@ -300,11 +304,11 @@ def _parts(formula: str) -> list[str]:
     return items
 
 
-def _formula(text: str) -> str:
+def _normalize_formula(text: str) -> str:
     """A text in a normal form: without layout, spaces, and upper and lower case."""
     text = " ".join(unicodedata.normalize("NFKC", text).replace("−", "-").split())
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text, flags=re.DOTALL).strip().strip("$").strip()
-    text = _without_emphasis(text)
+    text = _remove_emphasis(text)
     text = text.replace("\\\\", ";")  # rows of a matrix
     text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])", "", text)
     text = re.sub(
@@ -325,12 +329,12 @@ def _formula(text: str) -> str:
     return re.sub(r"\s+", "" if "\\" in text or "=" in text else " ", text).casefold()
 
 
-def _plain(text: str) -> str:
+def _normalize_text(text: str) -> str:
     """A text in lower case, with one space between its words."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _holds(text: str, wanted: str) -> bool:
+def _contains_words(text: str, wanted: str) -> bool:
     """Whether a text contains `wanted`, not as a part of a longer word or number."""
     start = text.find(wanted) if wanted else -1
     while start >= 0:
@@ -342,22 +346,22 @@ def _holds(text: str, wanted: str) -> bool:
     return False
 
 
-def _places(answer: str) -> Iterator[str]:
+def _candidate_texts(answer: str) -> Iterator[str]:
     """The texts that may be the answer itself: all of it, the text after a mark, its last line."""
     yield answer
-    yield from _after_marks(answer)
-    yield _unmarked(_last_line(answer))
+    yield from _marked_texts(answer)
+    yield _remove_introduction(_last_line(answer))
 
 
-def _after_marks(answer: str) -> Iterator[str]:
+def _marked_texts(answer: str) -> Iterator[str]:
     """Yield the texts after the marks of an answer: `####`, the last box, "answer is"."""
     if _GSM8K in answer:
         yield answer.rpartition(_GSM8K)[2].strip().partition("\n")[0]
-    boxed = _in_last_box(answer)
+    boxed = _last_box(answer)
     if boxed is not None:
         yield boxed
-    plain = _without_emphasis(answer)
-    if said := list(_SAYS.finditer(plain)):
+    plain = _remove_emphasis(answer)
+    if said := list(_INTRODUCES.finditer(plain)):
         line = plain[said[-1].end() :].strip().partition("\n")[0].strip()
         if line:
             yield line
@@ -365,7 +369,7 @@ def _after_marks(answer: str) -> Iterator[str]:
                 yield sentence[1]
 
 
-def _in_last_box(text: str) -> str | None:
+def _last_box(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` of a text; None if no box is closed."""
     begins = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
     if not begins:
@@ -378,7 +382,7 @@ def _in_last_box(text: str) -> str | None:
     return None
 
 
-def _without_emphasis(text: str) -> str:
+def _remove_emphasis(text: str) -> str:
     """Remove the marks of Markdown for bold text and code."""
     return re.sub(r"\*\*|__|`", "", text)
 
@@ -387,9 +391,9 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
 
 
-def _unmarked(line: str) -> str:
+def _remove_introduction(line: str) -> str:
     """A line without an introduction such as "The answer is", and without emphasis."""
-    line = _without_emphasis(line).strip()
+    line = _remove_emphasis(line).strip()
     return re.sub(
         r"^(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*)", "", line, flags=re.I
     ).strip()

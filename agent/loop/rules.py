@@ -121,13 +121,13 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     """Decide the next step of conversation `t`."""
     options = spec.options
     whole = t.outermost()
-    if end := _over_budget(whole, t.turns, options) or time_limit_ending(whole, options):
+    if end := _budget_ending(whole, t.turns, options) or time_limit_ending(whole, options):
         # Subagents that a crash interrupted continue to their own ending, as without the crash.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return RunTools(begun) if begun else end
     if t.notes_of(_SUMMARY):
-        return _in_summary(t, options)
-    if end := _too_many_reasks(t, options):
+        return _summary_step(t, options)
+    if end := _reasks_ending(t, options):
         return end
     if not t.replies:
         return _opening_step(t, options)
@@ -136,26 +136,28 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return CallModel()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
-            return _continue(t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length"))
+            return _continue_step(
+                t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length")
+            )
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
         case "pause" if not t.last_calls():
-            return _continue(t, options)
+            return _continue_step(t, options)
     calls = t.open_calls()
-    if (calls or not t.last_calls()) and (leak := _leaked(t, spec)):
+    if (calls or not t.last_calls()) and (leak := _leak_ending(t, spec)):
         return leak
     if calls:
         return RunTools(calls)
     if not t.last_calls():
-        return _after_text(t, spec)
+        return _step_after_text(t, spec)
     if finish := t.finish():
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
-        return _answered(t, spec)
-    return _waiting(t, spec) or _after_results(t, options)
+        return _step_after_answer(t, spec)
+    return _question_step(t, spec) or _step_after_results(t, options)
 
 
-def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
+def _budget_ending(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
     """The ending if conversation `whole`, the outermost one, has exceeded the budget."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
     if end := unknown_use(whole, dollars, tokens):
@@ -186,14 +188,14 @@ def time_limit_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     return Finish("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
 
 
-def _in_summary(t: Trajectory, options: AgentOptions) -> NextStep:
+def _summary_step(t: Trajectory, options: AgentOptions) -> NextStep:
     # At the turn limit: one more reply, then the end.
     if t.noted and t.reasks <= options.max_reasks:
         return CallModel("none")
     return Finish("max_turns")
 
 
-def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
+def _reasks_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     if t.reasks <= options.max_reasks:
         return None
     why = next(r["discarded"] for r in reversed(t.discarded) if r["discarded"] not in COST_ONLY)
@@ -208,7 +210,7 @@ def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     return plan_note(t) or CallModel()
 
 
-def _leaked(t: Trajectory, spec: ConversationSpec) -> Finish | None:
+def _leak_ending(t: Trajectory, spec: ConversationSpec) -> Finish | None:
     # No export takes a conversation whose text holds a call.
     message = t.replies[-1]["message"]
     if "unusable" in message:  # the text protocol asks again
@@ -230,7 +232,7 @@ def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
     return bool(text.strip()) and not opens_reasoning(text)
 
 
-def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
+def _question_step(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
     """The step for a tool that asked for the user's input."""
     if not spec.options.awaiting_input:
         return None
@@ -249,35 +251,35 @@ def end_by_repeats(tally: Tally) -> Finish:
     return Finish("repeat", f"the same call gave the same result {tally.streak} times in a row")
 
 
-def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
+def _step_after_results(t: Trajectory, options: AgentOptions) -> NextStep:
     limit = options.repeat_limit
     if limit and t.tally.streak >= limit:
         return end_by_repeats(t.tally)
-    if end := _too_many_errors(t, options):
+    if end := _errors_ending(t, options):
         return end
     if options.plan and (note := plan_note(t)):
-        return _continue(t, options, note)
+        return _continue_step(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
-        return _continue(t, options, AddNote("repeat", _REPEATED))
-    return _continue(t, options)
+        return _continue_step(t, options, AddNote("repeat", _REPEATED))
+    return _continue_step(t, options)
 
 
-def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
+def _step_after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
     options = spec.options
     if "unusable" in t.replies[-1]["message"]:
-        return _too_many_errors(t, options) or _continue(
+        return _errors_ending(t, options) or _continue_step(
             t, options, AddNote("no_action", _NO_ACTION)
         )
     if options.plan and (note := plan_note(t)):
-        return _continue(t, options, note)
-    return _answered(t, spec)
+        return _continue_step(t, options, note)
+    return _step_after_answer(t, spec)
 
 
-def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
+def _step_after_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     """The step after an answer: the user's next message, or the end."""
     sent = t.notes_of(USER_TURN)
     if sent < len(spec.user_turns):
-        return _send(t, spec.options, spec.user_turns[sent])
+        return _send_user_message(t, spec.options, spec.user_turns[sent])
     user = spec.options.simulated_user
     if user is None:
         return _check_answer(t, spec)
@@ -288,12 +290,12 @@ def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return AskUser() if sent < user.max_turns else _check_answer(t, spec)
     if user.stop in text:
         return _check_answer(t, spec)
-    return _send(t, spec.options, text)
+    return _send_user_message(t, spec.options, text)
 
 
-def _send(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
+def _send_user_message(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
     # At the turn limit no summary is asked for: there is an answer.
-    return _continue(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
+    return _continue_step(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -309,10 +311,10 @@ def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if attempts >= options.expected_attempts:
         tried = "" if attempts == 1 else f" in {attempts} attempts"
         return Finish("wrong_answer", f"not the expected answer{tried}")
-    return _continue(t, options, AddNote("expected", _WRONG))
+    return _continue_step(t, options, AddNote("expected", _WRONG))
 
 
-def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
+def _errors_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     if options.max_errors and t.tally.errors >= options.max_errors:
         return Finish("errors", f"{t.tally.errors} errors")
     if options.max_errors and t.tally.unusable_turns >= _MAX_UNUSABLE_TURNS:
@@ -320,7 +322,7 @@ def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
     return None
 
 
-def _continue(
+def _continue_step(
     t: Trajectory,
     options: AgentOptions,
     note: AddNote | None = None,

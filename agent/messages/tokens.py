@@ -105,19 +105,19 @@ def to_stored(
     """
     stored = TurnTokens()
     if sampled.prompt is not None:
-        before = _sequence(turns)
-        shared = _shared(before, sampled.prompt)
+        before = _last_sequence(turns)
+        shared = _shared_length(before, sampled.prompt)
         stored["shared"] = shared
-        stored["prompt"] = _to_text(sampled.prompt[ID_BYTES * shared :])
+        stored["prompt"] = _encode(sampled.prompt[ID_BYTES * shared :])
         if token_texts and ID_BYTES * shared < len(before):
             stored["split"] = {
-                "sampled": _text_at(before, shared, token_texts),
-                "shown": _text_at(sampled.prompt, shared, token_texts),
+                "sampled": _show_tokens(before, shared, token_texts),
+                "shown": _show_tokens(sampled.prompt, shared, token_texts),
             }
     if sampled.completion is not None:
-        stored["completion"] = _to_text(sampled.completion)
+        stored["completion"] = _encode(sampled.completion)
     if sampled.logprobs is not None:
-        stored["logprobs"] = _to_text(sampled.logprobs)
+        stored["logprobs"] = _encode(sampled.logprobs)
     if sampled.texts is not None:
         stored["texts"] = sampled.texts
     return stored
@@ -126,7 +126,7 @@ def to_stored(
 def restated(chain: Sequence[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
     """Encode the tokens of the last turn of `chain` again, now relative to `turns`."""
     last: TurnTokens = chain[-1]["tokens"]
-    sequence = _sequence(chain)
+    sequence = _last_sequence(chain)
     prompt = sequence[: len(sequence) - len(b64decode(last["completion"]))]
     stored = to_stored(Sampled(prompt=prompt), turns)
     return {**last, **stored}
@@ -191,7 +191,7 @@ def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
         length = shared + len(prompt) + len(completion)
 
 
-def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
+def _last_sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
     """Prompt and completion of the last turn with ids."""
     sequence = bytearray()
     for turn in turns:
@@ -203,7 +203,7 @@ def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
     return bytes(sequence)
 
 
-def _shared(before: bytes, prompt: bytes) -> int:
+def _shared_length(before: bytes, prompt: bytes) -> int:
     """The length of the common beginning of two sequences of ids."""
     if prompt.startswith(before):
         return len(before) // ID_BYTES
@@ -217,13 +217,13 @@ def _shared(before: bytes, prompt: bytes) -> int:
     return low
 
 
-def _text_at(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
+def _show_tokens(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
     """A few tokens as text, from index `place` on; an unknown token is its id in brackets."""
     part = sequence[ID_BYTES * place : ID_BYTES * (place + _SHOWN_TOKENS)]
     return "".join(texts.get(id, f"[{id}]") for id in unpack_ids(part))
 
 
-def _to_text(packed: bytes) -> str:
+def _encode(packed: bytes) -> str:
     return b64encode(packed).decode()
 
 

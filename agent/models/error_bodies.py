@@ -227,17 +227,17 @@ class _Found:
             self.messages.append(prefix + text.strip())
 
     def _take_object(self, error: Mapping[str, Any], depth: int, prefix: str) -> None:
-        self.codes += reversed([code for key in _CODES if (code := _code_of(error.get(key)))])
+        self.codes += reversed([code for key in _CODES if (code := _read_code(error.get(key)))])
         if not self.param and isinstance(error.get("param"), str):
             self.param = error["param"]
         text = next((error[key] for key in _MESSAGES if isinstance(error.get(key), str)), "")
         if text:
-            self._take_text(text, depth, prefix + _place_in(error))
+            self._take_text(text, depth, prefix + _location_prefix(error))
         self._take_place(error)
         for key in _INSIDE:
             inner = error.get(key)
             if isinstance(inner, dict | list) or (key == "error" and isinstance(inner, str)):
-                self.take(_with_named_code(key, inner), depth + 1, "" if text else prefix)
+                self.take(_name_code(key, inner), depth + 1, "" if text else prefix)
         # OpenRouter: the provider's own error, mostly as a text.
         metadata = error.get("metadata")
         if isinstance(metadata, dict) and metadata.get("raw"):
@@ -251,17 +251,17 @@ class _Found:
             self.param = str(path[1])
 
 
-def _place_in(error: Mapping[str, Any]) -> str:
+def _location_prefix(error: Mapping[str, Any]) -> str:
     path = error.get("loc")
     return ".".join(map(str, path)) + ": " if isinstance(path, list) else ""
 
 
-def _with_named_code(key: str, inner: Any) -> Any:
+def _name_code(key: str, inner: Any) -> Any:
     # MiniMax has small numbers for codes, which mean other things at other providers.
     if key != "base_resp" or not isinstance(inner, dict):
         return inner
     return {**inner, "code": f"base_resp:{inner.get('status_code')}"}
 
 
-def _code_of(value: Any) -> str:
+def _read_code(value: Any) -> str:
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""

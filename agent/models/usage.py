@@ -74,8 +74,8 @@ _PLACES: Mapping[str, str] = {
 """The kinds of all fields that a usage object may hold."""
 
 _BY_LIFETIME = ("cache_creation", "cache_creation_token_details")
-_DETAILS_OF_INPUT = ("prompt_tokens_details", "input_tokens_details")
-_FOR_AN_HOUR = "ephemeral_1h_input_tokens"
+_INPUT_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+_HOUR_WRITES = "ephemeral_1h_input_tokens"
 _FRESH = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens"})
 """Anthropic's own names: beside them, `input_tokens` excludes cache reads and writes."""
 
@@ -120,11 +120,11 @@ def find_usage(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
     in_choices = [
         one for choice in objects_among(reply.get("choices")) if (one := object_of(choice, "usage"))
     ]
-    elsewhere = _sum_of_choices(in_choices) or object_of(object_of(reply, "x_groq"), "usage")
+    elsewhere = _sum_choices(in_choices) or object_of(object_of(reply, "x_groq"), "usage")
     return elsewhere or (usage if isinstance(usage, dict) else None)
 
 
-def _sum_of_choices(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _sum_choices(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The sum of the usages of a reply's choices, which have the prompt in common."""
     if len(usages) < 2:
         return usages[0] if usages else {}
@@ -153,9 +153,9 @@ def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usag
         is_anthropic = prompt is None and total is None and not raw.keys().isdisjoint(_FRESH)
         fresh += cached if is_fresh or is_anthropic else 0
     given = prompt if fresh is None or (prompt or 0) > fresh else fresh
-    given, made = _with_total(given, made, total, cached=cached, reasoning=reasoning or 0)
+    given, made = _add_uncounted(given, made, total, cached=cached, reasoning=reasoning or 0)
     if "iterations" in raw:
-        given, made, read, written = _with_iterations(raw, given, made, read, written)
+        given, made, read, written = _add_iterations(raw, given, made, read, written)
     if not given and not made:
         # Such a server does not count: each call has input or output. 0 would cost nothing.
         given = made = None
@@ -172,7 +172,7 @@ def read_total(
     given: int | None, made: int | None, total: int | None
 ) -> tuple[int | None, int | None]:
     """Input and output; tokens that `total` counts beyond both are added to the output."""
-    return _with_total(given, made, total, cached=0, reasoning=0)
+    return _add_uncounted(given, made, total, cached=0, reasoning=0)
 
 
 def add_plain_counts(
@@ -193,7 +193,7 @@ def hour_writes_in(reply: Mapping[str, Any], usage: Usage | None) -> int:
     if usage is None or not usage["cache_write_tokens"]:
         return 0
     raw = find_usage(reply) or {}
-    return sum(_largest_count(_of_an_hour(one)) or 0 for one in (raw, *_billed_apart(raw)))
+    return sum(_largest_count(_hour_writes(one)) or 0 for one in (raw, *_billed_apart(raw)))
 
 
 def reported_cost(reply: Mapping[str, Any]) -> float | None:
@@ -231,7 +231,7 @@ def _find(raw: Mapping[str, Any], kinds: Mapping[str, str], found: dict[str, int
             found[kind] = count
 
 
-def _with_total(
+def _add_uncounted(
     given: int | None, made: int | None, total: int | None, *, cached: int, reasoning: int
 ) -> tuple[int | None, int | None]:
     """Input and output, with tokens that were counted apart from both.
@@ -255,7 +255,7 @@ def _with_total(
     return given, made
 
 
-def _with_iterations(
+def _add_iterations(
     raw: Mapping[str, Any],
     given: int | None,
     made: int | None,
@@ -285,14 +285,14 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return one if other is None else (one or 0) + other
 
 
-def _by_lifetime(places: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _lifetime_counts(places: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [object_of(place, name) for place in places for name in _BY_LIFETIME if name in place]
 
 
-def _of_an_hour(raw: Mapping[str, Any]) -> list[Any]:
+def _hour_writes(raw: Mapping[str, Any]) -> list[Any]:
     """The counts of cache writes for an hour, from all places where they can stand."""
-    places = (raw, *(object_of(raw, details) for details in _DETAILS_OF_INPUT))
-    return [one.get(_FOR_AN_HOUR) for one in _by_lifetime(places)]
+    places = (raw, *(object_of(raw, details) for details in _INPUT_DETAILS))
+    return [one.get(_HOUR_WRITES) for one in _lifetime_counts(places)]
 
 
 def _counts(values: Iterable[Any]) -> list[int]:

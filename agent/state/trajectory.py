@@ -280,25 +280,25 @@ class Trajectory:
                 }
                 for result in self.results
             ],
-            "notes": [_without_kind(note) for note in self.notes],
-            "discarded": [_without_kind(reply) for reply in self.discarded],
+            "notes": [_drop_kind(note) for note in self.notes],
+            "discarded": [_drop_kind(reply) for reply in self.discarded],
             "inner": [
                 {"key": key, "name": inner.name, **inner.trajectory.to_record()}
                 for key, inner in self.inner.items()
             ],
-            "resumes": [_without_kind(resume) for resume in self.resumes],
+            "resumes": [_drop_kind(resume) for resume in self.resumes],
             "api_calls": self.api_calls(),
             "usage": self.usage(),
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
         if self.restarts:
-            record["restarts"] = [_without_kind(restart) for restart in self.restarts]
+            record["restarts"] = [_drop_kind(restart) for restart in self.restarts]
         if self.cut:
-            record["cut_calls"] = [_without_kind(cut) for cut in self.cut]
+            record["cut_calls"] = [_drop_kind(cut) for cut in self.cut]
         if self.agent_calls is not None:
-            record = self._with_agent(record, self.agent_calls)
-        return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
+            record = self._add_agent(record, self.agent_calls)
+        return record if self.forked is None else record | {"fork": _drop_kind(self.forked)}
 
     def _turn(self, n: int, reply: ReplyEvent) -> dict[str, Any]:
         turn = {k: v for k, v in reply.items() if k not in ("kind", "message")}
@@ -306,7 +306,7 @@ class Trajectory:
             turn["request"] = {"summary": self.summarized[n]}
         return turn
 
-    def _with_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
+    def _add_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
         """Add an agent's conversations to the record; its sums are still of all calls."""
         from agent.state.agent_record import agent_record
 
@@ -435,7 +435,7 @@ class InnerConversation:
         self.trajectory = Trajectory(())
 
 
-def _without_kind(event: Event) -> dict[str, Any]:
+def _drop_kind(event: Event) -> dict[str, Any]:
     return {k: v for k, v in event.items() if k != "kind"}
 
 

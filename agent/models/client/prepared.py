@@ -296,10 +296,10 @@ class ClientPreparer:
 
     def _make_template(self, request: Any, outline: Mapping[str, Any]) -> _Template:
         sent = exact_json.loads(request.content)
-        headers = _headers_of(request)
+        headers = _client_headers(request)
         dropped = frozenset(outline.keys() - sent.keys())
         added = {name: sent[name] for name in sent if sent[name] != outline.get(name, ...)}
-        secrets = Key(*_secrets_in(headers), *self._header_secrets)
+        secrets = Key(*_header_secrets_in(headers), *self._header_secrets)
         until = time.monotonic() + _REUSE_S
         url = URL(str(request.url), encoded=True)
         return _Template(
@@ -309,8 +309,8 @@ class ClientPreparer:
 
 def take_client_request(request: Any, url: str, connection: Connection) -> Prepared:
     """Take over a request that the client of an endpoint sends to `url`, without its body."""
-    headers = _headers_of(request)
-    secrets = Key(*_secrets_in(headers), *connection.secret_headers().values())
+    headers = _client_headers(request)
+    secrets = Key(*_header_secrets_in(headers), *connection.secret_headers().values())
     return Prepared(URL(url, encoded=True), headers, b"", secrets)
 
 
@@ -333,7 +333,7 @@ def _take_signed(request: Any, fixed: tuple[str, ...]) -> Prepared:
     return Prepared(URL(str(request.url), encoded=True), headers, request.content, Key(*secrets))
 
 
-def _headers_of(request: Any) -> dict[str, str]:
+def _client_headers(request: Any) -> dict[str, str]:
     """The headers of a request, without headers about the SDK and its HTTP library."""
     return {
         name: value
@@ -343,7 +343,7 @@ def _headers_of(request: Any) -> dict[str, str]:
     }
 
 
-def _secrets_in(headers: Mapping[str, str]) -> list[str]:
+def _header_secrets_in(headers: Mapping[str, str]) -> list[str]:
     values = (headers.get(name, "") for name in _CREDENTIALS)
     return [value.removeprefix("Bearer ") for value in values if value]
 

@@ -87,7 +87,7 @@ class EventSplitter:
         self._parts, self._size, self._tail = [rest], len(rest), rest[-1:]
         if self._size > self._max_event_bytes:
             raise EventTooLarge
-        return [event for raw in raws for event in _events_in(raw)]
+        return [event for raw in raws for event in _split_events(raw)]
 
     def end(self) -> list[ServerEvent]:
         """End the stream; returns the last event if the empty line after it is missing.
@@ -97,10 +97,10 @@ class EventSplitter:
         """
         rest = b"".join(self._parts)
         self._parts, self._size, self._tail = [], 0, b""
-        return _events_in(rest.rstrip(b"\r\n") + b"\n\n") if rest.strip() else []
+        return _split_events(rest.rstrip(b"\r\n") + b"\n\n") if rest.strip() else []
 
 
-def _events_in(raw: bytes) -> list[ServerEvent]:
+def _split_events(raw: bytes) -> list[ServerEvent]:
     """The event in these bytes; several if a server separates events by single line ends."""
     if raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
         return [ServerEvent(raw, raw[6:-2].decode())]
@@ -116,7 +116,7 @@ def _events_in(raw: bytes) -> list[ServerEvent]:
             begun = ""
         else:
             is_empty |= name == "data"
-    if len(parts) > 1 and all(_is_whole(data) for _, data in parts):
+    if len(parts) > 1 and all(_is_whole_event(data) for _, data in parts):
         return [ServerEvent(lines.rstrip("\r\n").encode() + b"\n\n", data) for lines, data in parts]
     data = "\n".join(data for _, data in parts)
     # Proxies keep connections alive by empty data, and by comments that they wrap into data.
@@ -125,7 +125,7 @@ def _events_in(raw: bytes) -> list[ServerEvent]:
     return [ServerEvent(raw, data or None)]
 
 
-def _is_whole(data: str) -> bool:
+def _is_whole_event(data: str) -> bool:
     """Whether a line of data is an event of its own: a whole JSON object, or the end."""
     if data.startswith("[DONE]"):
         return True

@@ -130,7 +130,7 @@ class RetryingModel:
             self._on_retry(patience.retry(state))
 
         retrying = self._retrying.copy(
-            stop=patience.is_at_its_end, wait=patience.pause_s, before_sleep=report
+            stop=patience.is_over, wait=patience.pause_s, before_sleep=report
         )
         completion: Completion = await retrying(attempt)
         return completion
@@ -243,7 +243,7 @@ class _Patience:
         self.waited_s = 0.0
         """Seconds at the gate, which do not count: other calls were served meanwhile."""
 
-    def is_at_its_end(self, state: RetryCallState) -> bool:
+    def is_over(self, state: RetryCallState) -> bool:
         """Whether no further attempt is made."""
         if self._left_s() <= 0:
             return True

@@ -94,11 +94,11 @@ class MessagesAssembly:
                 self.has_reason = bool(self._message.get("stop_reason"))
                 merge(self._message, unknown_in(part, _DELTA_EVENT_FIELDS))
             case {"type": "content_block_start", "content_block": dict(block)}:
-                self._begin(_index_of(part), block)
+                self._begin(_block_index(part), block)
             case {"type": "content_block_delta", "delta": dict(delta)}:
-                self._add_delta(_index_of(part), delta)
+                self._add_delta(_block_index(part), delta)
             case {"type": "content_block_stop"}:
-                if (stopped := self._latest.get(_index_of(part))) is not None:
+                if (stopped := self._latest.get(_block_index(part))) is not None:
                     self._stop(stopped)
             case {"type": "message_stop"}:
                 self._take_head({}, part.get("usage"))
@@ -261,7 +261,7 @@ class _Block(Growing):
         """The index of the deltas that began this block without a start; -1: it had a start."""
 
 
-def _index_of(part: Mapping[str, Any]) -> int | None:
+def _block_index(part: Mapping[str, Any]) -> int | None:
     index = part.get("index")
     return index if isinstance(index, int) else None
 
@@ -453,7 +453,7 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
         sent = (clean for block in blocks["blocks"] for clean in _clean_block(block))
-        return [_with_object(block) for block in sent if not _is_blank(block)]
+        return [_ensure_object_input(block) for block in sent if not _is_blank(block)]
     built: list[dict[str, Any]] = []
     if message["content"].strip():
         built.append({"type": "text", "text": message["content"]})
@@ -489,7 +489,7 @@ def _clean_block(block: dict[str, Any]) -> list[dict[str, Any]]:
     return [kept]
 
 
-def _with_object(block: dict[str, Any]) -> dict[str, Any]:
+def _ensure_object_input(block: dict[str, Any]) -> dict[str, Any]:
     """Replace an input that is no object by one, since the API accepts only objects."""
     # Some servers send other inputs, and a stream cut by the token limit leaves a text.
     if "input" not in block or isinstance(block["input"], dict):

@@ -198,7 +198,7 @@ def _completion(
             reply=unknown_in(reply, _REPLY_FIELDS),
             choice={**unknown_in(candidate, _CANDIDATE_FIELDS), **unknown},
             choices=list(others),
-            usage=_counts_beside(reply, usage),
+            usage=_differing_counts(reply, usage),
         ),
     )
 
@@ -249,7 +249,7 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     )
 
 
-def _counts_beside(reply: Mapping[str, Any], usage: Usage | None) -> dict[str, Any]:
+def _differing_counts(reply: Mapping[str, Any], usage: Usage | None) -> dict[str, Any]:
     """The counts as they came, if their sum differs from the total; see `agent.models.usage`."""
     raw = object_of(reply, "usageMetadata")
     total = count_or_none(raw.get("totalTokenCount"))

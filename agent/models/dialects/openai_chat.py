@@ -319,7 +319,7 @@ class ChatAssembly:
         for part in parts:
             given = part.get("function")
             function: Mapping[str, Any] = given if isinstance(given, dict) else {}
-            name, arguments = function.get("name"), _arguments_of(function.get("arguments"))
+            name, arguments = function.get("name"), _read_arguments(function.get("arguments"))
             call = self._find_call(part)
             is_new = call is None or (bool(name) and call in begun)
             if not is_new and call is not None and (name or part.get("id")):
@@ -552,7 +552,7 @@ def _is_thought(part: Any) -> bool:
     return not isinstance(part, dict) or is_thought(part)
 
 
-def _arguments_of(value: Any) -> str:
+def _read_arguments(value: Any) -> str:
     # Some servers send the object itself, as in replies that are not streamed.
     if value is None or isinstance(value, str):
         return value or ""
@@ -620,7 +620,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         ),
     }
     if not is_openai(settings):
-        body["messages"] = _with_objects(body["messages"], request.messages)
+        body["messages"] = _ensure_object_arguments(body["messages"], request.messages)
     if settings.token_ids:
         body["messages"] = trim_messages(body["messages"])
     if settings.takes_cache_key:
@@ -644,7 +644,9 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     return body
 
 
-def _with_objects(views: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _ensure_object_arguments(
+    views: list[dict[str, Any]], messages: Sequence[Message]
+) -> list[dict[str, Any]]:
     """Replace arguments that are no object by one, in `views`, the API form of `messages`."""
     # vLLM, SGLang and templates parse the arguments in a history, and refuse a request if they
     # cannot. Only calls that failed can have such arguments.
@@ -652,14 +654,14 @@ def _with_objects(views: list[dict[str, Any]], messages: Sequence[Message]) -> l
     if not failed:
         return views
     return [
-        {**view, "tool_calls": [_with_object(call, failed) for call in view["tool_calls"]]}
+        {**view, "tool_calls": [_ensure_object(call, failed) for call in view["tool_calls"]]}
         if "tool_calls" in view
         else view
         for view in views
     ]
 
 
-def _with_object(call: ToolCall, failed: Container[str]) -> ToolCall:
+def _ensure_object(call: ToolCall, failed: Container[str]) -> ToolCall:
     arguments = call["function"]["arguments"]
     if call["id"] not in failed or input_object(arguments) is not None:
         return call
@@ -864,10 +866,10 @@ def _join_reasoning(raw: Mapping[str, Any], *inside: str | None) -> str:
         sources.append([thought_text(block) for block in objects_among(blocks)])
     sources += [[thought] for thought in inside]
     texts = [[part.strip() for part in parts if part and part.strip()] for parts in sources]
-    return "\n\n".join(_without_repeats([parts for parts in texts if parts]))
+    return "\n\n".join(_remove_repeats([parts for parts in texts if parts]))
 
 
-def _without_repeats(sources: Sequence[Sequence[str]]) -> Sequence[str]:
+def _remove_repeats(sources: Sequence[Sequence[str]]) -> Sequence[str]:
     """The parts of thoughts from several fields, without parts that only repeat others."""
     # Servers mirror a thought in a second field, whole or in parts, and with other white space.
     if len(sources) < 2:
@@ -876,7 +878,7 @@ def _without_repeats(sources: Sequence[Sequence[str]]) -> Sequence[str]:
     for parts in sources:
         before = dict(kept)
         for part in parts:
-            text = _squeezed(part)
+            text = _remove_white_space(part)
             if any(text in known for known in before):
                 continue
             for known in before:
@@ -890,7 +892,7 @@ def _detail_text(detail: Mapping[str, Any]) -> str:
     return thought_text(detail.get("summary") or detail.get("content") or detail.get("text"))
 
 
-def _squeezed(text: str) -> str:
+def _remove_white_space(text: str) -> str:
     return "".join(text.split())
 
 

@@ -458,8 +458,8 @@ def _assistant_items(message: Message, accepted: AcceptedThoughts) -> list[dict[
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        kept = _without_lost_thoughts(_without_open_thought(blocks["blocks"]), accepted)
-        return [_without_nulls(_without_logprobs(item)) for item in kept]
+        kept = _remove_lost_thoughts(_remove_open_thought(blocks["blocks"]), accepted)
+        return [_remove_nulls(_remove_logprobs(item)) for item in kept]
     items: list[dict[str, Any]] = []
     if message["content"]:
         items.append({"role": "assistant", "content": message["content"]})
@@ -470,7 +470,7 @@ def _assistant_items(message: Message, accepted: AcceptedThoughts) -> list[dict[
     return items
 
 
-def _without_lost_thoughts(
+def _remove_lost_thoughts(
     items: list[dict[str, Any]], accepted: AcceptedThoughts
 ) -> list[dict[str, Any]]:
     """Remove thoughts that the endpoint does not accept, and the ids of items after them."""
@@ -496,14 +496,14 @@ def _is_accepted(thought: Mapping[str, Any], accepted: AcceptedThoughts) -> bool
     return accepted.readable and any(_texts(thought.get("content")))
 
 
-def _without_nulls(item: dict[str, Any]) -> dict[str, Any]:
+def _remove_nulls(item: dict[str, Any]) -> dict[str, Any]:
     # Self-hosted servers write null for fields that an item does not have; OpenAI refuses some.
     if None not in item.values():
         return item
     return {key: item[key] for key in item if item[key] is not None}
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+def _remove_logprobs(item: dict[str, Any]) -> dict[str, Any]:
     # Log-probabilities can be many times as long as the text.
     parts = item.get("content")
     if not isinstance(parts, list) or not any(p.get("logprobs") for p in objects_among(parts)):
@@ -515,7 +515,7 @@ def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": shown}
 
 
-def _without_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _remove_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     # The API refuses a thought at the end, as in a reply that was cut while the model reasoned.
     ends = (n for n, item in enumerate(items, 1) if item.get("type") != "reasoning")
     return items[: max(ends, default=0)]
