@@ -244,14 +244,14 @@ class ConversationRunner:
         return Finish("errors", f"the simulated user ended as {end.describe()}")
 
     async def further_message(
-        self, said: Sequence[str], answers: Sequence[str]
+        self, messages: Sequence[str], answers: Sequence[str]
     ) -> str | Finish | None:
         """The user's next message to an agent that runs as a command; None if there is none.
 
-        `said` are the user's messages so far, the task first, and `answers` are the agent's answers
-        to each. Returns an ending if a simulated user wrote no message.
+        `messages` are the user's messages so far, the task first, and `answers` the agent's answers
+        to them. Returns an ending if a simulated user wrote no message.
         """
-        written = len(said) - 1
+        written = len(messages) - 1
         user = self.spec.options.simulated_user
         if user is None:
             return next(iter(self.spec.user_turns[written:]), None)
@@ -259,7 +259,7 @@ class ConversationRunner:
             return None
         from agent.loop.simulated_user import build_user_view_of_agent, message_in
 
-        seen = build_user_view_of_agent(user, said, answers)
+        seen = build_user_view_of_agent(user, messages, answers)
         # The digest in the key: a later start with the same texts gets the message that is stored.
         texts = "\0".join(message["content"] for message in seen)
         digest = hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:12]

@@ -361,8 +361,8 @@ def _marked_texts(answer: str) -> Iterator[str]:
     if boxed is not None:
         yield boxed
     plain = _remove_emphasis(answer)
-    if said := list(_INTRODUCES.finditer(plain)):
-        line = plain[said[-1].end() :].strip().partition("\n")[0].strip()
+    if found := list(_INTRODUCES.finditer(plain)):
+        line = plain[found[-1].end() :].strip().partition("\n")[0].strip()
         if line:
             yield line
             if sentence := re.match(r"(.+?)[.!](?:\s|$)", line):

@@ -78,14 +78,14 @@ def opening_view(user: SimulatedUser) -> list[Message]:
 
 
 def build_user_view_of_agent(
-    user: SimulatedUser, said: Sequence[str], answers: Sequence[str]
+    user: SimulatedUser, messages: Sequence[str], answers: Sequence[str]
 ) -> list[Message]:
-    """The messages that the simulated user of an agent that runs as a command sees.
+    """The chat with an agent that runs as a command, as the simulated user sees it.
 
-    `said` are the user's messages, `answers` the agent's answers to them.
+    `messages` are the user's messages, `answers` the agent's answers to them.
     """
     seen = opening_view(user)
-    for message, answer in zip(said, answers, strict=True):
+    for message, answer in zip(messages, answers, strict=True):
         seen.append(Message(role="assistant", content=message))
         seen.append(Message(role="user", content=split_inline_reasoning(answer).rest))
     return seen

@@ -91,7 +91,7 @@ _WORDS = (
 
 @cache
 def _refusal_pattern(field: str) -> re.Pattern[str]:
-    """The pattern of a text that refuses `field`: both words stand close together."""
+    """The pattern of a text with `field` and a word of refusal close together."""
     # Close together, because some servers quote the request, with all its fields.
     name = rf"(?<![\w.]){re.escape(field)}(?![\w.]*\w)"
     return re.compile(rf"{name}[^.;]{{0,60}}?(?:{_WORDS})|(?:{_WORDS})[^.;]{{0,40}}?{name}", re.I)

@@ -32,7 +32,7 @@ class Assembly(Protocol):
     has_reason: bool
     """The parts so far say why the reply ended; only token counts may follow."""
     is_over: bool
-    """The stream has said that nothing more follows."""
+    """The stream has announced its end."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take the next part, which may also be a whole reply."""
@@ -211,7 +211,7 @@ def _paid(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
     )
 
 
-# Why a reply ended, in the same words for every API.
+# The reasons why replies end, in the same words for every API.
 
 
 class ReplyEnding(NamedTuple):
