@@ -171,7 +171,7 @@ class Fleet:
                 url = self._urls[number].removesuffix("/v1") + self._health_path
                 status = await self._transports[number].fetch_status(url, timeout_s)
         except HostError as error:
-            log.warning("no health check of %s: %s", self._urls[number], error)
+            log.warning("no look at %s: %s", self._urls[number], error)
             status = 200  # this machine failed, not the replica
         finally:
             self._checking.discard(number)
