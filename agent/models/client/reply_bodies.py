@@ -317,6 +317,17 @@ class StreamReader:
         self._has_begun = False
         """A part of the reply has arrived."""
 
+    async def read_reply(self, first: bytes, on_event: OnEvent | None, api: str) -> bytes:
+        """Read the stream of `api`, of which `first` has arrived; returns the body of the reply.
+
+        Raises `ModelError` as `read` does, unless the reply was whole before the failure.
+        """
+        try:
+            await self.read(first, on_event)
+        except ModelError as error:
+            return finish_broken_stream(self._assembly, error, api)
+        return self._assembly.finish()
+
     async def read(self, first: bytes, on_event: OnEvent | None) -> None:
         """Read the stream, of which `first` has arrived, to the end of the reply.
 

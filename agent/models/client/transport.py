@@ -35,7 +35,6 @@ from agent.models.client.reply_bodies import (
     StreamReader,
     begins_as_json,
     convert_to_json,
-    finish_broken_stream,
     read_first,
     read_parts,
     read_whole,
@@ -376,13 +375,9 @@ class Transport:
                             clean=self.clean,
                             request=body,
                         )
-                        try:
-                            await reader.read(first, on_event)
-                        except ModelError as error:
-                            return self.clean(
-                                finish_broken_stream(assembly, error, settings.api), key
-                            )
-                        return self.clean(assembly.finish(), key)
+                        return self.clean(
+                            await reader.read_reply(first, on_event, settings.api), key
+                        )
                 whole = first + await read_whole(response)
                 return self.clean(convert_to_json(whole, unasked, settings.api), key)
         except (aiohttp.ClientError, OSError) as error:
