@@ -1,4 +1,4 @@
-"""The flat format: a session is a list of small messages, in a form of no provider.
+"""The flat format: a session is a list of small messages, in a form of its own.
 
     {"role": "system" | "user" | "assistant", "content": text}
     {"type": "thinking", "content": text}                        may have "signature": text
@@ -6,10 +6,10 @@
     {"type": "tool_result", "id": text, "output": any JSON}      may have "is_error": true
     {"type": "opaque", "block": object}                          may have "api": text
 
-Any of them may have `ts`, the time it was made: UTC, ISO 8601, seconds, `Z`. Any other block of an
-API is opaque and is sent back unchanged, only to that API (`api`; without it, Anthropic's). If the
-model did not write an object as `input`, it is the JSON value that it wrote, or else its text.
-A session has JSON values only: written as JSON and read again, it is the same.
+A message may have `ts`, the time when it was made: UTC, ISO 8601, seconds, `Z`. Any other block of
+an API is opaque and is sent back unchanged, only to its API (`api`; if absent, Anthropic's). If the
+model did not write an object as `input`, `input` is the JSON value or the text that it wrote.
+A session has only JSON values: written as JSON and read again, it is the same.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _OPTIONAL: Mapping[str, Mapping[str, type]] = {
     "tool_result": {"is_error": bool},
     "opaque": {"api": str},
 }
-"""The fields that it may have besides these and `ts`."""
+"""The optional fields of a message, by its type; each may also have `ts`."""
 
 _TYPE_NAMES = {str: "text", bool: "true or false", dict: "an object"}
 
@@ -79,7 +79,7 @@ _ASSISTANT_TYPES = ("thinking", "tool_call", "opaque")
 
 
 def init_session(system_prompt: str | None, user_prompt: str) -> FlatSession:
-    """A new session; without a system message if `system_prompt` is None."""
+    """Make a session; without a system message if `system_prompt` is None."""
     session = FlatSession(messages=[])
     if system_prompt is not None:
         extend_session(session, {"role": "system", "content": system_prompt})
@@ -89,10 +89,10 @@ def init_session(system_prompt: str | None, user_prompt: str) -> FlatSession:
 def extend_session(session: FlatSession, message: FlatMessage) -> FlatSession:
     """Append a copy of `message`, with a time if it has none; returns the same session.
 
-    Raises `ValueError` if the message itself is wrong; `check_messages` checks the order.
+    Raises `ValueError` if the form of the message is wrong; `check_messages` checks the order.
     """
     _check_shape(message)
-    session["messages"].append(with_time(copy.deepcopy(message)))
+    session["messages"].append(add_time(copy.deepcopy(message)))
     return session
 
 
@@ -102,18 +102,18 @@ def send(session: FlatSession, user_message: str) -> FlatSession:
 
 
 def fork_session(session: FlatSession) -> FlatSession:
-    """An independent copy of the session."""
+    """Make an independent copy of the session."""
     return copy.deepcopy(session)
 
 
 def response(session: FlatSession) -> FlatMessage | None:
-    """The last text of the assistant, or None; a thought is not a text."""
+    """The last text of the assistant, without thoughts; None if there is none."""
     texts = (m for m in reversed(session["messages"]) if m.get("role") == "assistant")
     return next(texts, None)
 
 
-def with_time(message: FlatMessage, at: float | None = None) -> FlatMessage:
-    """The message with the time `at` (epoch seconds, or now), unless it has a time."""
+def add_time(message: FlatMessage, at: float | None = None) -> FlatMessage:
+    """Add a time to a message that has none; `at` are epoch seconds, None: now."""
     if "ts" in message:
         return message
     return {**message, "ts": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))}
@@ -154,7 +154,7 @@ def _is_json(value: Any) -> bool:
 
 
 def check_messages(flat: Sequence[FlatMessage]) -> None:
-    """Raise `ValueError` naming the first message with a wrong form or at a wrong place.
+    """Raise `ValueError` naming the first message with a wrong form or position.
 
     The system message must be the first, a result must be for an open call, call ids must be
     unique, and only the missing results may follow the first result of a turn.
@@ -175,7 +175,9 @@ def check_messages(flat: Sequence[FlatMessage]) -> None:
             if item["id"] not in waiting:
                 raise ValueError(f"{where}: a tool result without an open call")
             waiting.remove(item["id"])
-        elif waiting and (before == "tool_result" or not is_assistants(item) or is_foreign(item)):
+        elif waiting and (
+            before == "tool_result" or not is_assistant_item(item) or is_foreign(item)
+        ):
             raise ValueError(f"{where}: the calls {sorted(waiting)} before it have no result")
         if kind == "tool_call":
             if item["id"] in ids:
@@ -185,13 +187,13 @@ def check_messages(flat: Sequence[FlatMessage]) -> None:
         before = kind
 
 
-def is_assistants(item: Mapping[str, Any]) -> bool:
-    """Whether it is part of an assistant message."""
+def is_assistant_item(item: Mapping[str, Any]) -> bool:
+    """Whether an item is part of an assistant message."""
     return item.get("role") == "assistant" or item.get("type") in _ASSISTANT_TYPES
 
 
 def is_foreign(item: Mapping[str, Any]) -> bool:
-    """Whether it is a block of another API than Anthropic's."""
+    """Whether an item is a block of another API than Anthropic's."""
     return bool(item.get("api", API) != API)
 
 
@@ -201,23 +203,23 @@ def is_foreign(item: Mapping[str, Any]) -> bool:
 # for fields with their default: `is_error` false, `api` Anthropic's.
 
 JSON_OUTPUT = "json_output"
-"""In the details of a tool message: its content is the JSON of an output that is not a text."""
+"""Key in the details of a tool message whose content is the JSON of an output, not a text."""
 
 
 def to_messages(flat: Sequence[FlatMessage]) -> list[Message]:
-    """The conversation in the form of models, loops and exports, without times.
+    """Convert a flat conversation to messages, as models, loops and exports use them; no times.
 
-    Consecutive items of the assistant become one message. If content, reasoning and calls alone
-    would lose their order, signatures or opaque blocks, `provider_blocks` keep them.
+    Successive items of the assistant become one message. `provider_blocks` hold the order,
+    signatures and opaque blocks that content, reasoning and calls alone would lose.
 
     Raises `ValueError` as `check_messages` does.
     """
     check_messages(flat)
     names = {item["id"]: item["name"] for item in flat if item.get("type") == "tool_call"}
     messages: list[Message] = []
-    for of_assistant, run in groupby(flat, is_assistants):
-        if of_assistant:
-            for part in _parts(run):
+    for is_assistant, run in groupby(flat, is_assistant_item):
+        if is_assistant:
+            for part in _split_by_api(run):
                 messages += _assistant_messages(part)
         else:
             messages += [_other_message(item, names) for item in run]
@@ -227,22 +229,22 @@ def to_messages(flat: Sequence[FlatMessage]) -> list[Message]:
 def from_messages(
     messages: Sequence[Message], times: Sequence[float | None] | None = None
 ) -> list[FlatMessage]:
-    """The flat form of a conversation, without fields that the model neither saw nor wrote.
+    """Convert messages to the flat format, without fields that the model neither saw nor wrote.
 
-    `times` are epoch seconds, one per message, or None if unknown. Raises `ValueError` if their
-    number is not that of the messages.
+    `times` are epoch seconds, one per message; None if unknown. Raises `ValueError` if there are
+    more or fewer times than messages.
     """
     if times is None:
         times = [None] * len(messages)
     flat = []
     for message, at in zip(messages, times, strict=True):
         for item in _items(message):
-            flat.append(item if at is None else with_time(item, at))
+            flat.append(item if at is None else add_time(item, at))
     return flat
 
 
 def to_api_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
-    """Messages for the Anthropic API, user and assistant in turn, without the system message.
+    """Convert messages for the Anthropic API: user and assistant alternate, no system message.
 
     Raises `ValueError` as `to_messages` does.
     """
@@ -250,29 +252,30 @@ def to_api_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
 
 
 def read_response(response: Mapping[str, Any]) -> Completion:
-    """A response of the Anthropic API as a reply with all blocks except empty texts.
+    """Read a response of the Anthropic API as a reply with all blocks except empty texts.
 
-    A response without a `stop_reason` counts as complete: a fake API need not give one. Raises
-    `ModelError` if the response is an error, cut or malformed.
+    A response without a `stop_reason` counts as complete. Raises `ModelError` if the response is an
+    error, cut or malformed.
     """
+    # Fake APIs need not give a `stop_reason`.
     body = _to_bytes({"stop_reason": "end_turn", **response})
     completion = anthropic_messages.read_reply(body)
-    # Parsed again: the reader keeps the order of the blocks only if there are thoughts.
+    # Parsed again, since the reader stores the blocks only if there are thoughts.
     blocks = [block for block in parse_object(body)["content"] if not _is_empty_text(block)]
     completion.message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
     return completion
 
 
 def parse_response(response: Mapping[str, Any]) -> list[FlatMessage]:
-    """The items of a response of the Anthropic API, in the order of its blocks.
+    """Read the items of a response of the Anthropic API, in the order of its blocks.
 
     Raises `ModelError` as `read_response` does.
     """
-    return [with_time(item) for item in _items(read_response(response).message)]
+    return [add_time(item) for item in _items(read_response(response).message)]
 
 
 def to_openai_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
-    """Messages for the OpenAI chat API, with the system message.
+    """Convert messages for the OpenAI chat API, with the system message.
 
     Raises `ValueError` as `to_messages` does.
     """
@@ -280,16 +283,16 @@ def to_openai_messages(messages: Sequence[FlatMessage]) -> list[dict[str, Any]]:
 
 
 def parse_openai_response(response: Mapping[str, Any]) -> list[FlatMessage]:
-    """The items of a response of the OpenAI chat API: thoughts, then text, then calls.
+    """Read the items of a response of the OpenAI chat API: thoughts, then text, then calls.
 
     Raises `ModelError` if the response is an error, cut or malformed.
     """
     message = openai_chat.read_reply(_to_bytes(response)).message
-    return [with_time(item) for item in _items(message)]
+    return [add_time(item) for item in _items(message)]
 
 
 def _to_bytes(response: Mapping[str, Any]) -> bytes:
-    """As JSON that may have half characters, which the readers accept."""
+    # The standard library's JSON accepts half characters, as do the readers.
     return json.dumps(response).encode()
 
 
@@ -297,8 +300,8 @@ def _is_empty_text(block: Mapping[str, Any]) -> bool:
     return block.get("type") == "text" and not block.get("text")
 
 
-def _parts(run: Iterable[FlatMessage]) -> list[list[FlatMessage]]:
-    """Split where blocks of another API begin: they are the start of their message."""
+def _split_by_api(run: Iterable[FlatMessage]) -> list[list[FlatMessage]]:
+    """Split items where blocks of another API begin, since these begin their message."""
     parts: list[list[FlatMessage]] = []
     for item in run:
         if not parts or (is_foreign(item) and item["api"] != parts[-1][-1].get("api")):
@@ -308,28 +311,29 @@ def _parts(run: Iterable[FlatMessage]) -> list[list[FlatMessage]]:
 
 
 def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
-    """One message; or two, if blocks of another API come before items that API cannot have."""
+    """One message; or two, if blocks of another API precede items that their API cannot have."""
     untimed = [{k: v for k, v in item.items() if k != "ts"} for item in part]
     foreign = [item for item in untimed if is_foreign(item)]
-    own = untimed[len(foreign) :]
-    blocks = [_to_block(item) for item in own]
+    others = untimed[len(foreign) :]
+    blocks = [_to_block(item) for item in others]
     message = anthropic_messages.read_blocks(blocks)
     if not foreign:
-        if _items(message) != own:
+        if _items(message) != others:
             message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
         return [message]
     verbatim = ProviderBlocks(api=foreign[0]["api"], blocks=[_to_block(item) for item in foreign])
-    of_message = verbatim["blocks"][: -_add_to_calls(message, verbatim["blocks"][-1]) or None]
-    if of_message:
-        message["provider_blocks"] = ProviderBlocks(api=verbatim["api"], blocks=of_message)
+    was_added = _restore_calls(message, verbatim["blocks"][-1])
+    rest = verbatim["blocks"][:-1] if was_added else verbatim["blocks"]
+    if rest:
+        message["provider_blocks"] = ProviderBlocks(api=verbatim["api"], blocks=rest)
     if _items(message) == untimed:
         return [message]
     lead = Message(role="assistant", content="", provider_blocks=verbatim)
-    return [lead, *_assistant_messages(own)]
+    return [lead, *_assistant_messages(others)]
 
 
-def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
-    """If a block is one that `_of_calls` wrote, add it to the calls; returns whether it was."""
+def _restore_calls(message: Message, block: Mapping[str, Any]) -> bool:
+    """Add the fields in a block to the calls; returns False if `_call_fields` did not write it."""
     calls, fields = message.get("tool_calls", []), block.get("tool_calls")
     if not calls or block.keys() != {"tool_calls"} or not isinstance(fields, list):
         return False
@@ -339,13 +343,13 @@ def _add_to_calls(message: Message, block: Mapping[str, Any]) -> bool:
     ):
         return False
     for call, unknown in zip(calls, fields, strict=True):
-        openai_chat.add_to_call(call, unknown)
+        openai_chat.restore_call_fields(call, unknown)
     return True
 
 
-def _of_calls(message: Message) -> list[FlatMessage]:
+def _call_fields(message: Message) -> list[FlatMessage]:
     """The fields of calls that the flat format does not have, as an opaque block."""
-    unknown = [openai_chat.unknown_of_call(call) for call in message.get("tool_calls", ())]
+    unknown = [openai_chat.unknown_call_fields(call) for call in message.get("tool_calls", ())]
     if not any(unknown):
         return []
     block = {"tool_calls": copy.deepcopy(unknown)}
@@ -353,7 +357,7 @@ def _of_calls(message: Message) -> list[FlatMessage]:
 
 
 def _other_message(item: FlatMessage, names: Mapping[str, str]) -> Message:
-    """The message of system, user or tool; `names` are those of the tools by call id."""
+    """The message of system, user or tool; `names` are the names of tools by call id."""
     if "role" in item:
         return Message(role=item["role"], content=item["content"])
     output = item["output"]
@@ -377,7 +381,7 @@ def _to_block(item: FlatMessage) -> dict[str, Any]:
             signature = {k: v for k, v in item.items() if k == "signature"}
             return {"type": "thinking", "thinking": item["content"], **signature}
         case {"type": "tool_call"}:
-            # An input that is not an object is kept as text, as in a reply that was cut.
+            # An input that is not an object becomes text, as in a reply that was cut.
             given = item["input"]
             given = copy.deepcopy(given) if isinstance(given, dict) else _write_arguments(given)
             return {"type": "tool_use", "id": item["id"], "name": item["name"], "input": given}
@@ -402,10 +406,10 @@ def _assistant_items(message: Message) -> list[FlatMessage]:
     calls = [_call_item(call) for call in message.get("tool_calls", ())]
     verbatim = message.get("provider_blocks") or {"api": "", "blocks": []}
     if verbatim["api"] == anthropic_messages.API:
-        # The calls as they were run: their names may have been repaired.
-        in_order = iter(calls)
+        # Calls are taken from the message: their names may have been repaired.
+        next_calls = iter(calls)
         return [
-            next(in_order) if block.get("type") == "tool_use" else _block_item(block)
+            next(next_calls) if block.get("type") == "tool_use" else _block_item(block)
             for block in verbatim["blocks"]
         ]
     items: list[FlatMessage] = []
@@ -417,7 +421,7 @@ def _assistant_items(message: Message) -> list[FlatMessage]:
             {"type": "opaque", "api": verbatim["api"], "block": copy.deepcopy(block)}
             for block in verbatim["blocks"]
         ]
-    items += _of_calls(message)
+    items += _call_fields(message)
     if reasoning:
         items.append({"type": "thinking", "content": reasoning})
     if message["content"]:
@@ -447,7 +451,7 @@ def _call_item(call: ToolCall) -> FlatMessage:
 
 
 def _read_arguments(arguments: str) -> Any:
-    """The JSON that a model wrote, or its text if it is not JSON or nested too deep."""
+    """Read the JSON that a model wrote; its text if it is not JSON or nested too deep."""
     if exact_json.is_nested_too_deep(arguments.encode(errors="replace")):
         return arguments
     try:
@@ -457,7 +461,7 @@ def _read_arguments(arguments: str) -> Any:
 
 
 def _write_arguments(given: Any) -> str:
-    """The text that `_read_arguments` reads `given` from."""
+    """Write the text from which `_read_arguments` reads `given`."""
     if isinstance(given, str) and _read_arguments(given) == given:
         return given
     return exact_json.dumps(given).decode()
@@ -473,7 +477,7 @@ def _read_output(message: Message) -> Any:
     return message["content"]
 
 
-# The simplest way to use the loop: a function as model, functions as tools, a flat session.
+# The simplest use of the loop: a function as model, functions as tools, a flat session.
 #
 # session = init_session("You answer weather questions.", "What is the weather in Lima?")
 # agent_loop(invoke_model, tools, session, tool_handlers={"get_weather": get_weather})
@@ -482,8 +486,8 @@ def _read_output(message: Message) -> Any:
 _log = logging.getLogger(__name__)
 
 InvokeModel = Callable[[list[dict[str, Any]], dict[str, Any]], Mapping[str, Any]]
-"""Called in a thread with the tools and {"messages", "system"} in the form of the Anthropic API
-(`system` only if there is one); returns the API's response as a dict."""
+"""Called in a thread with the tools and {"messages", "system"} in the form of the Anthropic API;
+returns the API's response as a dict. `system` is absent if there is no system message."""
 
 _LINE_CHARS = 120
 
@@ -502,8 +506,8 @@ def agent_loop(
 
     `tools` are schemas in the form of the Anthropic API, `tool_handlers` their functions, which
     get the input as keywords. `name` labels the log lines. `max_iterations` limits the model
-    calls; None: no limit; 0 leaves the session as it is. Calls of one response run at the same
-    time unless `parallel` is false; their results are in call order.
+    calls; None: no limit; 0: the session does not change. Calls of one response run at the same
+    time unless `parallel` is False; their results are in call order.
 
     Exceptions of `invoke_model` are passed on; the session then has all earlier messages. Raises
     `ValueError` if a call has no result, or a tool no handler.
@@ -521,13 +525,13 @@ def agent_loop(
         parallel_tools=parallel,
     )
     handlers = tool_handlers or {}
-    made = [_as_tool(schema, handlers) for schema in tools]
+    own_tools = [_make_tool(schema, handlers) for schema in tools]
     try:
         with tempfile.TemporaryDirectory(prefix="agent-") as root:
-            toolbox = Toolbox(made, ToolContext(Workspace(Path(root))))
+            toolbox = Toolbox(own_tools, ToolContext(Workspace(Path(root))))
             run = run_agent(
                 trajectory,
-                model=_Invoked(invoke_model, tools),
+                model=_FunctionModel(invoke_model, tools),
                 tools=AgentTools(toolbox, trajectory, options),
                 spec=ConversationSpec(options),
                 journal=lambda event: _log_event(name or "agent", event),
@@ -542,7 +546,7 @@ def agent_loop(
     return session
 
 
-class _Invoked:
+class _FunctionModel:
     """A user's function as a model."""
 
     def __init__(self, invoke_model: InvokeModel, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -564,7 +568,7 @@ class _Invoked:
             raise RuntimeError("the model function raised StopIteration") from error
 
 
-def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any]]) -> Tool:
+def _make_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any]]) -> Tool:
     name = schema["name"]
     if name not in handlers:
         raise ValueError(f"tool {name!r} has no handler")
@@ -579,13 +583,13 @@ def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any
 
 
 def _result(returned: Any) -> ToolResult:
-    """The result, marked if the output is not a text: the session keeps its JSON value."""
+    """The result of a handler; an output that is not a text is marked, and stays a JSON value."""
     result = as_result(returned)
     return result if isinstance(returned, str) else replace(result, details={JSON_OUTPUT: True})
 
 
 def _times(trajectory: Trajectory) -> list[float | None]:
-    """The times of all messages after the opening."""
+    """The times of all messages after the opening, in epoch seconds."""
     events = sorted(
         (*trajectory.replies, *trajectory.results), key=lambda event: (event["turn"], event["kind"])
     )

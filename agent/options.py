@@ -1,7 +1,7 @@
 """The options of one conversation, each defined once with its default and help.
 
-They are part of the config of a run; `AIAgent` takes them as keywords; a row of the dataset can set
-most of them in its column `agent_options`. All of them affect the data: they are fixed for a run.
+They are part of the config of a run. `AIAgent` takes them as keywords, and a row of the dataset can
+set most of them in its column `agent_options`. All of them affect the data, so a run fixes them.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from batch_trajectories.basics.option_names import unknown
 from batch_trajectories.basics.validation import mistakes_in
 
 MAX_COUNT = 10**9
+"""Maximum of options that count something."""
 
 Match = Literal["auto", "exact", "contains", "number", "boxed", "choice", "last_line"]
-"""How answers are compared; `auto` chooses by what is expected, see `agent.loop.answers`."""
+"""The ways to compare answers; `auto` depends on the expected one, see `agent.loop.answers`."""
 
 
-def _no_flag(value: Any) -> Any:
+def _refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
 
 
-Int = Annotated[int, BeforeValidator(_no_flag)]
-Float = Annotated[float, BeforeValidator(_no_flag)]
-"""Numbers; pydantic alone would read `yes` in a YAML file as 1."""
+Int = Annotated[int, BeforeValidator(_refuse_bool)]
+Float = Annotated[float, BeforeValidator(_refuse_bool)]
+"""Numbers without true and false: pydantic alone would read `yes` in a YAML file as 1."""
 
 PositiveInt = Annotated[Int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[Int, Field(ge=0, le=MAX_COUNT)]
 PositiveFloat = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
 Seed = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
-"""Limits that keep numbers representable in JSON and in every reader."""
+"""Numbers whose limits make them representable in JSON and in every reader."""
 
 ROW_COLUMN = "agent_options"
+"""The column of a row with options for it."""
 
 _NOT_PER_ROW = frozenset(
     {
@@ -62,7 +64,7 @@ _NOT_PER_ROW = frozenset(
 
 
 def parse_json(value: Any) -> Any:
-    """Before-validator: parses JSON text, as flags give it."""
+    """Parse a flag's JSON text; other values do not change. A before-validator."""
     if isinstance(value, str):
         try:
             return exact_json.loads(value)
@@ -72,7 +74,7 @@ def parse_json(value: Any) -> Any:
 
 
 def split_commas(value: Any) -> Any:
-    """Before-validator: splits names in one text, as flags give them, into a tuple."""
+    """Split the names in a flag's text; other values do not change. A before-validator."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
@@ -87,10 +89,10 @@ def meaning(
     is_rare: bool = False,
     **more: Any,
 ) -> Any:
-    """A field that affects the data; it cannot change within a run.
+    """Make the field of an option that affects the data, so that it cannot change within a run.
 
-    `is_limit`: it limits a conversation, also that of an agent that runs as a command.
-    `is_inherited`: it holds for inner conversations, too (subagents, simulated user).
+    `is_limit`: the option limits a conversation, also one of an agent that runs as a command.
+    `is_inherited`: it applies to inner conversations, too (subagents, simulated user).
     `is_rare`: it is no flag of the command line; config files, rows and Python can set it.
     """
     marks = {"meaning": True, "limit": is_limit, "inherited": is_inherited, "rare": is_rare}
@@ -107,20 +109,23 @@ class ChatMessage(BaseModel):
 
 
 class Subagent(BaseModel):
-    """An agent that another one can call as a tool; it works in the same workspace."""
+    """An agent that another agent can call as a tool; it works in the same workspace."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
     """The name of the tool."""
     description: str = Field(min_length=1)
-    """Its description for the calling model."""
+    """The description for the calling model."""
     system_prompt: str | None = None
     model: str | None = None
-    """As `--model`; without a prefix, at the caller's endpoint. None: the caller's model."""
+    """The model, as in `--model`; without a prefix, at the caller's endpoint.
+
+    None: the caller's model.
+    """
     enabled_toolsets: tuple[str, ...] = ("none",)
     subagents: tuple[str, ...] = ()
-    """Names of the subagents that it can call itself."""
+    """The names of the subagents that it can call itself."""
     max_turns: PositiveInt = 10
     script: list[Any] | None = None
     """The turns of model "scripted"."""
@@ -132,18 +137,21 @@ class SimulatedUser(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     model: str | None = None
-    """As `--model`; without a prefix, at the agent's endpoint. None: the agent's model."""
+    """The model, as in `--model`; without a prefix, at the agent's endpoint.
+
+    None: the agent's model.
+    """
     system_prompt: str = ""
-    """Who the user is and what they want."""
+    """A description of the user and of their goal."""
     stop: str = Field("###STOP###", min_length=1)
-    """What it writes to end the conversation."""
+    """The text that it writes to end the conversation."""
     max_turns: PositiveInt = 10
-    """How many messages it may write."""
+    """Maximum messages that it writes."""
     script: list[Any] | None = None
     """The turns of model "scripted"."""
 
     def instructions(self) -> str:
-        """Its system prompt, which says how to end the conversation."""
+        """The system prompt, with the rules that say how to end the conversation."""
         return f"{self.system_prompt}\n\n{_USER_RULES.format(stop=self.stop)}"
 
 
@@ -294,7 +302,7 @@ class AgentOptions(BaseModel):
         return given
 
     def not_on_offer(self, toolsets: Collection[str]) -> str | None:
-        """Describes toolsets of `preparation_toolsets` that are not enabled; None if all are."""
+        """Describe toolsets of `preparation_toolsets` that are not enabled; None if all are."""
         unknown = sorted(set(self.preparation_toolsets or ()) - set(toolsets))
         if not unknown:
             return None
@@ -302,7 +310,7 @@ class AgentOptions(BaseModel):
         return f"{', '.join(unknown)} not on offer; there are: {known}"
 
     @model_validator(mode="after")
-    def _go_together(self) -> AgentOptions:
+    def _check_combinations(self) -> AgentOptions:
         if self.repeat_limit == 1:
             raise ValueError(
                 "repeat_limit: 1 would end every conversation at its first call; 0 means no limit"
@@ -316,7 +324,7 @@ class AgentOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _subagents_fit(self) -> AgentOptions:
+    def _check_subagents(self) -> AgentOptions:
         names = [subagent.name for subagent in self.subagents]
         for name in names:
             if name in RESERVED or name in STAGES:
@@ -329,9 +337,9 @@ class AgentOptions(BaseModel):
                     f"subagent {subagent.name!r} calls unknown subagents: "
                     f"{', '.join(sorted(unknown))} (known: {', '.join(sorted(names))})"
                 )
-        if self.max_subagent_depth is None and (circle := _circle(self.subagents)):
+        if self.max_subagent_depth is None and (recursive := _find_recursive(self.subagents)):
             raise ValueError(
-                f"subagent {circle!r} can reach itself without a limit; set max_subagent_depth"
+                f"subagent {recursive!r} can reach itself without a limit; set max_subagent_depth"
             )
         return self
 
@@ -341,24 +349,24 @@ def is_marked(field: FieldInfo, mark: str) -> bool:
     return isinstance(field.json_schema_extra, dict) and mark in field.json_schema_extra
 
 
-def _marked(mark: str) -> tuple[str, ...]:
+def _marked_names(mark: str) -> tuple[str, ...]:
     fields = AgentOptions.model_fields.items()
     return tuple(name for name, field in fields if is_marked(field, mark))
 
 
-LIMITS = _marked("limit")
-"""The options that limit a conversation; all that there are for agents that run as commands."""
+LIMITS = _marked_names("limit")
+"""The options that limit a conversation; agents that run as commands have no others."""
 
-_INHERITED = _marked("inherited")
+_INHERITED = _marked_names("inherited")
 
 
 def inherited_from(caller: AgentOptions, *, max_turns: int) -> AgentOptions:
-    """The options of an inner conversation with its own turn limit."""
+    """The options of an inner conversation: the caller's, with a turn limit of its own."""
     return AgentOptions(max_turns=max_turns, **{name: getattr(caller, name) for name in _INHERITED})
 
 
-def _circle(subagents: Sequence[Subagent]) -> str | None:
-    """The name of a subagent that can call itself, directly or through others."""
+def _find_recursive(subagents: Sequence[Subagent]) -> str | None:
+    """Find a subagent that can call itself, directly or through others; None if none can."""
     calls = {subagent.name: set(subagent.subagents) for subagent in subagents}
     for name in calls:
         reached: set[str] = set()
@@ -374,9 +382,9 @@ def _circle(subagents: Sequence[Subagent]) -> str | None:
 
 
 def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options of one row: those of the run, changed by its column `agent_options`.
+    """The options of one row: the run's options, changed by the row's column `agent_options`.
 
-    Raises `ValueError` naming the key and the allowed ones.
+    Raises `ValueError` naming the wrong key, and the allowed ones if it is unknown.
     """
     own = columns.get(ROW_COLUMN)
     if own is None:
@@ -396,7 +404,7 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
         return AgentOptions.model_validate({**fields, **own})
     except ValidationError as error:
         first = mistakes_in(error)[0]
-        # Quote only values of the row itself: some options of the run must appear in no file.
+        # Only values of the row are quoted, since some options of the run must appear in no file.
         if not first.keys or first.keys[0] not in own:
             raise ValueError(f"`{ROW_COLUMN}`: {first.reason}") from None
         raise ValueError(f"`{ROW_COLUMN}.{first.key}`: {first.with_value()}") from None

@@ -33,7 +33,7 @@ from agent.models.model import Model, StreamHandler, guarded
 from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.events import Clock, continued_event, result_event
-from agent.state.trajectory import LIMITS_OF_A_TASK, Journal, Trajectory
+from agent.state.trajectory import SHARED_LIMITS, Journal, Trajectory
 from batch_trajectories.basics.option_names import FIXED
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
@@ -50,29 +50,32 @@ class ConversationRunner:
     journal: Journal
     host: Home
     subagents: Sequence[Subagent] = ()
-    """All subagents."""
+    """All subagents, also those that only other subagents may call."""
     callable_names: Collection[str] | None = None
-    """The subagents that this conversation may call; None: all."""
+    """The names of the subagents that this conversation may call; None: all."""
     on_event: StreamHandler | None = None
     approved: set[bytes] = field(default_factory=set)
     """Calls that need no further approval."""
     kept: bool = True
-    """The workspace still has the files of earlier events."""
+    """False if the workspace had to be made anew since the stored events."""
     notes_begin: bool = False
-    """The journal keeps an event at once, from any thread; it gets those of calls that begin."""
+    """Journal an event when a tool call starts.
+
+    The journal must then persist an event before it returns, and allow calls from any thread.
+    """
     knows_begun: bool = False
-    """The events so far have those of all calls that began."""
+    """The stored events include a `BeganEvent` for every tool call that was started."""
     rebuild: Rebuild | None = None
-    """How the workspace was rebuilt to resume the conversation, or why not; None: not tried."""
+    """The rebuild of the workspace to resume the conversation; None if none was tried."""
     depth: int = 0
-    """Nesting of this conversation in others."""
+    """The number of conversations around this one."""
     conversation: str = ""
-    """The id that its requests have; "" for none."""
+    """The id that the requests carry; "" for none."""
 
     async def run(self, *, taken_up: bool = False) -> Finish:
         """Run the conversation to its ending; see `run_agent` for the exceptions.
 
-        `taken_up`: resume it; its events so far come from a process that has died.
+        `taken_up`: resume a conversation whose events so far come from a process that has died.
         """
         tools = self.tools()
         spec = replace(self.spec, tool_names=tuple(tools.names))
@@ -82,8 +85,8 @@ class ConversationRunner:
                 tools=tools,
                 spec=spec,
                 journal=self.journal,
-                kept=self.kept,
-                knows_begun=self.knows_begun,
+                workspace_survived=self.kept,
+                has_start_events=self.knows_begun,
                 rebuild=self.rebuild,
             )
         if spec.options.preparation and not self._is_prepared():
@@ -160,10 +163,10 @@ class ConversationRunner:
         self.journal(sub)
         self.trajectory.apply(sub)
 
-    def _inner(
+    def _open_inner(
         self, key: str, name: str, opening: Sequence[Message], options: AgentOptions
     ) -> ConversationRunner:
-        """An inner conversation, new or to be resumed."""
+        """Open the inner conversation `key`, or begin it with `opening` if it is new."""
         inner = self.trajectory.begin_inner(key, name)
 
         def journal(event: Event) -> None:
@@ -192,7 +195,7 @@ class ConversationRunner:
         opening = [Message(role="system", content=system)] if system else []
         opening.append(Message(role="user", content=task))
         options = inherited_from(self.spec.options, max_turns=subagent.max_turns)
-        inner = self._inner(call_id, subagent.name, opening, options)
+        inner = self._open_inner(call_id, subagent.name, opening, options)
         deepest = options.max_subagent_depth
         inner = replace(
             inner,
@@ -203,26 +206,27 @@ class ConversationRunner:
         return await inner.run_inner(), inner.trajectory
 
     async def _ask_user(self) -> Finish | None:
-        from agent.loop.simulated_user import seen_by_user
+        from agent.loop.simulated_user import build_user_view
 
         user = self.spec.options.simulated_user
         assert user is not None
         written = self.trajectory.notes_of(USER_TURN)
-        seen = seen_by_user(user, self.trajectory)
+        seen = build_user_view(user, self.trajectory)
         return await self.ask_user(user_key(written + 1), seen, written)
 
     async def ask_user(self, key: str, seen: Sequence[Message], written: int) -> Finish | None:
         """Have the simulated user write a message as the inner conversation `key`.
 
-        It sees `seen`, and has `written` so many before. Returns an ending if that failed.
+        `seen` are the messages that it is shown, and `written` is how many messages it has written
+        before. Returns an ending if it wrote none.
         """
-        from agent.loop.simulated_user import UsersModel, stored_opening
+        from agent.loop.simulated_user import UsersModel, missing_instructions
 
         user = self.spec.options.simulated_user
         assert user is not None
-        opening = stored_opening(seen, self.trajectory)
+        opening = missing_instructions(seen, self.trajectory)
         options = inherited_from(self.spec.options, max_turns=1)
-        inner = self._inner(key, SIMULATED_USER, opening, options)
+        inner = self._open_inner(key, SIMULATED_USER, opening, options)
         model = self.host.user_model(user, inner.trajectory, written) or self.model
         inner = replace(
             inner,
@@ -233,30 +237,30 @@ class ConversationRunner:
         end = await inner.run_inner()
         if end.status == "completed":
             return None
-        if end.status in LIMITS_OF_A_TASK:
+        if end.status in SHARED_LIMITS:
             return end
         if end.status == "context_exceeded":
             return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
         return Finish("errors", f"the simulated user ended as {end.describe()}")
 
     async def further_message(
-        self, said: Sequence[str], answers: Sequence[str]
+        self, messages: Sequence[str], answers: Sequence[str]
     ) -> str | Finish | None:
         """The user's next message to an agent that runs as a command; None if there is none.
 
-        `said` are the user's messages so far, the task first, and `answers` the agent's to each. A
-        simulated user is asked again only if these differ from those of an earlier start. Returns
-        an ending if asking failed.
+        `messages` are the user's messages so far, the task first, and `answers` the agent's answers
+        to them. Returns an ending if a simulated user wrote no message.
         """
-        written = len(said) - 1
+        written = len(messages) - 1
         user = self.spec.options.simulated_user
         if user is None:
             return next(iter(self.spec.user_turns[written:]), None)
         if written >= user.max_turns:
             return None
-        from agent.loop.simulated_user import message_in, seen_of_agent
+        from agent.loop.simulated_user import build_user_view_of_agent, message_in
 
-        seen = seen_of_agent(user, said, answers)
+        seen = build_user_view_of_agent(user, messages, answers)
+        # The digest in the key: a later start with the same texts gets the message that is stored.
         texts = "\0".join(message["content"] for message in seen)
         digest = hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:12]
         key = f"{user_key(written + 1)}.{digest}"
@@ -269,28 +273,28 @@ class ConversationRunner:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
 
     async def _prepare(self, task: str) -> Finish | None:
-        """Gather context and add it to the prompts; returns an ending if that failed."""
+        """Gather context and add it to the prompt; returns an ending if that failed."""
         from agent.views import views as preparation
 
         prompt = self.trajectory.messages
         options = self.spec.options
-        own = options.model_copy(update=_OFF_IN_PREPARATION)
+        inner_options = options.model_copy(update=_OFF_IN_PREPARATION)
         end = Finish("failed")
         for attempt in range(1, FIXED["preparation_attempts"] + 1):
             key = f"{PREPARATION}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
-            inner = self._inner(key, PREPARATION, opening, own)
+            inner = self._open_inner(key, PREPARATION, opening, inner_options)
             inner = replace(inner, toolbox=self.host.toolbox(options.preparation_toolsets))
             end = await inner.run_inner()
             if end.status == "completed":
                 findings = preparation.findings_in(inner.trajectory.final_text())
                 event = OpeningEvent(
-                    kind="opening", messages=preparation.with_findings(prompt, findings)
+                    kind="opening", messages=preparation.add_findings(prompt, findings)
                 )
                 self.journal(event)
                 self.trajectory.apply(event)
                 return None
-            if end.status in LIMITS_OF_A_TASK:
+            if end.status in SHARED_LIMITS:
                 return end
         return Finish("errors", f"the preparation ended as {end.describe()}")
 
@@ -312,8 +316,7 @@ def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
     if any(inner.name == SUMMARY for inner in trajectory.inner.values()):
         from agent.views.summary import latest_summary
 
-        upto, _ = latest_summary(trajectory)
-        if upto:
+        if latest_summary(trajectory).upto:
             return True
     if not options.compact_after:
         return False
@@ -335,16 +338,17 @@ def prepare_resume(
     tools: AgentTools,
     spec: ConversationSpec,
     journal: Journal,
-    kept: bool,
-    knows_begun: bool = False,
+    workspace_survived: bool,
+    has_start_events: bool = False,
     rebuild: Rebuild | None = None,
 ) -> None:
     """Prepare a replayed trajectory to continue after a crash.
 
-    A call without a result may have run, unless it is known that it had not begun. If it did not,
-    or if its tool is idempotent, the call stays open and is run (again); otherwise its result says
-    that it was interrupted. `kept`: the workspace survived. `rebuild`: how it was rebuilt as of
-    the last result, so that all calls without one stay open; or why it was not.
+    A call without a result stays open and runs (again) if it certainly had not started, or if its
+    tool is idempotent. Otherwise it gets a result that says that it was interrupted.
+    `has_start_events`: the events include a `BeganEvent` for every call that was started.
+    `rebuild`: how the workspace was rebuilt as of the last result, or why it was not; after a
+    rebuild, all calls without a result stay open. None: no rebuild was tried.
     """
 
     def record(event: Event) -> None:
@@ -359,7 +363,7 @@ def prepare_resume(
     for n, call in calls:
         if tools.is_idempotent(call["function"]["name"]):
             repeated.append((n, call))
-        elif not knows_begun or call["id"] in trajectory.begun:
+        elif not has_start_events or call["id"] in trajectory.begun:
             interrupted.append((n, call))
     is_rebuilt = rebuild is not None and "why" not in rebuild
     resumed = ResumedEvent(
@@ -368,7 +372,7 @@ def prepare_resume(
         interrupted=[] if is_rebuilt else [call["id"] for _, call in interrupted],
         repeated=[call["id"] for _, call in repeated],
         # A workspace that no call has used yet is not lost, it was not made.
-        workspace_kept=kept or not (has_results or interrupted),
+        workspace_kept=workspace_survived or not (has_results or interrupted),
     )
     if rebuild is not None:
         resumed["rebuild"] = rebuild
@@ -387,7 +391,7 @@ def prepare_resume(
 def _possibly_running(
     step: NextStep, tools: AgentTools, *, parallel: bool
 ) -> list[tuple[int, ToolCall]]:
-    """The calls that may have been running when the process died."""
+    """The calls that may have been running when the process died, with their numbers."""
     if isinstance(step, ResumeTool):
         return [(step.result["call"], step.call)] if step.is_for_tool else []
     if not isinstance(step, RunTools):

@@ -1,4 +1,7 @@
-"""A session: several prompts to one agent, in one workspace."""
+"""A session: several prompts to one agent, in one workspace.
+
+Nothing of a session survives a crash of the process but the lines of its `Transcript`.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,14 @@ State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSetup:
-    """What all sessions of one agent share, checked."""
+    """The settings that all sessions of one agent share, checked."""
 
     settings: ModelSettings
     api_key: str
     common: Setup
     options: AgentOptions
     sandbox: str | None
-    """None if no tool runs commands."""
+    """The sandbox of commands; None if no tool runs any."""
     system_prompt: str | None = None
     script: Sequence[ScriptedTurn] = ()
     on_event: StreamHandler | None = None
@@ -67,7 +70,7 @@ class AgentSetup:
     call_timeout_s: float = 300.0
     web: WebSettings | None = None
     browsers: Browsers | None = None
-    """The browser that concurrent prompts share."""
+    """The browsers that concurrent prompts share."""
     servers: McpServers | None = None
     """The MCP servers behind the tools; stopped after each prompt."""
 
@@ -100,12 +103,12 @@ class AgentSession:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         """The conversation of the running prompt, once it has begun."""
         self._cancel_reason: str | None = None
-        """Why the running prompt is to stop; None if it is not."""
+        """The reason for cancelling the running prompt; None if it is not cancelled."""
         self._cancelling = threading.Lock()
         self.trajectory = Trajectory(self.messages)
         """The conversation since the last prompt."""
         self.end = Finish("failed", "no prompt was answered yet")
-        """How the last prompt ended."""
+        """The ending of the last prompt."""
         self.error: ModelError | None = None
         """The failure of the endpoint that ended the last prompt, if any."""
         self.transcript: Path | None = None
@@ -152,7 +155,7 @@ class AgentSession:
         self._cancel_reason = None
         self._state = "running"
         self.error = None
-        # Stays if an exception is raised.
+        # This ending remains if an exception is raised.
         self.end = Finish("failed", "interrupted by an exception")
 
     async def _answer(self) -> str:
@@ -246,13 +249,13 @@ class AgentSession:
         if system and (not opening or opening[0]["role"] != "system"):
             opening.insert(0, Message(role="system", content=system))
         prompt = Message(role="user", content=text)
-        if changes := self._changes_of_tools():
+        if changes := self._tool_changes():
             prompt["content"] = f"[Tools have changed; {changes}]\n\n{text}"
             prompt["notes"] = ["tools_changed"]
         return with_turn_limit([*opening, prompt], self._setup.options)
 
-    def _changes_of_tools(self) -> str:
-        """The changes since the last prompt, in words for the model; "" if there are none."""
+    def _tool_changes(self) -> str:
+        """The changes of tools since the last prompt, as a text for the model; "" for none."""
         now = {schema["function"]["name"] for schema in self.schemas()}
         before = now if self._known_tools is None else self._known_tools
         self._known_tools = now
@@ -260,7 +263,7 @@ class AgentSession:
         return "; ".join(f"{word}: {', '.join(sorted(names))}" for word, names in changes if names)
 
     async def _converse(self) -> Finish:
-        """Run the conversation, and open and close what it needs."""
+        """Run the conversation, with its sandbox, servers and models open."""
         setup = self._setup
         workspace = Workspace(self._root / "workspace")
         sandbox = make_sandbox(setup.sandbox, workspace, Limits()) if setup.sandbox else None
@@ -291,10 +294,10 @@ class AgentSession:
                 on_event=setup.on_event,
                 conversation=self._conversation,
             )
-            return await self._cancellable(conversation, journal)
+            return await self._run_cancellable(conversation, journal)
 
     def _open_journal(self, stack: AsyncExitStack) -> Journal:
-        """Where events go: to the caller, and to a transcript if there is a directory for it."""
+        """Open the journal: it passes events to the caller, and to a transcript if one is on."""
         setup = self._setup
         if setup.transcript_dir is None:
             return setup.journal
@@ -321,7 +324,7 @@ class AgentSession:
         stack.callback(finish)
         return journal
 
-    async def _cancellable(self, conversation: ConversationRunner, journal: Journal) -> Finish:
+    async def _run_cancellable(self, conversation: ConversationRunner, journal: Journal) -> Finish:
         task = asyncio.create_task(conversation.run())
         with self._cancelling:
             self._running = (asyncio.get_running_loop(), task)
@@ -366,6 +369,7 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 _TYPES = {"reply": "response", "result": "tool_result"}
+"""The `type` of a transcript's line by the kind of its event, where the two differ."""
 
 
 class Transcript:
@@ -381,7 +385,7 @@ class Transcript:
         directory.mkdir(parents=True, exist_ok=True)
         now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         name = run_id or f"{now}-{uuid.uuid4().hex[:8]}"
-        self.path = directory / f"{_plain(name)}.jsonl"
+        self.path = directory / f"{_safe_file_name(name)}.jsonl"
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.fchmod(self._fd, 0o600)
 
@@ -399,6 +403,5 @@ class Transcript:
         os.close(self._fd)
 
 
-def _plain(name: str) -> str:
-    """A file name that stays in its directory."""
+def _safe_file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).lstrip(".") or "run"

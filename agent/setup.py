@@ -1,4 +1,4 @@
-"""What all conversations of a run or an `AIAgent` share, checked before any call."""
+"""The model, tools and hooks that all conversations of a run or an `AIAgent` share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from agent.loop.tools import Approve, check_names, offered
+from agent.loop.tools import Approve, add_completion_tools, check_names
 from agent.messages.message import (
     PREPARATION,
     SIMULATED_USER,
@@ -31,7 +31,7 @@ class SubagentSetup:
     """The model and tools of one subagent."""
 
     settings: ModelSettings | None
-    """None: its caller's model."""
+    """The subagent's own model; None: the model of its caller."""
     toolsets: tuple[Toolset, ...]
     tools: tuple[Tool, ...]
 
@@ -48,13 +48,13 @@ class Setup:
     aliases: Mapping[str, ModelSettings] = field(default_factory=dict)
     """Further models that an agent which runs as a command may ask for; see `CommandAgent`."""
     user: ModelSettings | None = None
-    """The model of the simulated user; None: that of the conversations."""
+    """The model of the simulated user; None: the model of the conversations."""
 
     def models(self) -> list[ModelSettings]:
-        """The model of the conversations, then those of subagents, aliases and simulated users."""
-        own = [agent.settings for agent in self.subagents.values() if agent.settings is not None]
-        user = [] if self.user is None else [self.user]
-        return [self.settings, *own, *self.aliases.values(), *user]
+        """The models of the conversations, of subagents, of aliases and of the simulated user."""
+        agents = [agent.settings for agent in self.subagents.values()]
+        found = [self.settings, *agents, *self.aliases.values(), self.user]
+        return [settings for settings in found if settings is not None]
 
     def unpriced(self) -> str | None:
         """The name of a model whose price is unknown, or None."""
@@ -66,7 +66,7 @@ class Setup:
         return next((model.name for model in called if not is_known(model)), None)
 
     def names(self) -> list[str]:
-        """The names of the toolsets, without those of subagents."""
+        """The names of the conversations' own toolsets, without the toolsets of subagents."""
         return [toolset.name for toolset in self.toolsets]
 
     def only(self, names: Collection[str]) -> Setup:
@@ -75,7 +75,7 @@ class Setup:
         return replace(self, toolsets=toolsets, tools=tools_of(toolsets))
 
     def sandboxed(self) -> list[str]:
-        """The names of the toolsets that run commands, with those of subagents."""
+        """The names of the toolsets that run commands, toolsets of subagents included."""
         return sorted({toolset.name for toolset in self.used() if toolset.needs_sandbox})
 
     def uses(self, name: str) -> bool:
@@ -83,9 +83,9 @@ class Setup:
         return any(toolset.name == name for toolset in self.used())
 
     def used(self) -> list[Toolset]:
-        """The toolsets, with those of subagents."""
-        of_subagents = (subagent.toolsets for subagent in self.subagents.values())
-        return list(chain(self.toolsets, *of_subagents))
+        """All toolsets, toolsets of subagents included."""
+        subagents = (subagent.toolsets for subagent in self.subagents.values())
+        return list(chain(self.toolsets, *subagents))
 
 
 def set_up(
@@ -101,8 +101,9 @@ def set_up(
     """Check and resolve the toolsets, models and hooks that options name.
 
     `api_key` is the key of the endpoint; None: keys come from the environment. `endpoints` are
-    further endpoints for models of subagents; `known` are all toolsets. Raises `ValueError` with a
-    message for the user (among them `UnknownToolset`, `UnknownModel` and `MissingKey`).
+    further endpoints for models of subagents; `known` are the toolsets that can be named. Raises
+    `ValueError` with a message for the user (also as `UnknownToolset`, `UnknownModel` or
+    `MissingKey`).
     """
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets, known=known)
     tools = tools_of(toolsets)
@@ -110,13 +111,26 @@ def set_up(
     if message := options.not_on_offer([toolset.name for toolset in toolsets]):
         raise ValueError(f"preparation_toolsets: {message}")
     subagents = {
-        agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets, endpoints, known)
+        agent.name: _set_up_subagent(
+            agent,
+            settings,
+            api_key=api_key,
+            disabled=disabled_toolsets,
+            endpoints=endpoints,
+            known=known,
+        )
         for agent in options.subagents
     }
-    approve = None if options.approve is None else _load(options.approve)
+    approve = None if options.approve is None else _load_hook(options.approve)
     user = None
     if options.simulated_user is not None:
-        user = _own_model(SIMULATED_USER, options.simulated_user, settings, api_key, endpoints)
+        user = _own_model(
+            SIMULATED_USER,
+            options.simulated_user,
+            settings,
+            api_key=api_key,
+            endpoints=endpoints,
+        )
     setup = Setup(
         settings=settings,
         toolsets=toolsets,
@@ -137,12 +151,14 @@ def set_up(
 def _set_up_subagent(
     agent: Subagent,
     caller: ModelSettings,
+    *,
     api_key: str | None,
     disabled: Sequence[str],
     endpoints: Mapping[str, Endpoint],
     known: Mapping[str, Toolset],
 ) -> SubagentSetup:
-    settings = _own_model(f"subagent {agent.name!r}", agent, caller, api_key, endpoints)
+    name = f"subagent {agent.name!r}"
+    settings = _own_model(name, agent, caller, api_key=api_key, endpoints=endpoints)
     # Disabled toolsets are disabled for subagents, too.
     toolsets = resolve_toolsets(agent.enabled_toolsets, disabled, known=known)
     tools = tools_of(toolsets)
@@ -154,10 +170,14 @@ def _own_model(
     name: str,
     agent: Subagent | SimulatedUser,
     caller: ModelSettings,
+    *,
     api_key: str | None,
     endpoints: Mapping[str, Endpoint],
 ) -> ModelSettings | None:
-    """The model of a subagent or a simulated user; None: the caller's. Raises `ValueError`."""
+    """The own model of a subagent or a simulated user; None: the caller's model.
+
+    Raises `ValueError` if the model is unknown, or if its key or its script is missing.
+    """
     settings = None
     if agent.model is not None:
         settings = resolve_sibling(agent.model, caller, endpoints)
@@ -165,7 +185,7 @@ def _own_model(
         settings = caller
     if settings is not None:
         key_for(settings, caller, api_key)
-        # The rows may have those of simulated users.
+        # A simulated user's script may be given per row, so a missing one is no error here.
         if settings.api == SCRIPTED and (agent.script is not None or isinstance(agent, Subagent)):
             try:
                 parse_script(agent.script)
@@ -175,16 +195,17 @@ def _own_model(
 
 
 def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
-    """The key of a model's endpoint: `api_key` if it is the caller's endpoint.
+    """The key of a model's endpoint.
 
-    Otherwise, and without an `api_key`, from the environment. Raises `MissingKey`.
+    It is `api_key` at the caller's endpoint. At others, and if `api_key` is None, it comes from the
+    environment. Raises `MissingKey`.
     """
     if api_key is not None and settings.base_url == caller.base_url:
         return api_key
     return read_key(settings)
 
 
-def _load(place: str) -> Approve:
+def _load_hook(place: str) -> Approve:
     from toolsets.catalog.custom import import_function
 
     return import_function(place, "approve")
@@ -192,75 +213,79 @@ def _load(place: str) -> Approve:
 
 def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     """The schemas of everything that the model of a conversation can call."""
-    own: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
+    schemas: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
     if options.subagents:
-        from agent.loop.subagents import schema_of
+        from agent.loop.subagents import subagent_schema
 
-        own += [schema_of(agent) for agent in options.subagents]
-    return offered(own, options)
+        schemas += [subagent_schema(agent) for agent in options.subagents]
+    return add_completion_tools(schemas, options)
 
 
 def schemas_of_inner(
     setup: Setup, options: AgentOptions, name: str
 ) -> list[Mapping[str, Any]] | None:
-    """What the conversations of a subagent, or a preparation, were offered; None for other names.
+    """The schemas offered to the inner conversation `name`: a subagent's, or the preparation.
 
-    Subagents are among it, though at the greatest depth they cannot be called.
+    Includes subagents, although conversations at the maximum depth cannot call them. None for any
+    other name.
     """
     if name == PREPARATION:
-        given = options.preparation_toolsets
-        inner = setup if given is None else setup.only(given)
+        toolsets = options.preparation_toolsets
+        inner = setup if toolsets is None else setup.only(toolsets)
         return schemas_for(inner, options.model_copy(update={"completion_tools": False}))
     if name not in setup.subagents:
         return None
     called = next(agent.subagents for agent in options.subagents if agent.name == name)
     inner = replace(setup, tools=setup.subagents[name].tools)
     known = tuple(agent for agent in options.subagents if agent.name in called)
-    own = inherited_from(options, max_turns=1).model_copy(update={"subagents": known})
-    return schemas_for(inner, own)
+    inner_options = inherited_from(options, max_turns=1).model_copy(update={"subagents": known})
+    return schemas_for(inner, inner_options)
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Gives one conversation and its subagents their models and tools."""
+    """The models and tools of one conversation and its subagents."""
 
     setup: Setup
     context: ToolContext
     pool: ModelPool
     call_timeout_s: float
     gate: Callable[[Model], Model] = lambda model: model
-    """Wraps each model."""
+    """Wraps each model before it is asked."""
     kept: Kept = None
-    """Awaited before each call of a tool."""
+    """Awaited before each tool call, so that all events so far are on disk; None: no need."""
 
     def model(self, script: Sequence[ScriptedTurn], *, start: int) -> Model:
-        """The model of the conversation; "scripted" plays `script` from turn `start` on."""
+        """The model of the conversation; a scripted model plays `script` from turn `start` on."""
         if self.setup.settings.api == SCRIPTED:
             return self.gate(ScriptedModel(script, start=start))
         return self.gate(self.pool.get(self.setup.settings))
 
     def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
-        """The tools of the conversation, or of some of its toolsets."""
-        return self._box(self.setup.tools if toolsets is None else self.setup.only(toolsets).tools)
+        """The tools of the conversation; with `toolsets`, only tools of these."""
+        return self._make_toolbox(
+            self.setup.tools if toolsets is None else self.setup.only(toolsets).tools
+        )
 
     def subagent_toolbox(self, agent: Subagent) -> Toolbox:
         """The tools of a subagent, in the workspace of the conversation."""
-        return self._box(self.setup.subagents[agent.name].tools)
+        return self._make_toolbox(self.setup.subagents[agent.name].tools)
 
-    def _box(self, tools: Sequence[Tool]) -> Toolbox:
+    def _make_toolbox(self, tools: Sequence[Tool]) -> Toolbox:
         return Toolbox(
             tools, self.context, call_timeout_s=self.call_timeout_s, before_call=self.kept
         )
 
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
-        """The model of a subagent in its conversation; None: its caller's."""
+        """The own model of a subagent in its conversation; None: the model of its caller."""
         settings = self.setup.subagents[agent.name].settings
         return self._own_model(settings, agent.script, replies_played(conversation, self.setup))
 
     def user_model(self, user: SimulatedUser, begun: Trajectory, written: int) -> Model | None:
-        """The model that plays the user, who has written so many messages; None: the agent's.
+        """The model that plays the user; None: the model of the conversation.
 
-        `begun` is the conversation in which it writes the next one.
+        `begun` is the inner conversation in which it writes its next message, and `written` is how
+        many messages it has written before.
         """
         start = written + replies_played(begun, self.setup)
         return self._own_model(self.setup.user, user.script, start)
@@ -274,7 +299,7 @@ class Home:
 
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:
-    """How many turns of its script a conversation has used, inner conversations included."""
+    """The number of turns of the script that a conversation has used, with inner conversations."""
     played = len(conversation.replies)
     played += sum(not is_cost_only(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():

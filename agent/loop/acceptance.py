@@ -1,7 +1,7 @@
 """Checks a model's reply before it becomes part of the conversation.
 
-An unusable reply is discarded. Otherwise only call ids change, which must be unique, and tool names
-if `repair_tool_names` is on.
+An unusable reply is discarded. In a usable one only call ids change, which must be unique, and tool
+names if `repair_tool_names` is on.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from agent.options import AgentOptions
 from batch_trajectories.basics import exact_json
 
 _CLOSE = 0.8
-"""How similar a misspelt name must be to a known one (ratio of difflib)."""
+"""Minimum similarity of a misspelt name to a known one (ratio of difflib, 0 to 1)."""
 
 RUN_CALLS = 128
-"""Maximum calls of one reply that are run; the others get a result that says so. Models never need
-as many, and a worker stays responsive while they run."""
+"""Maximum calls of one reply that are run; further calls get a result that says so.
+
+Models never need as many, and a worker stays responsive while they run.
+"""
 
 MAX_CALLS = 1_000
 """A reply with more calls is discarded: their results would make the next request huge."""
 
 
 def why_unusable(completion: Completion, request: Request, options: AgentOptions) -> str | None:
-    """Why a reply is unusable, so that the model is asked again; None if it is usable.
-
-    After a reply that was cut or refused the model is not asked again: the next would be the same.
-    """
+    """The reason why a reply is unusable and the model is asked again; None if it is usable."""
     message = completion.message
     calls = message.get("tool_calls", ())
     if len(calls) > MAX_CALLS:
         return "too_many_calls"
     if completion.finish_reason not in ("stop", "tool_calls"):
-        return None
+        return None  # cut or refused: the next reply would be, too
     text = split_inline_reasoning(message["content"]).rest
     if opens_reasoning(text):
         return "unclosed_reasoning"
@@ -55,7 +54,7 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
 def _leaks(message: Message, request: Request) -> bool:
     """Whether a reply without calls has a call in its text or its reasoning.
 
-    If calls are allowed, it is not asked for again: the conversation ends with it, see
+    If calls are allowed, the model is not asked again: the conversation ends with such a reply, see
     `agent.loop.rules`.
     """
     names = {tool["function"]["name"] for tool in request.tools}

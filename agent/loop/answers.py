@@ -1,9 +1,9 @@
 """Compare a final answer with the expected one, as graders of the field do.
 
-Models answer in sentences, so the answer has to be found first. Where it stands follows from what
-is expected: a number, a letter of a multiple-choice question, a formula or a text.
+Models answer in sentences, so the answer has to be found first. Where it stands depends on what is
+expected: a number, a letter of a multiple-choice question, a formula or a text.
 
-The rules for numbers are those of GSM8K (`#### 42`), the ones for formulas those of MATH
+Numbers are compared by the rules of GSM8K (`#### 42`), formulas by the rules of MATH
 (`\\boxed{...}`); see the datasets `openai/gsm8k` and `hendrycks/competition_math`.
 """
 
@@ -14,12 +14,12 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agent.options import Match
 
 TOLERANCE = 1e-6
-"""Largest relative difference of two numbers, if at least one of them is no whole number."""
+"""Maximum relative difference of two equal numbers, unless both are whole numbers."""
 
 _READ_CHARS = 20_000
 """Characters that are read at the end of an answer, so that a long one costs little work."""
@@ -35,7 +35,7 @@ _NUMBER = re.compile(
 _POWER = re.compile(r"\s*(?:\\times|\\cdot|[×x*·])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?")
 """`3 \\times 10^{5}`: the exponent."""
 
-_SAYS = re.compile(
+_INTRODUCES = re.compile(
     r"(?:\b(?:answer|choice|option|result)\b(?:\s+here)?\s+(?:is|would be|should be|equals)"
     r"|\banswer\b|\\therefore)\s*[:=]?\s*",
     re.IGNORECASE,
@@ -67,28 +67,28 @@ def matches(
     if rule == "exact":
         return answer.strip().casefold() == expected.strip().casefold()
     if rule == "contains":
-        return _holds(_plain(answer), _plain(wanted))
+        return _contains_words(_normalize_text(answer), _normalize_text(wanted))
     answer = answer.strip()[-_READ_CHARS:]
     if rule == "choice":
         return choices_in(answer) == _letters(wanted)
     if rule == "number":
         number, given = number_of(wanted), number_in(answer, question)
         return number is not None and given is not None and are_equal(given, number, tolerance)
-    if rule == "boxed" and (found := _in_last_box(answer)) is not None:
+    if rule == "boxed" and (found := _last_box(answer)) is not None:
         return are_same(found, wanted)
     if rule == "last_line":
-        return are_same(_unmarked(_last_line(answer)), wanted)
-    return any(are_same(one, wanted) for one in _places(answer))
+        return are_same(_remove_introduction(_last_line(answer)), wanted)
+    return any(are_same(one, wanted) for one in _candidate_texts(answer))
 
 
 def rule_for(expected: str) -> Match | Literal["text"]:
-    """How `auto` compares with an expected answer."""
+    """The rule by which `auto` compares answers with this expected answer."""
     wanted = expected_in(expected)
     if _CHOICE.fullmatch(wanted) or _SEVERAL.fullmatch(wanted):
         return "choice"
     if number_of(wanted) is not None:
         return "number"
-    if "\\" in wanted or _in_last_box(expected) is not None:
+    if "\\" in wanted or _last_box(expected) is not None:
         return "boxed"
     return "text"
 
@@ -97,7 +97,7 @@ def describe_rule(expected: str, match: Match = "auto") -> str:
     """A sentence that says which answers pass, for a row with this expected answer."""
     wanted = expected_in(expected)
     shown = wanted if len(wanted) <= 60 else f"{wanted[:57]}..."
-    said = {
+    condition = {
         "exact": f"it is {shown!r}, ignoring case and outer space",
         "contains": f"it contains {shown!r} as whole words",
         "choice": f"the letter that it ends with, or says after 'answer is', is {shown}",
@@ -108,14 +108,14 @@ def describe_rule(expected: str, match: Match = "auto") -> str:
         "text": "the whole of it, its last line, its last \\boxed{} or what follows 'answer is' is "
         f"{shown!r}",
     }
-    return f"an answer passes if {said[rule_for(expected) if match == 'auto' else match]}"
+    return f"an answer passes if {condition[rule_for(expected) if match == 'auto' else match]}"
 
 
 def expected_in(column: str) -> str:
     """The answer in a column, which may hold a whole solution of GSM8K or MATH."""
     if _GSM8K in column:
         return column.rpartition(_GSM8K)[2].strip()
-    boxed = _in_last_box(column)
+    boxed = _last_box(column)
     answer = column if boxed is None else boxed
     return re.sub(r"^\\text(?:bf)?\{([^{}]*)\}$", r"\1", answer.strip()).strip()
 
@@ -124,8 +124,8 @@ def expected_in(column: str) -> str:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is, with its unit or currency; None if it is none, or several."""
-    text = _without_layout(text).strip().rstrip(".")
+    """Read a text that is one number, with a unit or currency; None for any other text."""
+    text = _remove_layout(text).strip().rstrip(".")
     text = re.sub(r"^\$(.*)\$$", r"\1", text)  # a formula between dollars
     text = re.sub(r"^[A-Za-z]\w?\s*=\s*", "", text)
     found = list(_numbers(text))
@@ -139,22 +139,22 @@ def number_of(text: str) -> Fraction | None:
 
 
 def number_in(answer: str, question: str = "") -> Fraction | None:
-    """The number that an answer gives: after its last mark, or else its last one.
+    """The number that an answer gives: the one after its last mark, or else its last number.
 
-    A number at the end that repeats the question with the word before it ("below 1000") is not the
-    answer; the one before it is.
+    If the last number only repeats the question, together with the word before it ("below 1000"),
+    the number before it counts. None if the answer gives no number.
     """
-    for text in _after_marks(answer):
-        if found := list(_numbers(_without_layout(text))):
-            return found[0][0]
-    text = _without_layout(answer)
+    for text in _marked_texts(answer):
+        if found := list(_numbers(_remove_layout(text))):
+            return found[0].value
+    text = _remove_layout(answer)
     found = list(_numbers(text))
-    asked = _without_layout(question).casefold()
-    while len(found) > 1 and (phrase := _with_word_before(text, *found[-1][1:])):
+    asked = _remove_layout(question).casefold()
+    while len(found) > 1 and (phrase := _number_phrase(text, found[-1])):
         if phrase.casefold() not in asked:
             break
         found.pop()
-    return found[-1][0] if found else None
+    return found[-1].value if found else None
 
 
 def are_equal(one: Fraction, other: Fraction, tolerance: float = TOLERANCE) -> bool:
@@ -166,8 +166,15 @@ def are_equal(one: Fraction, other: Fraction, tolerance: float = TOLERANCE) -> b
     return abs(one - other) <= Fraction(tolerance) * max(abs(one), abs(other))
 
 
-def _numbers(text: str) -> Iterator[tuple[Fraction, int, int]]:
-    """The numbers in a text, each with its start and end."""
+class _FoundNumber(NamedTuple):
+    """A number in a text, with its start and end."""
+
+    value: Fraction
+    start: int
+    end: int
+
+
+def _numbers(text: str) -> Iterator[_FoundNumber]:
     end = 0
     for found in _NUMBER.finditer(text):
         if found.start() < end:
@@ -187,17 +194,17 @@ def _numbers(text: str) -> Iterator[tuple[Fraction, int, int]]:
             number *= Fraction(10) ** int(power[1])
             end = power.end()
         start = found.start() + len(found[0]) - len(found[0].lstrip())
-        yield number, start, end
+        yield _FoundNumber(number, start, end)
 
 
-def _with_word_before(text: str, start: int, end: int) -> str:
-    """A number with the word before it; "" if none is there."""
-    word = re.search(r"([A-Za-z]+)\s+$", text[:start])
-    return f"{word[1]} {text[start:end]}" if word else ""
+def _number_phrase(text: str, number: _FoundNumber) -> str:
+    """A number with the word before it; "" if there is no word."""
+    word = re.search(r"([A-Za-z]+)\s+$", text[: number.start])
+    return f"{word[1]} {text[number.start : number.end]}" if word else ""
 
 
-def _without_layout(text: str) -> str:
-    """A text with the characters of numbers as ASCII has them, and fractions of LaTeX as a/b."""
+def _remove_layout(text: str) -> str:
+    """A text with numbers in ASCII characters, and fractions of LaTeX as a/b."""
     text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
     text = re.sub(r"(?<=\d)(?:\\[,;! ]|[\u2009\u202f\u00a0'’_])(?=\d{3}\b)", "", text)
@@ -206,7 +213,7 @@ def _without_layout(text: str) -> str:
     text = re.sub(r"\^\s*\{?\\circ\}?", "°", text)
     text = re.sub(r"\\[dt]?frac\s*\{\s*([-+]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1/\2", text)
     text = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r"\1/\2", text)
-    return _without_emphasis(text)
+    return _remove_emphasis(text)
 
 
 # Letters of multiple-choice questions.
@@ -214,17 +221,21 @@ def _without_layout(text: str) -> str:
 
 def choices_in(answer: str) -> frozenset[str]:
     """The letters that an answer chooses; empty if it chooses none."""
-    boxed = _in_last_box(answer)
+    boxed = _last_box(answer)
     if boxed is not None and (letters := _letters(re.sub(r"\\text(?:bf)?|[{}]", "", boxed))):
         return letters
     plain = re.sub(r"\*\*|__|`|\\text|[{}$]", "", answer)
-    for found in reversed(list(_SAYS.finditer(plain))):
+    for found in reversed(list(_INTRODUCES.finditer(plain))):
         rest = re.sub(r"^(?:option|choice)s?\s*", "", plain[found.end() :], flags=re.IGNORECASE)
         # "A" may be a word here: "the answer is A good one".
         word = re.match(r"\s*\(?(?:([B-HJ])|(A)(?=\s(?:because|since|as|and)\b))\b", rest)
-        if letters := _leading(rest) or frozenset((word[1] or word[2]) if word else ""):
+        if letters := _leading_letters(rest) or frozenset((word[1] or word[2]) if word else ""):
             return letters
-    if letters := _letters(_last_line(plain)) or _leading(_last_line(plain)) or _leading(plain):
+    if (
+        letters := _letters(_last_line(plain))
+        or _leading_letters(_last_line(plain))
+        or _leading_letters(plain)
+    ):
         return letters
     if last := re.search(rf"[.!:]\s*\(?([{_CHOICES}])\)?\.?$", _last_line(plain)):
         return frozenset(last[1])
@@ -245,7 +256,7 @@ def _letters(text: str) -> frozenset[str]:
     return frozenset()
 
 
-def _leading(text: str) -> frozenset[str]:
+def _leading_letters(text: str) -> frozenset[str]:
     """The letters at the beginning of a text: "(B) because", "B. Paris", "A and C"."""
     several = re.match(
         rf"\s*\(?[{_CHOICES}]\)?(?:\s*(?:,|;|&|and)\s*\(?[{_CHOICES}]\)?(?!\w))+", text
@@ -263,14 +274,14 @@ def _leading(text: str) -> frozenset[str]:
 
 
 def are_same(one: str, other: str) -> bool:
-    """Whether two texts or formulas say the same, as numbers, as sets, or when normalized."""
+    """Whether two texts or formulas are equal as numbers, as lists, or after normalization."""
     first, second = number_of(one), number_of(other)
     if first is not None and second is not None:
         return are_equal(first, second)
-    left, right = _formula(one), _formula(other)
+    left, right = _normalize_formula(one), _normalize_formula(other)
     if left == right:
         return bool(left) or one.strip() == other.strip()
-    parts, others = _parts(left), _parts(right)
+    parts, others = _split_items(left), _split_items(right)
     if len(parts) != len(others) or len(parts) < 2:
         return False
     if left[:1] not in "([" or right[:1] not in "([":  # a list or a set: in any order
@@ -280,7 +291,7 @@ def are_same(one: str, other: str) -> bool:
     return all(are_same(a, b) for a, b in zip(parts, others, strict=True))
 
 
-def _parts(formula: str) -> list[str]:
+def _split_items(formula: str) -> list[str]:
     """The items of a tuple, a set or a list."""
     inner = re.sub(r"^(?:\\\{|[({\[])(.*?)(?:\\\}|[)}\]])$", r"\1", formula)
     items, depth = [""], 0
@@ -293,11 +304,11 @@ def _parts(formula: str) -> list[str]:
     return items
 
 
-def _formula(text: str) -> str:
-    """A text in one form: without layout, units in words, spaces and letters' case."""
+def _normalize_formula(text: str) -> str:
+    """A text in a normal form: without layout, spaces, and upper and lower case."""
     text = " ".join(unicodedata.normalize("NFKC", text).replace("−", "-").split())
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text, flags=re.DOTALL).strip().strip("$").strip()
-    text = _without_emphasis(text)
+    text = _remove_emphasis(text)
     text = text.replace("\\\\", ";")  # rows of a matrix
     text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])", "", text)
     text = re.sub(
@@ -318,13 +329,13 @@ def _formula(text: str) -> str:
     return re.sub(r"\s+", "" if "\\" in text or "=" in text else " ", text).casefold()
 
 
-def _plain(text: str) -> str:
-    """A text without letters' case, and with one space between its words."""
+def _normalize_text(text: str) -> str:
+    """A text in lower case, with one space between its words."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _holds(text: str, wanted: str) -> bool:
-    """Whether a text contains another one, not as a part of a longer word or number."""
+def _contains_words(text: str, wanted: str) -> bool:
+    """Whether a text contains `wanted`, not as a part of a longer word or number."""
     start = text.find(wanted) if wanted else -1
     while start >= 0:
         around = text[max(0, start - 1) : start], text[start + len(wanted) :][:1]
@@ -335,30 +346,30 @@ def _holds(text: str, wanted: str) -> bool:
     return False
 
 
-def _places(answer: str) -> Iterator[str]:
-    """Where an answer may say what is expected: as a whole, after a mark, in its last line."""
+def _candidate_texts(answer: str) -> Iterator[str]:
+    """The texts that may be the answer itself: all of it, the text after a mark, its last line."""
     yield answer
-    yield from _after_marks(answer)
-    yield _unmarked(_last_line(answer))
+    yield from _marked_texts(answer)
+    yield _remove_introduction(_last_line(answer))
 
 
-def _after_marks(answer: str) -> Iterator[str]:
+def _marked_texts(answer: str) -> Iterator[str]:
     """Yield the texts after the marks of an answer: `####`, the last box, "answer is"."""
     if _GSM8K in answer:
         yield answer.rpartition(_GSM8K)[2].strip().partition("\n")[0]
-    boxed = _in_last_box(answer)
+    boxed = _last_box(answer)
     if boxed is not None:
         yield boxed
-    plain = _without_emphasis(answer)
-    if said := list(_SAYS.finditer(plain)):
-        line = plain[said[-1].end() :].strip().partition("\n")[0].strip()
+    plain = _remove_emphasis(answer)
+    if found := list(_INTRODUCES.finditer(plain)):
+        line = plain[found[-1].end() :].strip().partition("\n")[0].strip()
         if line:
             yield line
             if sentence := re.match(r"(.+?)[.!](?:\s|$)", line):
                 yield sentence[1]
 
 
-def _in_last_box(text: str) -> str | None:
+def _last_box(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` of a text; None if no box is closed."""
     begins = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
     if not begins:
@@ -371,7 +382,7 @@ def _in_last_box(text: str) -> str | None:
     return None
 
 
-def _without_emphasis(text: str) -> str:
+def _remove_emphasis(text: str) -> str:
     """Remove the marks of Markdown for bold text and code."""
     return re.sub(r"\*\*|__|`", "", text)
 
@@ -380,9 +391,9 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
 
 
-def _unmarked(line: str) -> str:
-    """A line without what introduces an answer, and without emphasis."""
-    line = _without_emphasis(line).strip()
+def _remove_introduction(line: str) -> str:
+    """A line without an introduction such as "The answer is", and without emphasis."""
+    line = _remove_emphasis(line).strip()
     return re.sub(
         r"^(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*)", "", line, flags=re.I
     ).strip()

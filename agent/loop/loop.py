@@ -1,15 +1,15 @@
 """The agent loop: call the model, run its tool calls, until the conversation ends.
 
-Every reply and every tool result is journaled before anything else is done with it. Mistakes of the
-model and failures of tools become error results. Only a failed endpoint, a failed machine and
-cancellation are exceptions; the next attempt then resumes from the journal. `agent.loop.rules`
-decides each step.
+Every reply and every tool result is journaled before it is used. Mistakes of the model and failures
+of tools become error results. Only a failed endpoint, a failed machine and cancellation raise; the
+next attempt then resumes from the journal. `agent.loop.rules` decides each step.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
@@ -23,7 +23,7 @@ from agent.loop.rules import (
     RunTools,
     ending_of_refusal,
     next_step,
-    over_time,
+    time_limit_ending,
 )
 from agent.loop.tools import AgentTools
 from agent.messages.message import UNREADABLE, Event, SubEvent, ToolCall
@@ -75,32 +75,25 @@ async def run_agent(
 ) -> Finish:
     """Continue `trajectory` to its ending and return how it ended.
 
-    `ask_user` has the simulated user write its next message, or returns an ending.
-    `conversation` is the id that its requests have.
-    Raises `ModelError` if the endpoint failed after all retries, and `CancelledError` if it is
-    cancelled; `trajectory` then has everything that happened before.
+    `ask_user` has the simulated user write its next message; it returns an ending if that failed.
+    `conversation` is the id that the requests carry. Raises `ModelError` if the endpoint failed
+    after all retries, and `CancelledError` if it is cancelled; `trajectory` then has everything
+    that happened before.
     """
-
-    def record(event: Event) -> None:
-        journal(event)
-        trajectory.apply(event)
-
+    loop = _Loop(
+        trajectory=trajectory,
+        model=model,
+        tools=tools,
+        spec=spec,
+        journal=journal,
+        on_event=on_event,
+        conversation=conversation,
+    )
     while True:
         match next_step(trajectory, spec):
             case CallModel(tool_choice):
                 try:
-                    record(
-                        await _ask(
-                            model,
-                            tool_choice,
-                            trajectory,
-                            tools,
-                            spec,
-                            record,
-                            on_event,
-                            conversation,
-                        )
-                    )
+                    loop.record(await loop.call_model(tool_choice))
                 except ConversationChanged:
                     continue
                 except ModelError as error:
@@ -108,11 +101,11 @@ async def run_agent(
                         raise
                     return end
             case RunTools(calls):
-                await _answer(calls, trajectory, tools, spec, record, on_event)
+                await loop.run_tools(calls)
             case ResumeTool() as step:
-                record(await _continue(step, trajectory, tools, spec, on_event))
+                loop.record(await loop.resume_tool(step))
             case AddNote(reason, text):
-                record(note_event(trajectory.turns, reason, text))
+                loop.record(note_event(trajectory.turns, reason, text))
             case AskUser():
                 assert ask_user is not None
                 if (end := await ask_user()) is not None:
@@ -122,131 +115,124 @@ async def run_agent(
                 return end
 
 
-async def _ask(
-    model: Model,
-    tool_choice: Literal["auto", "none"],
-    trajectory: Trajectory,
-    tools: AgentTools,
-    spec: ConversationSpec,
-    record: Journal,
-    on_event: StreamHandler | None,
-    conversation: str,
-) -> Event:
-    turn = trajectory.turns + 1
-    if on_event is not None and turn > 1:
-        on_event({"type": "turn_start", "turn_index": turn - 1})
-    deadline = _deadline(trajectory, spec)
-    clock = Clock()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loop:
+    """One run of the loop: takes the steps that the rules decide on."""
 
-    def pay(unreadable: Completion) -> None:
-        # A new clock: the time until now counts for the reply that follows.
-        record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
+    trajectory: Trajectory
+    model: Model
+    tools: AgentTools
+    spec: ConversationSpec
+    journal: Journal
+    on_event: StreamHandler | None
+    conversation: str
 
-    request = Request(
-        trajectory.messages,
-        tools.schemas,
-        tool_choice,
-        on_delta=on_event,
-        deadline=deadline,
-        on_unreadable=pay,
-        conversation=conversation,
-    )
-    try:
-        async with deadline:
-            completion = await model.complete(request)
-    except TimeoutError:
-        if not deadline.has_passed:
-            raise
-        return cut_event(turn, clock, waited_s=deadline.waited_s)
-    make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
-    why = why_unusable(completion, request, spec.options)
-    if spec.options.repair_tool_names and why is None:
-        repair_names(completion.message, tools.names)
-    before = trajectory.replies
-    return reply_event(
-        turn, completion, clock, discarded=why, waited_s=deadline.waited_s, before=before
-    )
+    def record(self, event: Event) -> None:
+        """Journal an event, then apply it."""
+        self.journal(event)
+        self.trajectory.apply(event)
 
+    async def call_model(self, tool_choice: Literal["auto", "none"]) -> Event:
+        """Ask the model for its next reply; returns the reply, or that the time limit cut it."""
+        trajectory, options = self.trajectory, self.spec.options
+        turn = trajectory.turns + 1
+        if self.on_event is not None and turn > 1:
+            self.on_event({"type": "turn_start", "turn_index": turn - 1})
+        deadline = self._deadline()
+        clock = Clock()
 
-def _deadline(trajectory: Trajectory, spec: ConversationSpec) -> Deadline:
-    """The deadline of the next call."""
-    limit = spec.options.max_conversation_s
-    if limit is None:
-        return Deadline(None)
-    return Deadline(limit - trajectory.outermost().seconds_at_work())
+        def record_unreadable(completion: Completion) -> None:
+            # A new clock: the time until now counts for the reply that follows.
+            self.record(reply_event(turn, completion, Clock(), discarded=UNREADABLE))
 
+        request = Request(
+            trajectory.messages,
+            self.tools.schemas,
+            tool_choice,
+            on_delta=self.on_event,
+            deadline=deadline,
+            on_unreadable=record_unreadable,
+            conversation=self.conversation,
+        )
+        try:
+            async with deadline:
+                completion = await self.model.complete(request)
+        except TimeoutError:
+            if not deadline.has_passed:
+                raise
+            return cut_event(turn, clock, waited_s=deadline.waited_s)
+        make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
+        why = why_unusable(completion, request, options)
+        if options.repair_tool_names and why is None:
+            repair_names(completion.message, self.tools.names)
+        return reply_event(
+            turn,
+            completion,
+            clock,
+            discarded=why,
+            waited_s=deadline.waited_s,
+            before=trajectory.replies,
+        )
 
-async def _answer(
-    calls: list[tuple[int, ToolCall]],
-    trajectory: Trajectory,
-    tools: AgentTools,
-    spec: ConversationSpec,
-    record: Journal,
-    on_event: StreamHandler | None,
-) -> None:
-    turn = trajectory.turns
+    async def run_tools(self, calls: list[tuple[int, ToolCall]]) -> None:
+        """Run the calls and record their results, at the same time where that is allowed."""
+        options = self.spec.options
+        if not options.parallel_tools or self.tools.need_order(calls):
+            for n, call in calls:
+                await self._run_and_record(n, call)
+                if time_limit_ending(self.trajectory, options):
+                    return
+            return
+        # If one call raises, the results of the others must still be recorded.
+        running = (self._run_and_record(n, call) for n, call in calls)
+        for failure in await asyncio.gather(*running, return_exceptions=True):
+            if failure is not None:
+                raise failure
 
-    async def answer(n: int, call: ToolCall) -> None:
+    async def _run_and_record(self, n: int, call: ToolCall) -> None:
+        turn = self.trajectory.turns
         clock = Clock()
         result = _TOO_MANY_CALLS
         if n < RUN_CALLS:
-            result = await _call(call, None, tools, trajectory, spec)
-        record(result_event(turn, n, call, result, clock))
-        if on_event is not None:
-            on_event(_stream_event(call, result, clock))
+            result = await self._run(call, None)
+        self.record(result_event(turn, n, call, result, clock))
+        if self.on_event is not None:
+            self.on_event(_stream_event(call, result, clock))
 
-    if not spec.options.parallel_tools or tools.need_order(calls):
-        for n, call in calls:
-            await answer(n, call)
-            if over_time(trajectory, spec.options):
-                return
-        return
-    # If one call raises, the results of the others must still be recorded.
-    done = await asyncio.gather(*(answer(n, call) for n, call in calls), return_exceptions=True)
-    for failure in done:
-        if failure is not None:
-            raise failure
+    async def resume_tool(self, step: ResumeTool) -> Event:
+        """Give the user's reply to the call that asked for it; returns the call's new result."""
+        clock = Clock()
+        result = None
+        if step.is_for_tool:
+            result = await self._run(step.call, step.reply)
+            if self.on_event is not None:
+                self.on_event(_stream_event(step.call, result, clock))
+        return continued_event(step.result, step.reply, result, clock)
 
+    async def _run(self, call: ToolCall, user_reply: str | None) -> ToolResult:
+        # The time limit cuts off a tool; a subagent checks it in its own conversation.
+        is_subagent = self.tools.is_subagent(call["function"]["name"])
+        if self.spec.options.max_conversation_s is None or is_subagent:
+            return await self.tools.call(call, user_reply)
+        deadline = self._deadline()
+        try:
+            async with deadline:
+                return await self.tools.call(call, user_reply)
+        except TimeoutError:
+            if not deadline.has_passed:
+                raise
+            text = _INTERRUPTED.format("time_limit")
+            return ToolResult(text, True, {"failure": "interrupted"})
 
-async def _call(
-    call: ToolCall,
-    user_reply: str | None,
-    tools: AgentTools,
-    trajectory: Trajectory,
-    spec: ConversationSpec,
-) -> ToolResult:
-    """Run a call. The time limit cuts off a tool; a subagent checks it in its own conversation."""
-    if spec.options.max_conversation_s is None or tools.is_subagent(call["function"]["name"]):
-        return await tools.call(call, user_reply)
-    deadline = _deadline(trajectory, spec)
-    try:
-        async with deadline:
-            return await tools.call(call, user_reply)
-    except TimeoutError:
-        if not deadline.has_passed:
-            raise
-        result_text = _INTERRUPTED.format("time_limit")
-        return ToolResult(result_text, True, {"failure": "interrupted"})
-
-
-async def _continue(
-    step: ResumeTool,
-    trajectory: Trajectory,
-    tools: AgentTools,
-    spec: ConversationSpec,
-    on_event: StreamHandler | None,
-) -> Event:
-    clock = Clock()
-    result = None
-    if step.is_for_tool:
-        result = await _call(step.call, step.reply, tools, trajectory, spec)
-    if result is not None and on_event is not None:
-        on_event(_stream_event(step.call, result, clock))
-    return continued_event(step.result, step.reply, result, clock)
+    def _deadline(self) -> Deadline:
+        limit_s = self.spec.options.max_conversation_s
+        if limit_s is None:
+            return Deadline(None)
+        return Deadline(limit_s - self.trajectory.outermost().seconds_at_work())
 
 
 def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> None:
-    """Give each call without a result one that says why: every call id has exactly one result.
+    """Give each call that has no result an error that says why: each call needs one result.
 
     `status` is how the conversation ended. Calls of inner conversations get results, too.
     """

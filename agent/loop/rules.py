@@ -1,7 +1,7 @@
 """The rules that decide the next step of a conversation, or end it.
 
-`next_step` is a pure function of the trajectory: a conversation that was killed and replayed
-decides as before. If several rules apply, the first in this order wins: budget, time_limit,
+`next_step` is a pure function of the trajectory: after a crash and a replay it decides as before.
+If several rules apply, the first in this order wins: budget, time_limit,
 length, leaked_call, completed, awaiting_input, repeat, errors, max_turns.
 """
 
@@ -51,11 +51,11 @@ class ResumeTool(NamedTuple):
     """The result with the question."""
     reply: str
     is_for_tool: bool
-    """The tool is called again with the reply; else only the model sees it."""
+    """Whether the tool is called again with the reply; if not, only the model sees it."""
 
 
 class AddNote(NamedTuple):
-    """Add a text for the model; `reason` names the rule."""
+    """Add a text for the model; `reason` names the rule that wrote it."""
 
     reason: str
     text: str
@@ -104,7 +104,7 @@ _SUM_UP = (
 
 @dataclass(frozen=True, slots=True)
 class ConversationSpec:
-    """What decides how one conversation runs and ends."""
+    """The options and texts that decide how one conversation runs and ends."""
 
     options: AgentOptions = field(default_factory=AgentOptions)
     expected: str | None = None
@@ -112,21 +112,22 @@ class ConversationSpec:
     user_replies: tuple[str, ...] = ()
     """The user's replies to tools that ask for input, in order."""
     user_turns: tuple[str, ...] = ()
-    """The user's messages after the first one: each follows an answer to the one before."""
+    """The user's messages after the first one: each is sent after the answer to the one before."""
     tool_names: tuple[str, ...] = ()
+    """The names of all tools that the model can call."""
 
 
 def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     """Decide the next step of conversation `t`."""
     options = spec.options
     whole = t.outermost()
-    if end := _over_budget(whole, t.turns, options) or over_time(whole, options):
+    if end := _budget_ending(whole, t.turns, options) or time_limit_ending(whole, options):
         # Subagents that a crash interrupted continue to their own ending, as without the crash.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return RunTools(begun) if begun else end
     if t.notes_of(_SUMMARY):
-        return _in_summary(t, options)
-    if end := _too_many_reasks(t, options):
+        return _summary_step(t, options)
+    if end := _reasks_ending(t, options):
         return end
     if not t.replies:
         return _opening_step(t, options)
@@ -135,27 +136,29 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return CallModel()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
-            return _continue(t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length"))
+            return _continue_step(
+                t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length")
+            )
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
         case "pause" if not t.last_calls():
-            return _continue(t, options)
+            return _continue_step(t, options)
     calls = t.open_calls()
-    if (calls or not t.last_calls()) and (leak := _leaked(t, spec)):
+    if (calls or not t.last_calls()) and (leak := _leak_ending(t, spec)):
         return leak
     if calls:
         return RunTools(calls)
     if not t.last_calls():
-        return _after_text(t, spec)
+        return _step_after_text(t, spec)
     if finish := t.finish():
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
-        return _answered(t, spec)
-    return _waiting(t, spec) or _after_results(t, options)
+        return _step_after_answer(t, spec)
+    return _question_step(t, spec) or _step_after_results(t, options)
 
 
-def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
-    """The ending if the outermost conversation, which has the budget, has exceeded it."""
+def _budget_ending(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
+    """The ending if conversation `whole`, the outermost one, has exceeded the budget."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
     if end := unknown_use(whole, dollars, tokens):
         return end
@@ -177,7 +180,7 @@ def unknown_use(t: Trajectory, dollars: float | None, tokens: int | None) -> Fin
     return None
 
 
-def over_time(t: Trajectory, options: AgentOptions) -> Finish | None:
+def time_limit_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     """The ending if the outermost conversation has exceeded its time limit."""
     limit = options.max_conversation_s
     if limit is None or (took_s := t.outermost().seconds_at_work()) < limit:
@@ -185,14 +188,14 @@ def over_time(t: Trajectory, options: AgentOptions) -> Finish | None:
     return Finish("time_limit", f"{took_s:.1f} s are over the limit of {limit:g} s")
 
 
-def _in_summary(t: Trajectory, options: AgentOptions) -> NextStep:
-    """At the turn limit: one more reply, then the end."""
+def _summary_step(t: Trajectory, options: AgentOptions) -> NextStep:
+    # At the turn limit: one more reply, then the end.
     if t.noted and t.reasks <= options.max_reasks:
         return CallModel("none")
     return Finish("max_turns")
 
 
-def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
+def _reasks_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     if t.reasks <= options.max_reasks:
         return None
     why = next(r["discarded"] for r in reversed(t.discarded) if r["discarded"] not in COST_ONLY)
@@ -202,17 +205,13 @@ def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
 def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
-
-    return CallModel("none") if t.notes_of(PLAN) else _plan_note(t) or CallModel()
-
-
-def _plan_note(t: Trajectory) -> AddNote | None:
-
-    return plan_note(t)
+    if t.notes_of(PLAN):
+        return CallModel("none")
+    return plan_note(t) or CallModel()
 
 
-def _leaked(t: Trajectory, spec: ConversationSpec) -> Finish | None:
-    """The ending if the text of the last reply holds a call: no export takes the conversation."""
+def _leak_ending(t: Trajectory, spec: ConversationSpec) -> Finish | None:
+    # No export takes a conversation whose text holds a call.
     message = t.replies[-1]["message"]
     if "unusable" in message:  # the text protocol asks again
         return None
@@ -226,14 +225,14 @@ def _leaked(t: Trajectory, spec: ConversationSpec) -> Finish | None:
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
-    """Only a reply whose text has begun can be continued, not thoughts alone."""
+    # Only a reply whose text has begun can be continued, not thoughts alone.
     if t.last_calls() or t.notes_of(CONTINUE_CUT) >= options.continue_cut:
         return False
     text = split_inline_reasoning(t.replies[-1]["message"]["content"]).rest
     return bool(text.strip()) and not opens_reasoning(text)
 
 
-def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
+def _question_step(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
     """The step for a tool that asked for the user's input."""
     if not spec.options.awaiting_input:
         return None
@@ -243,7 +242,7 @@ def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
         return Finish("awaiting_input", waiting.question)
     reply = spec.user_replies[t.replies_used]
     called = waiting.call["function"]["name"]
-    is_for_tool = not wants_other_work(reply, called=called, tools=spec.tool_names)
+    is_for_tool = not is_new_instruction(reply, called=called, tools=spec.tool_names)
     return ResumeTool(waiting.call, waiting.result, reply, is_for_tool)
 
 
@@ -252,51 +251,51 @@ def end_by_repeats(tally: Tally) -> Finish:
     return Finish("repeat", f"the same call gave the same result {tally.streak} times in a row")
 
 
-def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
+def _step_after_results(t: Trajectory, options: AgentOptions) -> NextStep:
     limit = options.repeat_limit
     if limit and t.tally.streak >= limit:
         return end_by_repeats(t.tally)
-    if end := _too_many_errors(t, options):
+    if end := _errors_ending(t, options):
         return end
-    if options.plan and (note := _plan_note(t)):
-        return _continue(t, options, note)
+    if options.plan and (note := plan_note(t)):
+        return _continue_step(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
-        return _continue(t, options, AddNote("repeat", _REPEATED))
-    return _continue(t, options)
+        return _continue_step(t, options, AddNote("repeat", _REPEATED))
+    return _continue_step(t, options)
 
 
-def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
+def _step_after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
     options = spec.options
     if "unusable" in t.replies[-1]["message"]:
-        return _too_many_errors(t, options) or _continue(
+        return _errors_ending(t, options) or _continue_step(
             t, options, AddNote("no_action", _NO_ACTION)
         )
-    if options.plan and (note := _plan_note(t)):
-        return _continue(t, options, note)
-    return _answered(t, spec)
+    if options.plan and (note := plan_note(t)):
+        return _continue_step(t, options, note)
+    return _step_after_answer(t, spec)
 
 
-def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
-    """After an answer: the user's next message, or the end."""
+def _step_after_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
+    """The step after an answer: the user's next message, or the end."""
     sent = t.notes_of(USER_TURN)
     if sent < len(spec.user_turns):
-        return _send(t, spec.options, spec.user_turns[sent])
+        return _send_user_message(t, spec.options, spec.user_turns[sent])
     user = spec.options.simulated_user
     if user is None:
         return _check_answer(t, spec)
-    from agent.loop.simulated_user import users_message
+    from agent.loop.simulated_user import user_message
 
-    text = users_message(t, sent + 1)
+    text = user_message(t, sent + 1)
     if not text:
         return AskUser() if sent < user.max_turns else _check_answer(t, spec)
     if user.stop in text:
         return _check_answer(t, spec)
-    return _send(t, spec.options, text)
+    return _send_user_message(t, spec.options, text)
 
 
-def _send(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
-    """Send the user's message; at the turn limit there is an answer, and no summary is needed."""
-    return _continue(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
+def _send_user_message(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
+    # At the turn limit no summary is asked for: there is an answer.
+    return _continue_step(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -312,10 +311,10 @@ def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if attempts >= options.expected_attempts:
         tried = "" if attempts == 1 else f" in {attempts} attempts"
         return Finish("wrong_answer", f"not the expected answer{tried}")
-    return _continue(t, options, AddNote("expected", _WRONG))
+    return _continue_step(t, options, AddNote("expected", _WRONG))
 
 
-def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
+def _errors_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
     if options.max_errors and t.tally.errors >= options.max_errors:
         return Finish("errors", f"{t.tally.errors} errors")
     if options.max_errors and t.tally.unusable_turns >= _MAX_UNUSABLE_TURNS:
@@ -323,7 +322,7 @@ def _too_many_errors(t: Trajectory, options: AgentOptions) -> Finish | None:
     return None
 
 
-def _continue(
+def _continue_step(
     t: Trajectory,
     options: AgentOptions,
     note: AddNote | None = None,
@@ -342,9 +341,9 @@ def _continue(
 
 
 def ending_of_refusal(kind: str, message: str) -> Finish | None:
-    """The ending of a conversation whose next reply the endpoint refuses; None: the call failed.
+    """The ending of a conversation whose next reply the endpoint refuses.
 
-    `kind` is that of the error, see `agent.models.errors.Kind`.
+    `kind` is the kind of the error (`agent.models.errors.Kind`). None if the call just failed.
     """
     match kind:
         case "context_exceeded":
@@ -358,7 +357,7 @@ _NOTE = "state_max_turns"
 
 
 def with_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Message]:
-    """`opening` with the turn limit in its system message, if `state_max_turns` is on."""
+    """Add the turn limit to the system message of `opening`, if `state_max_turns` is on."""
     if not options.state_max_turns:
         return list(opening)
     text = f"You have at most {options.max_turns} replies for this task."
@@ -395,10 +394,9 @@ class Waiting(NamedTuple):
 
 
 def waiting_call(t: Trajectory) -> Waiting | None:
-    """The first call of the last turn whose tool waits for the user.
+    """The first call of the last turn whose tool waits for the user; None if none does.
 
-    A tool asks with the object that it returns (see `toolsets.tool.as_result`). A reply goes to the
-    tool that asked, unless it is clearly a new instruction.
+    A tool asks with the object that it returns (see `toolsets.tool.as_result`).
     """
     for call, result in zip(t.last_calls(), t.last_results(), strict=False):
         question = result["message"].get("details", {}).get(ASKS)
@@ -407,8 +405,8 @@ def waiting_call(t: Trajectory) -> Waiting | None:
     return None
 
 
-def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:
-    """Whether a user's reply is a new instruction rather than a reply to the tool that asked."""
+def is_new_instruction(reply: str, *, called: str, tools: Sequence[str]) -> bool:
+    """Whether a user's reply is a new instruction rather than a reply to the tool `called`."""
     if any(tool != called and re.search(rf"\b{re.escape(tool)}\b", reply) for tool in tools):
         return True
     reply = reply.strip()
@@ -441,7 +439,7 @@ def plan_note(t: Trajectory) -> AddNote | None:
     begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
     if t.last_calls() and begun and t.turns - begun[-1]["turn"] < _STEP_TURNS:
         return None
-    steps = steps_of(t.replies[0]["message"]["content"])
+    steps = plan_steps(t.replies[0]["message"]["content"])
     if len(begun) < len(steps):
         number = len(begun) + 1
         text = (
@@ -453,6 +451,6 @@ def plan_note(t: Trajectory) -> AddNote | None:
     return AddNote("plan_answer", _ALL_DONE) if len(begun) == len(steps) else None
 
 
-def steps_of(plan: str) -> list[str]:
+def plan_steps(plan: str) -> list[str]:
     """The steps of a plan: the items of its list; a plan without a list is one step."""
     return [match["step"].strip() for match in _STEP.finditer(plan)] or ["do what the plan says"]

@@ -2,8 +2,8 @@
 
 It sees what a user sees: messages and answers, no tool calls and no reasoning. Each of its messages
 is an inner conversation "simulated_user#N" of one reply: paid, journaled and resumed like others.
-Journal and record hold only that reply, and once its instructions: what it saw follows from the
-messages of the conversation, and stored with each message it would grow with their square.
+Journal and record hold that reply and, once, its instructions. They do not hold the messages that
+it saw: these follow from the conversation, and copies would grow with the square of its length.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from agent.options import SimulatedUser
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
 
 _GREETING = "Hello! How can I help you?"
-"""What the assistant is said to begin with, since a user writes first in no chat API."""
+"""Opening message in the user simulator's chat.
+
+The simulator answers as `assistant`, so a message of the other role has to come first.
+"""
 
 
-def users_message(t: Trajectory, number: int) -> str:
+def user_message(t: Trajectory, number: int) -> str:
     """Message `number` (from 1) of the simulated user; "" if it is missing, or was cut."""
     return message_in(t, user_key(number))
 
@@ -45,51 +48,55 @@ def message_in(t: Trajectory, key: str) -> str:
 
 
 class UsersModel:
-    """The model of a simulated user: it sees `seen`, whatever the inner conversation stores."""
+    """The model of a simulated user: it is shown `seen`, whatever its conversation stores."""
 
     def __init__(self, model: Model, seen: Sequence[Message]) -> None:
         self._model = model
         self._seen = seen
 
     async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`. The ids of the prompt are left out, as its messages are."""
+        """See `Model.complete`."""
         completion = await self._model.complete(replace(request, messages=self._seen))
         if completion.tokens is None:
             return completion
+        # The prompt's messages are not stored, so its token ids are not either.
         return replace(completion, tokens=completion.tokens._replace(prompt=None))
 
 
-def stored_opening(seen: Sequence[Message], t: Trajectory) -> list[Message]:
-    """What of `seen` conversation `t` does not have yet: the instructions."""
+def missing_instructions(seen: Sequence[Message], t: Trajectory) -> list[Message]:
+    """The messages of `seen` that conversation `t` has to store: the instructions, only once."""
     users = (inner for inner in t.inner.values() if inner.name == SIMULATED_USER)
     return [] if any(inner.trajectory.messages for inner in users) else list(seen[:1])
 
 
-def first_seen(user: SimulatedUser) -> list[Message]:
-    """What a simulated user sees before the first message."""
+def opening_view(user: SimulatedUser) -> list[Message]:
+    """The messages that a simulated user sees before the conversation begins."""
     return [
         Message(role="system", content=user.instructions()),
         Message(role="user", content=_GREETING),
     ]
 
 
-def seen_of_agent(
-    user: SimulatedUser, said: Sequence[str], answers: Sequence[str]
+def build_user_view_of_agent(
+    user: SimulatedUser, messages: Sequence[str], answers: Sequence[str]
 ) -> list[Message]:
-    """What the user of an agent that runs as a command sees: their messages, and its answers."""
-    seen = first_seen(user)
-    for message, answer in zip(said, answers, strict=True):
+    """The chat with an agent that runs as a command, as the simulated user sees it.
+
+    `messages` are the user's messages, `answers` the agent's answers to them.
+    """
+    seen = opening_view(user)
+    for message, answer in zip(messages, answers, strict=True):
         seen.append(Message(role="assistant", content=message))
         seen.append(Message(role="user", content=split_inline_reasoning(answer).rest))
     return seen
 
 
-def seen_by_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
+def build_user_view(user: SimulatedUser, t: Trajectory) -> list[Message]:
     """The conversation as the simulated user sees it, with the roles exchanged."""
-    seen = first_seen(user)
+    seen = opening_view(user)
 
+    # Separates an answer from the text before it; empty if that was cut and is continued.
     between = ""
-    """What separates an answer from the one before; nothing from the beginning that was cut."""
 
     def say(role: Role, text: str) -> None:
         if seen[-1]["role"] == role:

@@ -1,7 +1,7 @@
 """Agents that an agent can call as tools.
 
-The calling agent sees one result. The subagent's conversation is an inner conversation of the
-caller's: part of its record, paid from its budget, and resumed after a crash.
+The calling agent sees one result. The subagent's conversation is an inner conversation of its
+caller: part of the same record, paid from the same budget, and resumed after a crash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
 
-Start = Callable[[Subagent, str, str], Awaitable[tuple[Finish, Trajectory]]]
+RunSubagent = Callable[[Subagent, str, str], Awaitable[tuple[Finish, Trajectory]]]
 """Runs a subagent, given the call id and the task; returns its ending and conversation."""
 
 
@@ -35,7 +35,7 @@ def _form(
 class SubagentTool:
     """One subagent as a tool of its caller."""
 
-    def __init__(self, subagent: Subagent, start: Start) -> None:
+    def __init__(self, subagent: Subagent, start: RunSubagent) -> None:
         self._subagent = subagent
         self._tool = _as_tool(subagent)
         self.schema = self._tool.schema
@@ -62,7 +62,7 @@ class SubagentTool:
         return ToolResult(text, True, details)
 
 
-def schema_of(subagent: Subagent) -> Mapping[str, Any]:
+def subagent_schema(subagent: Subagent) -> Mapping[str, Any]:
     """The schema of a subagent for a calling model, in OpenAI form."""
     return _as_tool(subagent).schema
 

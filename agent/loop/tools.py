@@ -1,7 +1,7 @@
 """The tools of one conversation: the toolbox, and the wrappers that options put around it.
 
-A `Caller` takes a call and returns its result. Each option that is on is a caller around the next
-caller; options that are off cost nothing.
+A `Caller` takes a call and returns its result. Each option that is on wraps the caller in another
+one; an option that is off costs nothing.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ class AgentTools:
         approved: set[bytes] | None = None,
         note_begin: Callable[[str], None] | None = None,
     ) -> None:
-        """`approved` collects the calls that are always approved, and may be shared. `note_begin`
-        gets the id of each call that must not be repeated, before its tool; see `Toolbox.call`.
+        """Raises `ValueError` for repeated and reserved tool names.
 
-        Raises `ValueError` for repeated and reserved tool names.
+        `approved` collects the calls that are always approved, and may be shared. `note_begin` gets
+        the id of each call that must not be repeated, just before its tool runs; see
+        `Toolbox.call`.
         """
         self._toolbox = toolbox
         self._trajectory = trajectory
@@ -83,19 +84,19 @@ class AgentTools:
         agents = (subagent.schema for subagent in self._subagents.values())
         own = [*toolbox.schemas, *agents]
         check_names(schema["function"]["name"] for schema in own)
-        self.schemas = offered(own, options)
+        self.schemas = add_completion_tools(own, options)
         self.names = sorted(schema["function"]["name"] for schema in self.schemas)
         call: Caller = self._call_toolbox
         if self._subagents:
-            call = _delegating(call, self._subagents)
+            call = _add_subagents(call, self._subagents)
         if options.observation_chars is not None:
-            call = _shortening(call, options.observation_chars)
+            call = _add_shortening(call, options.observation_chars)
         if approve is not None:
-            call = _approving(call, approve, set() if approved is None else approved)
+            call = _add_approval(call, approve, set() if approved is None else approved)
         if options.completion_tools:
-            call = _finishing(call)
+            call = _add_final_answer(call)
         if options.result_references:
-            call = _referring(call, trajectory)
+            call = _add_references(call, trajectory)
         self._call = call
 
     async def call(self, call: ToolCall, user_reply: str | None = None) -> ToolResult:
@@ -103,11 +104,11 @@ class AgentTools:
         return await self._call(call, user_reply)
 
     def is_subagent(self, name: str) -> bool:
-        """Whether the name is that of a subagent."""
+        """Whether `name` is the name of a subagent."""
         return name in self._subagents
 
     def is_idempotent(self, name: str) -> bool:
-        """Whether a call may be run again after a crash. A subagent may: it resumes."""
+        """Whether a call may be run again after a crash; a subagent may, since it resumes."""
         return name in self._subagents or self._toolbox.is_idempotent(name)
 
     def need_order(self, calls: Sequence[tuple[int, ToolCall]]) -> bool:
@@ -131,8 +132,10 @@ class AgentTools:
         )
 
 
-def offered(schemas: Sequence[Mapping[str, Any]], options: AgentOptions) -> list[Mapping[str, Any]]:
-    """`schemas`, and the completion tools if they are on."""
+def add_completion_tools(
+    schemas: Sequence[Mapping[str, Any]], options: AgentOptions
+) -> list[Mapping[str, Any]]:
+    """Add the completion tools to `schemas`, if they are on."""
     return [*schemas, *SCHEMAS] if options.completion_tools else list(schemas)
 
 
@@ -147,7 +150,7 @@ def check_names(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _finishing(next_caller: Caller) -> Caller:
+def _add_final_answer(next_caller: Caller) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         name = call["function"]["name"]
         if name not in RESERVED:
@@ -161,8 +164,7 @@ def _finishing(next_caller: Caller) -> Caller:
     return call
 
 
-def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
-
+def _add_references(next_caller: Caller, trajectory: Trajectory) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         function = call["function"]
         if "$$" in function["arguments"]:
@@ -174,14 +176,16 @@ def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
         result = await next_caller(call, user_reply)
         if result.is_error or user_reply is not None or function["name"] in RESERVED:
             return result
-        name = name_for(call, trajectory)
+        name = result_name(call, trajectory)
         stored = {STORED_AS: name, OWN_CHARS: len(result.content)}
-        return ToolResult(result.content + tag(name), details={**result.details, **stored})
+        return ToolResult(
+            result.content + reference_line(name), details={**result.details, **stored}
+        )
 
     return call
 
 
-def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> Caller:
+def _add_approval(next_caller: Caller, approve: Approve, approved: set[bytes]) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         name, written = call["function"]["name"], call["function"]["arguments"]
         try:
@@ -202,7 +206,10 @@ def _approving(next_caller: Caller, approve: Approve, approved: set[bytes]) -> C
 async def _why_denied(
     approve: Approve, name: str, arguments: Any, approved: set[bytes]
 ) -> str | None:
-    """Call the hook: None if it approves, else its reason or "". A hook that fails denies."""
+    """Ask the hook why a call is denied: its reason, or ""; None if it approves.
+
+    A hook that fails denies the call.
+    """
     try:
         key = exact_json.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
     except TypeError:
@@ -234,7 +241,7 @@ async def _why_denied(
     return None
 
 
-def _shortening(next_caller: Caller, limit: int) -> Caller:
+def _add_shortening(next_caller: Caller, limit: int) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         result = await next_caller(call, user_reply)
         if len(result.content) <= limit:
@@ -245,7 +252,7 @@ def _shortening(next_caller: Caller, limit: int) -> Caller:
     return call
 
 
-def _delegating(next_caller: Caller, subagents: Mapping[str, CallableAgent]) -> Caller:
+def _add_subagents(next_caller: Caller, subagents: Mapping[str, CallableAgent]) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         subagent = subagents.get(call["function"]["name"])
         return await (next_caller(call, user_reply) if subagent is None else subagent.call(call))
@@ -256,19 +263,19 @@ def _delegating(next_caller: Caller, subagents: Mapping[str, CallableAgent]) -> 
 # References: `$$TOOL-res-N` in arguments is replaced by the result of the Nth call.
 
 STORED_AS = "stored_as"
-"""Key in the details of a result: its name."""
+"""Key in the details of a result: the name by which later calls can refer to it."""
 
 _REFERENCE = re.compile(r"\$\$([A-Za-z0-9_-]+-res-[0-9]+)")
 
 MAX_RESOLVED_CHARS = 1_000_000
-"""Limit of inserted results: a result that is named many times must not use up all memory."""
+"""Maximum length of all inserted results: one that is named often must not fill the memory."""
 
 
 class UnusableReference(Exception):
-    """No result has the name, or the inserted results are too long."""
+    """A reference names no result, or the inserted results are too long."""
 
 
-def name_for(call: ToolCall, t: Trajectory) -> str:
+def result_name(call: ToolCall, t: Trajectory) -> str:
     """The name for the result of a call of the last reply; N counts all calls."""
     # Only results of earlier turns: those of a turn are added when all of them are known.
     before = sum(message["role"] == "tool" for message in t.messages)
@@ -276,44 +283,44 @@ def name_for(call: ToolCall, t: Trajectory) -> str:
     return f"{call['function']['name']}-res-{number}"
 
 
-def tag(name: str) -> str:
-    """The line for the model with the name of a result."""
+def reference_line(name: str) -> str:
+    """The line that tells the model the name of a result."""
     return f"\n[stored as $${name}; in arguments, this name stands for the result above]"
 
 
 def resolve(arguments: str, t: Trajectory) -> str:
-    """Replace names by results in the strings of `arguments` (JSON text).
+    """Replace names of results by the results in the strings of `arguments` (JSON text).
 
-    `$$` before anything else does not change. Raises `UnusableReference`. Arguments that are not
-    JSON are returned unchanged; the check of arguments will report them.
+    `$$` before any other text does not change. Arguments that are not JSON are returned unchanged;
+    the check of arguments will report them. Raises `UnusableReference`.
     """
-    room = MAX_RESOLVED_CHARS
+    chars_left = MAX_RESOLVED_CHARS
 
-    def content(match: re.Match[str]) -> str:
-        nonlocal room
-        result = _content(match[1], t)
-        room -= len(result)
-        if room < 0:
+    def insert(match: re.Match[str]) -> str:
+        nonlocal chars_left
+        result = _named_result(match[1], t)
+        chars_left -= len(result)
+        if chars_left < 0:
             raise UnusableReference(f"the results are longer than {MAX_RESOLVED_CHARS} characters")
         return result
 
-    def resolved(value: Any) -> Any:
+    def insert_all(value: Any) -> Any:
         match value:
             case str():
-                return _REFERENCE.sub(content, value)
+                return _REFERENCE.sub(insert, value)
             case list():
-                return [resolved(item) for item in value]
+                return [insert_all(item) for item in value]
             case dict():
-                return {key: resolved(item) for key, item in value.items()}
+                return {key: insert_all(item) for key, item in value.items()}
         return value
 
     try:
-        return exact_json.dumps(resolved(exact_json.loads(arguments))).decode()
+        return exact_json.dumps(insert_all(exact_json.loads(arguments))).decode()
     except (exact_json.JSONDecodeError, TypeError, RecursionError):
         return arguments
 
 
-def _content(name: str, t: Trajectory) -> str:
+def _named_result(name: str, t: Trajectory) -> str:
     for message in t.messages:
         details = message.get("details", {})
         if details.get(STORED_AS) == name:

@@ -1,1 +1,1 @@
-"""Messages, as they are stored, and what is in them."""
+"""Messages in their stored form, and functions that read their content."""

@@ -1,12 +1,12 @@
 """Tool calls that a server left in the text of a reply: its parser for them is off or failed.
 
-`FORMATS` is the table of what models write: to add one, add a line with the source of its form. The
-loop, the exports and the warnings of a run all judge by `leaked_call`.
+`FORMATS` is the table of the forms that models write. To add one, add an entry with its source. The
+loop, the exports and the warnings of a run all use `leaked_call`.
 
-A text holds such a call if a format begins in it, outside of code, and names a tool that the
-conversation offers. Where no offered tool is named, the call must begin a line and end the text, as
-calls do: an answer that mentions a format goes on. Code is what Markdown shows as code, where
-answers explain a format. Conversations without tools hold no calls.
+A text holds such a call if a call in one of the formats begins in it and names a tool on offer. If
+it names none, it must begin a line and end the text: an answer that mentions a format goes on after
+it. Markdown's code does not count, since answers explain formats there. Conversations without tools
+hold no calls.
 """
 # ruff: noqa: E501 - a row of the table is easier to compare in one line
 
@@ -31,22 +31,22 @@ _BAR = "[|｜]"
 
 
 class CallFormat(NamedTuple):
-    """How a family of models writes a call."""
+    """The form in which a family of models writes a call."""
 
     models: str
-    """For the user: whose calls look like this."""
+    """The models whose calls look like this, for the user."""
     sign: str
-    """A text without it holds no such call; cheap to look for."""
+    """A text that every such call contains; cheap to look for."""
     opening: str
-    """The pattern of its beginning, with the group `name` as far as that goes."""
+    """The pattern of a call's beginning; the group `name`, if matched, is the tool's name."""
     vllm: str
-    """The value of --tool-call-parser for vLLM, "" if it has none."""
+    """The value of --tool-call-parser for vLLM; "" if vLLM has no parser."""
     sglang: str
-    """The same for SGLang."""
+    """The value of --tool-call-parser for SGLang; "" if SGLang has no parser."""
     source: str
-    """Where the form is described: a parser of vLLM or SGLang, or a chat template."""
+    """The description of the format: a parser of vLLM or SGLang, or a chat template."""
     is_bare: bool = False
-    """It has no mark of its own, and counts only if it names an offered tool and ends the text."""
+    """The format has no mark of its own: it counts only with an offered tool, at the text's end."""
 
 
 FORMATS = (
@@ -416,10 +416,10 @@ _SIGNS_IN_ANGLES = (
     "<TOOLCALL>",
 )
 _SIGNS_IN_BRACKETS = ("[TOOL_CALLS]", "functools[", ")]")
-"""What the signs have in common: most texts are told by a few searches."""
+"""Texts that the signs have in common, so that a few searches decide for most texts."""
 
 _LATER_NAME = re.compile(r'"name"\s*:\s*"([^"\n]{1,128})"')
-"""Some models write the arguments of a call first."""
+"""The name of a call whose arguments come first, as some models write them."""
 _LATER_CHARS = 20_000
 
 _CODE = re.compile(
@@ -427,15 +427,15 @@ _CODE = re.compile(
     r"|(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n).)*?(?<!`)(?P=ticks)(?!`)",
     re.DOTALL | re.MULTILINE,
 )
-"""What Markdown shows as code; an open fence reaches to the end."""
+"""Code in Markdown; a fence that is not closed reaches to the end."""
 _CODE_INDENT = 4
 
 _CLOSES = re.compile(rf"</|\[/|<{_BAR}|{_BAR}>")
-"""What ends a call in one of the formats; a call without it was cut off."""
+"""The end of a call in one of the formats; a call without an end was cut off."""
 
 _SHOWN_CHARS = 60
-_MOST_LOOKED_AT = 200
-"""Beginnings of one format in one text: a text of nothing else must not take seconds."""
+_MAX_BEGINNINGS = 200
+"""Maximum beginnings of one format that are looked at in one text, so that none takes seconds."""
 
 
 class LeakedCall(NamedTuple):
@@ -443,21 +443,21 @@ class LeakedCall(NamedTuple):
 
     format: CallFormat
     text: str
-    """How it begins."""
+    """The beginning of the call."""
     place: Literal["text", "reasoning"]
 
     def describe(self) -> str:
-        """For a person: where it is, and how it begins."""
+        """A description for people: the place of the call, and its beginning."""
         return f"a tool call of {self.format.models} in the {self.place}: {self.text!r}"
 
 
 def leaked_call(
     content: str, reasoning: str | None, *, has_calls: bool, tools: Collection[str]
 ) -> LeakedCall | None:
-    """The first call that the parser left in a reply, None without one; `tools` are on offer.
+    """Find the first call that the server's parser left in a reply; None if there is none.
 
-    Models also write a call while they still think, and then stop: in reasoning it counts in a
-    reply without calls, if it names an offered tool.
+    `tools` are the tools on offer. A call in the reasoning counts only if it names one of them and
+    the reply has no other calls: models also write a call while they think, and then stop.
     """
     if not tools:
         return None
@@ -473,7 +473,7 @@ def leaked_call(
 
 
 def may_leak(text: str) -> bool:
-    """Whether a text must be looked at closely; takes microseconds."""
+    """Whether a text may hold a call, so that it has to be searched; takes microseconds."""
     holds = text.__contains__
     if "<" in text and any(map(holds, _SIGNS_IN_ANGLES)):
         return True
@@ -487,18 +487,18 @@ def may_leak(text: str) -> bool:
 def _find(
     text: str, tools: Collection[str], *, by_name: bool = False
 ) -> tuple[CallFormat, str] | None:
-    """The format of a call in `text`, and its beginning; `by_name`: only of an offered tool."""
+    """The format and the beginning of a call in `text`; `by_name`: it must name an offered tool."""
     if not may_leak(text):
         return None
     code = _Code(text)
     for form in FORMATS:
         if form.sign not in text:
             continue
-        for match in islice(_pattern(form.opening).finditer(text), _MOST_LOOKED_AT):
+        for match in islice(_pattern(form.opening).finditer(text), _MAX_BEGINNINGS):
             start = match.end() - len(match[0].lstrip())
             names = _names(match, text)
             is_offered = any(name in tools for name in names)
-            ends = _ends_with_it(text, match.end())
+            ends = _ends_with_call(text, match.end())
             if form.is_bare:
                 counts = is_offered and ends
             else:
@@ -528,8 +528,8 @@ def _begins_line(text: str, at: int) -> bool:
     return not text[text.rfind("\n", 0, at) + 1 : at].strip()
 
 
-def _ends_with_it(text: str, end: int) -> bool:
-    """Whether the text ends with the call whose beginning ends at `end`, or within it."""
+def _ends_with_call(text: str, end: int) -> bool:
+    """Whether the text ends with, or within, the call whose beginning ends at `end`."""
     rest = text[end:].strip()
     if not rest or rest.endswith((">", "]", "}", ")")):
         return True
@@ -560,7 +560,7 @@ class _Code:
 
 
 def parser_remedy(form: CallFormat) -> str:
-    """What turns on the parser of a self-hosted server."""
+    """The options that turn on the parser of a self-hosted server, as a text for the user."""
     if not form.vllm and not form.sglang:
         return (
             "neither vLLM nor SGLang has a parser for this format: check the chat template, which "
@@ -580,10 +580,8 @@ _NEVER_READ = ("</mm:think>", "[/THINK]")
 
 
 def holds_thought(content: str) -> bool:
-    """Whether a text has a thought that nobody split off: its end without its beginning.
-
-    The templates of reasoning models put the beginning into the prompt.
-    """
+    """Whether a text has the end of a thought without its beginning: nobody split the thought off."""
+    # Templates of reasoning models put the beginning of the thought into the prompt.
     for tag in _CLOSING_TAGS:
         if tag in content:
             text = split_inline_reasoning(content).rest

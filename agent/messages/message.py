@@ -1,7 +1,7 @@
 """Messages, and the events that a conversation is made of.
 
 A message has the form of the OpenAI chat API, plus `reasoning` for assistants and `is_error` for
-tool results. An event is something that cost money or time, or that the model was shown, and must
+tool results. An event records a cost in money or time, or a text that the model was shown: it must
 survive a crash. The journal is a list of events; replaying them restores the conversation exactly.
 """
 
@@ -18,7 +18,7 @@ from batch_trajectories.basics.exact_json import objects_among
 Role = Literal["system", "user", "assistant", "tool"]
 
 FinishReason = Literal["stop", "tool_calls", "length", "refusal", "pause", "context_exceeded"]
-"""Why a model reply ended, in the same words for every API."""
+"""The reason why a model's reply ended, in the same words for every API."""
 
 
 class FunctionCall(TypedDict):
@@ -43,10 +43,9 @@ class ToolCall(TypedDict):
 class ProviderBlocks(TypedDict):
     """Parts of a reply that go back to the provider verbatim (signatures, encrypted thoughts).
 
-    In the chat dialect it is one object with all unknown fields of the message. `api` names the
-    dialect that wrote `blocks`; only that dialect may read them. `reasoning` recognizes
-    encrypted thoughts in them. In other messages of agents they are what is no text
-    (`agent.messages.message`).
+    `api` names the dialect that wrote `blocks`; only that dialect may read them. In the chat
+    dialect `blocks` is one object with all unknown fields of the message. Messages of an agent that
+    are no replies have their pictures and files here; see `Parts`.
     """
 
     api: str
@@ -56,11 +55,11 @@ class ProviderBlocks(TypedDict):
 class Message(TypedDict, total=False):
     """One message; the keys besides `role` and `content` depend on the role.
 
-    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent if empty; `repairs`, if
-    something is not as the model wrote it ({"call": id, "name": as written},
-    {"call": "", "cut": the text that was cut off}); and `unusable`: why it has no usable step.
-    Tool: `tool_call_id`, `name`, `is_error`, and `details` (facts such as an exit code, never
-    shown to the model). `notes` names the notes that the runtime added to the content.
+    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent if empty; `repairs`, if a
+    part is not as the model wrote it ({"call": id, "name": as written},
+    {"call": "", "cut": the text that was cut off}); and `unusable`, if the reply has no usable
+    step: the reason. Tool: `tool_call_id`, `name`, `is_error`, and `details` (facts such as an exit
+    code, never shown to the model). `notes` names the notes that the runtime added to the content.
     """
 
     role: Required[Role]
@@ -78,13 +77,13 @@ class Message(TypedDict, total=False):
 
 
 OWN_CHARS = "own_chars"
-"""In the details of a result: where the tool's text ends in the content, if not at its end."""
+"""Key in the details of a result: where the tool's text ends, if other text follows it."""
 
 OWN_FROM = "own_from"
-"""In the details of a result: where the tool's last text begins, if not at the beginning."""
+"""Key in the details of a result: where the tool's last text begins, if other text precedes it."""
 
 MOST_TOKENS = 2**44
-"""No call has as many tokens: a larger count is an endpoint's mistake, and sums could overflow."""
+"""Maximum count of tokens: a larger one is an endpoint's mistake, and sums could overflow."""
 
 
 class Usage(TypedDict):
@@ -102,16 +101,16 @@ class Usage(TypedDict):
 
 
 UNREADABLE = "unreadable"
-"""A reply whose body was paid for and cannot be read: asked for again at once."""
+"""A reply that was paid for and cannot be read: the model was asked again at once."""
 
 OUT_OF_PLACE = "out_of_place"
-"""A reply whose earlier events a power loss or damage removed from the journal: asked for again."""
+"""A reply whose earlier events the journal lost (power loss, damage): the model was asked again."""
 
 WORKSPACE_LOST = "workspace_lost"
-"""A reply of a conversation that began again, since the files that it had made were lost."""
+"""A reply of a conversation that began again because the files of its workspace were lost."""
 
 COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE, WORKSPACE_LOST})
-"""Reasons of discarded replies of which only the cost matters: the rules ignore them."""
+"""Reasons of discarded replies that the rules ignore: only the cost of the reply matters."""
 
 
 class TurnTokens(TypedDict, total=False):
@@ -121,10 +120,12 @@ class TurnTokens(TypedDict, total=False):
     """
 
     shared: int
-    """How many tokens the prompt shares, from the start, with prompt and completion of the latest
-    earlier turn of the conversation that has both; 0 without such a turn."""
+    """The number of tokens, from the start, that the prompt shares with an earlier turn.
+
+    That turn is the latest one that has ids of its prompt and its completion; 0 without one.
+    """
     prompt: str
-    """Ids of the prompt after those."""
+    """Ids of the prompt after the first `shared`."""
     completion: str
     """Ids of the reply."""
     logprobs: str
@@ -132,11 +133,11 @@ class TurnTokens(TypedDict, total=False):
     texts: list[str]
     """The reply's tokens as texts, if their ids are unknown."""
     split: dict[str, str]
-    """Where the prompt does not begin with that sequence, and texts of ids are known: what was
-    `sampled` at this place, and what the prompt has `shown` there."""
+    """The texts at the first token that differs from the earlier turn: `sampled` there, and
+    `shown` in this prompt. Absent if none differs, or if the texts of ids are unknown."""
     sampling: dict[str, Any]
-    """Options of the request that change the distribution that tokens are sampled from; those that
-    it does not have are the endpoint's own."""
+    """Options of the request that change the distribution that tokens are sampled from. An option
+    that is absent was left to the endpoint."""
 
 
 class ReplyEvent(TypedDict):
@@ -144,7 +145,7 @@ class ReplyEvent(TypedDict):
 
     `discarded` says why a paid reply is not part of the conversation: it was unusable and the
     model was asked again. Its `turn` is the turn that it would have been. `inherited` marks a
-    reply that a branch has from its parent conversation, which paid for it.
+    reply that a branch took over from its parent conversation, which paid for it.
     """
 
     kind: Literal["reply"]
@@ -161,13 +162,15 @@ class ReplyEvent(TypedDict):
     extra: NotRequired[dict[str, Any]]
     """Other data of the reply; see `Completion.extra`."""
     tokens: NotRequired[TurnTokens]
-    """With `token_ids`, if the endpoint gave any."""
+    """The tokens of the reply; present with option `token_ids`, if the endpoint gave any."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
-    """Seconds of `duration_s` spent waiting for limits or a batch, if any. Records of earlier
-    versions have them only with `max_conversation_s`."""
+    """Seconds of `duration_s` spent waiting for limits or a batch, if any.
+
+    Records of earlier versions have it only with `max_conversation_s`.
+    """
     batch_item: NotRequired[str]
-    """The item of a batch job that this reply is for, even if a live call brought it."""
+    """The id of the batch item that asked for this reply, even if a live call brought it."""
 
 
 class CutEvent(TypedDict):
@@ -200,9 +203,9 @@ class ResultEvent(TypedDict):
 
 
 class BeganEvent(TypedDict):
-    """A tool is about to get the call with this id; calls that may be repeated have no such event.
+    """A tool call is about to start; calls that may be repeated have no such event.
 
-    It is written to tell, after a crash, the calls that may have run from those that only waited.
+    After a crash it tells calls that may have run from calls that were still waiting.
     """
 
     kind: Literal["began"]
@@ -225,18 +228,18 @@ class NoteEvent(TypedDict):
 
 
 class OpeningEvent(TypedDict):
-    """The messages that the conversation starts with, if they are not those of the prompt."""
+    """The messages that the conversation starts with, in place of the messages of the prompt."""
 
     kind: Literal["opening"]
     messages: list[Message]
 
 
 class Rebuild(TypedDict, total=False):
-    """How the workspace was rebuilt as of the last result, with all sessions.
+    """The rebuild of the workspace, with all sessions, as of the last result, or why it failed.
 
-    `calls` earlier calls were repeated in a fresh one, in `duration_s` seconds, with equal results.
-    Else `why` says why it was not; `turn`, `call` and `name` are of the call that stood in the way,
-    and `result` is its other result, shortened.
+    Rebuilt: `calls` earlier calls were repeated in a fresh workspace, in `duration_s` seconds, with
+    equal results. Otherwise `why` is the reason; `turn`, `call` and `name` identify the call that
+    prevented it, and `result` is its differing result, shortened.
     """
 
     calls: int
@@ -252,9 +255,8 @@ class ResumedEvent(TypedDict):
     """A later process resumed the conversation after `turn` turns.
 
     `interrupted` lists the ids of calls that may have run before the crash and were not run
-    again; `repeated` those that were run (again) because their tool is idempotent; `rebuilt` those
-    that were undone and run again.
-    `workspace_kept` is False if the workspace was lost.
+    again; `repeated` lists calls that were run (again) because their tool is idempotent; `rebuilt`
+    lists calls that were undone and run again. `workspace_kept` is False if the workspace was lost.
     """
 
     kind: Literal["resumed"]
@@ -264,7 +266,7 @@ class ResumedEvent(TypedDict):
     workspace_kept: NotRequired[bool]
     rebuilt: NotRequired[list[str]]
     rebuild: NotRequired[Rebuild]
-    """Present if calls were to be undone: see there."""
+    """Present if calls had to be undone."""
 
 
 class RestartedEvent(TypedDict):
@@ -304,10 +306,11 @@ class ExchangeEvent(TypedDict):
     `number` counts from 0 in the order of completion. `key` identifies all that decides the reply
     (see `agent.wires.reading`). `asked` is the model name that the agent asked for.
 
-    The request had the first `shared` messages of thread `of` (or of `thread` itself, without
-    `of`), then `added`, the system prompt included. With `of`, or if `shared` is 0, `thread` is
-    new; else its last reply is among the shared messages. `echoes` lists those of `added` that
-    repeat the reply of a recorded call: [index in `added`, number of the call].
+    The request's messages, the system prompt included, are a prefix and `added`. The prefix is the
+    first `shared` messages of thread `of`; if `of` is absent, of `thread`. If `of` is present or
+    `shared` is 0, this call starts thread `thread`; if not, the prefix has the thread's last reply.
+    `echoes` lists the messages of `added` that repeat the reply of a recorded call: [index in
+    `added`, number of the call].
     """
 
     kind: Literal["exchange"]
@@ -322,20 +325,23 @@ class ExchangeEvent(TypedDict):
     added: list[Message]
     echoes: NotRequired[list[list[int]]]
     shown: NotRequired[list[list[Any]]]
-    """What changes since the thread's previous call among the messages that the request shows
+    """Changes since the thread's previous call among the messages that the request shows
     otherwise than they are recorded: [position, patch]; see `agent.wires.thread`."""
     tools: NotRequired[list[dict[str, Any]]]
-    """Schemas in OpenAI form, if they differ from those of the thread's previous call."""
+    """Schemas in OpenAI form, if they differ from the schemas of the thread's previous call."""
     stripped: NotRequired[list[str]]
-    """Tools that the provider would have run, and that were removed from the request."""
+    """Tools of the provider's own, which were removed from the request."""
     reply: ReplyEvent
-    """Its `turn` is that of the thread."""
+    """The reply; its `turn` counts turns within the thread, not within the task."""
     instructed: NotRequired[bool]
-    """The first message is for this call alone: one that continues its reply by id lacks it."""
+    """The first message holds instructions for this call only.
+
+    A later call that continues this reply by id does not inherit it.
+    """
     ids: NotRequired[list[str]]
     """The ids of the reply's calls as the agent got them, if the record needs others."""
     body: dict[str, Any]
-    """The body of the reply, to answer an equal call with. Streams: put together."""
+    """The body of the reply, to answer an equal call; that of a stream, as one whole body."""
 
 
 class AgentRestartedEvent(TypedDict):
@@ -356,9 +362,10 @@ class AnsweredEvent(TypedDict):
 
 
 class AgentExitEvent(TypedDict):
-    """The agent's command ended. `exit_code` is None if it was killed because its time was up.
+    """The agent's command ended.
 
-    `stdout` and `stderr` are head and tail of the output.
+    `stdout` and `stderr` are head and tail of its output. `exit_code` is None if it was killed
+    because its time was up.
     """
 
     kind: Literal["agent_exit"]
@@ -381,16 +388,16 @@ STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 EMBEDDINGS = "embeddings"
 COMPLETION = "completion"
 PLAIN = frozenset({EMBEDDINGS, COMPLETION})
-"""Names of an agent's calls for embeddings and for OpenAI's legacy completions: no chats."""
+"""Names of an agent's calls that are no chats: embeddings, and OpenAI's legacy completions."""
 
 
 def summary_key(upto: int) -> str:
-    """The key of the inner conversation that sums up so many messages."""
+    """The key of the inner conversation that sums up the first `upto` messages."""
     return f"{SUMMARY}#{upto}"
 
 
 def summary_upto(key: str) -> int:
-    """How many messages the summary with this `summary_key` stands for."""
+    """The number of messages that the summary with this key stands for; see `summary_key`."""
     return int(key.rpartition("#")[2])
 
 
@@ -431,7 +438,7 @@ Event = (
 
 
 def failure_of(result: Message) -> str | None:
-    """How a call failed; None if it did not, or if the tool itself reports the failure."""
+    """The kind of a call's failure; None if it succeeded, or if the tool reports the failure."""
     failure = result.get("details", {}).get("failure")
     return failure if result.get("is_error") and isinstance(failure, str) else None
 
@@ -449,7 +456,7 @@ def reply_in(event: Event) -> ReplyEvent | None:
 
 
 def is_cost_only(event: Event) -> bool:
-    """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
+    """Whether an event is a discarded reply that the rules ignore; see `COST_ONLY`."""
     return event["kind"] == "reply" and event.get("discarded") in COST_ONLY
 
 
@@ -495,18 +502,18 @@ def hides_reasoning(
 ) -> bool:
     """Whether the model reasoned for a reply that has no readable reasoning.
 
-    `blocks` are its provider blocks, `extras` the `extra_content` of its calls.
-
-    The signs are a redacted or encrypted thought, the signature of a thought, or a count of
-    reasoning tokens. Some APIs encrypt empty thoughts, too: then a count of zero decides. It does
-    not decide for thoughts of Anthropic, of which gateways count only the readable text.
+    `blocks` are the provider blocks of the reply, `extras` the `extra_content` of its calls. The
+    signs are a redacted or encrypted thought, the signature of a thought, or a count of reasoning
+    tokens; None if the count is unknown.
     """
     if reasoning_tokens:
         return True
     hidden = [kind for block in blocks for kind in _hidden(block)]
+    # Gateways count only the readable text of Anthropic's thoughts: their zero decides nothing.
     if "thinking" in hidden:
         return True
-    return reasoning_tokens is None and (bool(hidden) or any(map(_is_googles, extras)))
+    # Other APIs encrypt empty thoughts, too: a count of zero decides.
+    return reasoning_tokens is None and (bool(hidden) or any(map(_is_google_signature, extras)))
 
 
 def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
@@ -519,7 +526,7 @@ def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
         if block.get("encrypted_content"):
             yield "reasoning"
     elif kind is None:  # a message of the OpenAI chat dialect
-        if _is_signed(block):
+        if _is_google_signature(block.get("extra_content")):
             yield "reasoning"
         for thought in objects_among(block.get("thinking_blocks")):
             yield from _hidden(thought)
@@ -528,27 +535,23 @@ def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
                 yield "reasoning"
 
 
-def _is_signed(part: Mapping[str, Any]) -> bool:
-    """Whether a message has the signature of a thought, as Gemini writes it."""
-    return _is_googles(part.get("extra_content"))
-
-
-def _is_googles(extra: Any) -> bool:
-    """Whether extra content of a call or a message is the signature of a thought."""
+def _is_google_signature(extra: Any) -> bool:
+    """Whether extra content of a call or a message is Gemini's signature of a thought."""
     google = extra.get("google") if isinstance(extra, dict) else None
     return isinstance(google, dict) and bool(google.get("thought_signature"))
 
 
-# Parts of messages that are not text: pictures, documents and others, kept as they came.
+# Parts of messages that are not text: pictures, documents and others, stored as they came.
 #
 # A message of an agent has them in `provider_blocks`; its text has a placeholder for each. A
-# large part is stored once, however often it is shown: `{"repeats": digest}` stands for it
+# large part is stored once, however often it is shown: `{"repeats": digest}` replaces it
 # elsewhere.
 
 REPEATS = "repeats"
+"""Key of the object that replaces a part which was stored before."""
 
 EARLIER: Literal["earlier_response"] = "earlier_response"
-"""The type of a part that stands for messages which only the endpoint has."""
+"""The type of a part that replaces messages which only the endpoint has."""
 
 _LARGE = 1000
 """Bytes of JSON from which on a part is stored once."""
@@ -556,11 +559,11 @@ _LARGE = 1000
 _IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
 
 _KIND_KEYS = frozenset(("type", "kind", *_IN_GEMINI))
-"""Keys that say what a part is."""
+"""Keys by which the kind of a part is recognized."""
 
 
 def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_response"]:
-    """What a part is: a picture, messages that are unknown, or anything else that is not text."""
+    """The kind of a part: a picture, messages that only the endpoint has, or any other file."""
     kind = str(part.get("type", ""))
     if kind == EARLIER:
         return EARLIER
@@ -575,7 +578,7 @@ def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_r
 
 
 def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The parts of a message for which its text has placeholders; of a reply, its pictures."""
+    """The parts of a message that have placeholders in its text; in a reply only pictures do."""
     if role != "assistant":
         return blocks
     return [
@@ -592,15 +595,15 @@ class Parts:
         self._known: dict[str, dict[str, Any]] = {}
 
     def once(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, with their digests in place of parts that came before."""
-        return [_changed(message, self._once) for message in messages]
+        """Replace each large part that came before by its digest."""
+        return [_map_parts(message, self._once) for message in messages]
 
     def whole(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, with the parts that digests stand for."""
-        return [_changed(message, self._whole) for message in messages]
+        """Replace each digest by the part that it stands for."""
+        return [_map_parts(message, self._whole) for message in messages]
 
     def _once(self, part: dict[str, Any]) -> dict[str, Any]:
-        if (digest := _digest_of(part)) is None:
+        if (digest := _part_digest(part)) is None:
             return part
         if digest in self._known:
             return {REPEATS: digest, "kind": kind_of_part(part)}
@@ -610,12 +613,12 @@ class Parts:
     def _whole(self, part: dict[str, Any]) -> dict[str, Any]:
         if REPEATS in part:
             return self._known.get(part[REPEATS], part)
-        if digest := _digest_of(part):
+        if digest := _part_digest(part):
             self._known.setdefault(digest, part)
         return part
 
 
-def _changed(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+def _map_parts(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     given = message.get("provider_blocks")
     if given is None or message["role"] == "assistant":
         return message
@@ -623,8 +626,9 @@ def _changed(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]
     return {**message, "provider_blocks": {**given, "blocks": blocks}}
 
 
-def _digest_of(part: Mapping[str, Any]) -> str | None:
-    """The digest of a large part, None for a small one; marks for a cache move."""
+def _part_digest(part: Mapping[str, Any]) -> str | None:
+    """The digest of a large part; None for a small one."""
+    # Agents move their cache marks from message to message.
     bare = {key: value for key, value in part.items() if key != "cache_control"}
     written = exact_json.dumps(bare)
     return blake2b(written, digest_size=16).hexdigest() if len(written) >= _LARGE else None

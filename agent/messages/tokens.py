@@ -1,8 +1,8 @@
 """Token ids and log-probabilities as they were sampled, in the compact form of records.
 
 Ids are little-endian unsigned 32-bit integers and log-probabilities 32-bit floats, both as base64:
-readers that do not want them parse one text and no number. A prompt is stored as what it adds to
-the turn before, because each turn repeats the whole conversation.
+readers that do not need them parse one text and no numbers. Of a prompt only the tokens are stored
+that it adds to the turn before, because each turn repeats the whole conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agent.messages.message import TurnTokens
 ID_BYTES = 4
 
 _SHOWN_TOKENS = 4
-"""How many tokens name the place of a split."""
+"""The number of tokens that are shown, as text, at the place where two sequences differ."""
 
 GRAMMAR = ("tool_choice", "response_format", "structured_outputs", "regex", "ebnf")
 """Fields of a request that allow only some tokens at each place."""
@@ -41,14 +41,14 @@ _SAMPLING = (
 
 
 class Sampled(NamedTuple):
-    """The tokens of one reply as its endpoint gave them, packed; None for what it did not give."""
+    """The tokens of one reply as its endpoint gave them, packed; None for parts that it did not."""
 
     prompt: bytes | None = None
     """Ids of the prompt."""
     completion: bytes | None = None
-    """Ids of the reply, with the token that ended it if the endpoint lists that."""
+    """Ids of the reply, with the token that ended it if the endpoint lists that token."""
     logprobs: bytes | None = None
-    """One per token of the reply."""
+    """Log-probabilities, one per token of the reply."""
     texts: list[str] | None = None
     """The tokens of the reply as texts, from an endpoint that gives no ids."""
 
@@ -59,33 +59,35 @@ class TokenTurn(NamedTuple):
     number: int
     """Index among the turns of the conversation."""
     shared: int
-    """How many tokens the prompt shares with the sequence of the turn before, from its start."""
+    """The number of tokens, from the start, shared with the latest turn that has ids."""
     of: int
-    """The length of that sequence: prompt and completion of the latest turn with ids. If `shared`
-    is less, the prompt does not begin with it."""
+    """The length of that turn, prompt and completion together.
+
+    If `shared` is less, the prompt does not begin with that turn.
+    """
     prompt: list[int]
-    """What the prompt adds after the shared tokens."""
+    """Ids of the prompt after the shared tokens."""
     completion: list[int]
     logprobs: list[float] | None
 
 
 def pack_ids(ids: Sequence[Any]) -> bytes:
-    """Raises `struct.error` for what is no id."""
+    """Pack ids. Raises `struct.error` for a value that is no id."""
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    """What `pack_ids` packed."""
+    """Unpack ids that `pack_ids` packed."""
     return struct.unpack(f"<{len(packed) // ID_BYTES}I", packed)
 
 
 def pack_logprobs(values: Sequence[Any]) -> bytes:
-    """Raises `struct.error` or `OverflowError` for what is no log-probability."""
+    """Pack log-probabilities. Raises `struct.error` or `OverflowError` for any other value."""
     return struct.pack(f"<{len(values)}f", *values)
 
 
 def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request that decide how likely tokens are; objects only as true."""
+    """The fields of a request that change how likely tokens are; objects and lists become true."""
     given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     return {
         name: True if isinstance(value, dict | list) else value for name, value in given.items()
@@ -97,34 +99,34 @@ def to_stored(
     turns: Iterable[Mapping[str, Any]],
     token_texts: Mapping[int, str] = MappingProxyType({}),
 ) -> TurnTokens:
-    """The tokens of a reply as its event holds them; `turns` are those before it.
+    """Encode the tokens of a reply as its event holds them; `turns` are the turns before it.
 
-    `token_texts` are texts of ids, as far as they are known.
+    `token_texts` are the texts of ids that are known.
     """
     stored = TurnTokens()
     if sampled.prompt is not None:
-        before = _sequence(turns)
-        shared = _shared(before, sampled.prompt)
+        before = _last_sequence(turns)
+        shared = _shared_length(before, sampled.prompt)
         stored["shared"] = shared
-        stored["prompt"] = _to_text(sampled.prompt[ID_BYTES * shared :])
+        stored["prompt"] = _encode(sampled.prompt[ID_BYTES * shared :])
         if token_texts and ID_BYTES * shared < len(before):
             stored["split"] = {
-                "sampled": _text_at(before, shared, token_texts),
-                "shown": _text_at(sampled.prompt, shared, token_texts),
+                "sampled": _show_tokens(before, shared, token_texts),
+                "shown": _show_tokens(sampled.prompt, shared, token_texts),
             }
     if sampled.completion is not None:
-        stored["completion"] = _to_text(sampled.completion)
+        stored["completion"] = _encode(sampled.completion)
     if sampled.logprobs is not None:
-        stored["logprobs"] = _to_text(sampled.logprobs)
+        stored["logprobs"] = _encode(sampled.logprobs)
     if sampled.texts is not None:
         stored["texts"] = sampled.texts
     return stored
 
 
 def restated(chain: Sequence[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
-    """The tokens of the last turn of `chain`, as what they add to other turns than the chain's."""
+    """Encode the tokens of the last turn of `chain` again, now relative to `turns`."""
     last: TurnTokens = chain[-1]["tokens"]
-    sequence = _sequence(chain)
+    sequence = _last_sequence(chain)
     prompt = sequence[: len(sequence) - len(b64decode(last["completion"]))]
     stored = to_stored(Sampled(prompt=prompt), turns)
     return {**last, **stored}
@@ -142,12 +144,12 @@ def has_outer_newlines(text: str) -> bool:
 
 
 def trimmed_replies(replies: Sequence[str]) -> int:
-    """How many of these texts a later request repeats without the newlines around them."""
+    """Count the replies that a later request repeats without the newlines around them."""
     return sum(map(has_outer_newlines, replies[:-1]))
 
 
 def missing_in(turn: Mapping[str, Any]) -> str:
-    """Names what a turn lacks for reinforcement learning; "" if it has all."""
+    """The data that a turn lacks for reinforcement learning, as a text; "" if it has all."""
     tokens = turn.get("tokens") or {}
     names = {"prompt": "prompt token ids", "completion": "token ids", "logprobs": "logprobs"}
     return ", ".join(label for key, label in names.items() if key not in tokens)
@@ -163,7 +165,7 @@ class StoredIds(Protocol):
 
 
 def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
-    """The turns of a conversation that have token ids, in order, from the tokens of all turns.
+    """Decode the tokens of a conversation's turns, in order; turns without token ids are skipped.
 
     Raises `ValueError` for tokens that this module did not write.
     """
@@ -172,9 +174,9 @@ def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
         if tokens is None or tokens.prompt is None or tokens.completion is None:
             continue
         shared = tokens.shared
-        prompt = _unpacked("I", tokens.prompt)
-        completion = _unpacked("I", tokens.completion)
-        logprobs = None if tokens.logprobs is None else _unpacked("f", tokens.logprobs)
+        prompt = _decode("I", tokens.prompt)
+        completion = _decode("I", tokens.completion)
+        logprobs = None if tokens.logprobs is None else _decode("f", tokens.logprobs)
         fits = logprobs is None or len(logprobs) == len(completion)
         if not fits or not 0 <= shared <= length:
             raise ValueError(f"turn {number + 1}: the lengths of its tokens do not fit")
@@ -189,7 +191,7 @@ def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
         length = shared + len(prompt) + len(completion)
 
 
-def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
+def _last_sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
     """Prompt and completion of the last turn with ids."""
     sequence = bytearray()
     for turn in turns:
@@ -201,7 +203,7 @@ def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
     return bytes(sequence)
 
 
-def _shared(before: bytes, prompt: bytes) -> int:
+def _shared_length(before: bytes, prompt: bytes) -> int:
     """The length of the common beginning of two sequences of ids."""
     if prompt.startswith(before):
         return len(before) // ID_BYTES
@@ -215,17 +217,17 @@ def _shared(before: bytes, prompt: bytes) -> int:
     return low
 
 
-def _text_at(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
-    """A few tokens as text; an unknown one as its id in brackets."""
+def _show_tokens(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
+    """A few tokens as text, from index `place` on; an unknown token is its id in brackets."""
     part = sequence[ID_BYTES * place : ID_BYTES * (place + _SHOWN_TOKENS)]
     return "".join(texts.get(id, f"[{id}]") for id in unpack_ids(part))
 
 
-def _to_text(packed: bytes) -> str:
+def _encode(packed: bytes) -> str:
     return b64encode(packed).decode()
 
 
-def _unpacked(form: str, text: str) -> list[Any]:
+def _decode(form: str, text: str) -> list[Any]:
     packed = b64decode(text, validate=True)
     count, rest = divmod(len(packed), ID_BYTES)
     if rest:

@@ -1,4 +1,4 @@
-"""Where model call attempts wait for their turn, and for their share of the budget."""
+"""The interface by which call attempts wait for their turn and for their share of a budget."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class CostEstimate(NamedTuple):
     """The most that one attempt can use, as far as is known beforehand."""
 
     usd: float | None
-    """Maximum dollars; None where the price of the model is unknown."""
+    """Maximum dollars; None if the price of the model is unknown."""
     tokens: int | None
-    """Maximum tokens, in and out; None where the request does not limit the reply."""
+    """Maximum tokens, in and out; None if the request does not limit the reply."""
     likely_input_tokens: int
 
 
@@ -24,11 +24,11 @@ class Permit(Protocol):
 
     @property
     def sent_at(self) -> float:
-        """When it was granted (monotonic clock)."""
+        """The time when the permit was granted (monotonic clock)."""
         ...
 
     def leave(self, outcome: Completion | ModelError | None) -> None:
-        """End the attempt with its reply or its failure; None if it was cancelled."""
+        """End the attempt with its reply or its failure; None: it was cancelled."""
         ...
 
 
@@ -43,6 +43,7 @@ class CallAdmission(Protocol):
     async def enter(self, claim: Callable[[], CostEstimate]) -> Permit:
         """Wait until an attempt may be made; may raise to call it off.
 
-        `estimate_cost` is asked only where something depends on it, since counting costs time.
+        `claim` estimates the most that the attempt can use. It is called only if a limit depends on
+        it, since counting takes time.
         """
         ...

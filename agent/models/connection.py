@@ -1,4 +1,4 @@
-"""How requests reach an endpoint, beyond its URL and its key: headers, certificates, proxies."""
+"""The way of requests to an endpoint, beside its URL and key: headers, proxies and replicas."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 KEY_REFRESH_S = 600.0
+"""Default age, in seconds, at which a key of `key_command` is replaced."""
 
 DIRECT = "none"
 """The value of `proxy` for a direct connection."""
 
 
 HEALTH_PATH = "/health"
-"""Of vLLM, SGLang, llama.cpp and TGI, at the root of the server."""
+"""The health path of vLLM, SGLang, llama.cpp and TGI, from the root of the server."""
 
 NO_HEALTH_PATH = "none"
+"""The value of `health_path` for servers that have no such path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,46 +29,47 @@ class Replication:
     """An endpoint of several replicas, without a router in front of them."""
 
     urls: tuple[str, ...]
-    """Their base URLs."""
+    """The base URLs of the replicas."""
     health_path: str = HEALTH_PATH
-    """Where each tells of its health; "none": only calls do."""
+    """The path at which each replica reports its health; "none": only calls show it."""
     max_in_flight: int | None = None
-    """The most calls at one replica at once."""
+    """Maximum calls at one replica at once; None: no limit."""
     rpm: float | None = None
-    """The most requests to one replica per minute."""
+    """Maximum requests per minute to one replica; None: no limit."""
 
 
 class Share(NamedTuple):
-    """The part of one process in what all processes of a run may do."""
+    """The share of one process in the limits that all processes of a run keep together."""
 
     of: int = 1
-    """How many processes there are."""
+    """The number of processes that share a limit."""
     conversations: int = 0
-    """How many the process holds at once; 0 where that is unknown."""
+    """The number of conversations that the process holds at once; 0 if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a configured endpoint's requests are sent. Names secrets but holds none."""
+    """The way to send a configured endpoint's requests; it names secrets, but holds none."""
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Headers with their values."""
     headers_env: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Headers, each with the environment variable that holds its value."""
     query: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Added to the URL of each request."""
+    """Query parameters of each request."""
     key_command: tuple[str, ...] = ()
-    """A program that prints the key."""
+    """The command line of a program that prints the key; empty: no such program."""
     key_refresh_s: float = KEY_REFRESH_S
-    """Age at which a key of `key_command` is replaced."""
+    """Age, in seconds, at which a key of `key_command` is replaced."""
     proxy: str | None = None
-    """URL of an HTTP proxy in place of the environment's; "none" for a direct connection."""
+    """URL of an HTTP proxy; "none": a direct connection; None: as the environment says."""
     client: str | None = None
-    """Whose client of an SDK prepares the requests: azure, bedrock, vertex, foundry, or
-    MODULE:FUNCTION, which returns a client of either SDK."""
+    """The SDK client that prepares the requests: azure, bedrock, vertex, foundry, or
+    MODULE:FUNCTION, which returns a client of either SDK; None: no client does."""
     client_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Arguments for that client."""
+    """Arguments for the client."""
     replication: Replication | None = None
-    """None for one URL."""
+    """The replicas of the endpoint; None if it has one URL."""
 
     def secret_headers(self) -> dict[str, str]:
         """The headers of `headers_env`, with their values."""
@@ -84,16 +87,18 @@ class Connection:
 
     @property
     def account(self) -> str:
-        """Distinguishes endpoints of one URL with different credentials; "" where the key's
-        variable does that."""
-        said = (self.headers_env, self.key_command, self.client, self.client_options)
-        return f" {_digest(said)}" if any(said) else ""
+        """A suffix that distinguishes endpoints of one URL with different credentials.
+
+        "" if the variable of the key distinguishes them.
+        """
+        credentials = (self.headers_env, self.key_command, self.client, self.client_options)
+        return f" {_digest(credentials)}" if any(credentials) else ""
 
 
-def _digest(said: object) -> str:
+def _digest(value: object) -> str:
     import json
 
-    text = json.dumps(said, sort_keys=True).encode()
+    text = json.dumps(value, sort_keys=True).encode()
     return blake2b(text, digest_size=6).hexdigest()
 
 
@@ -102,7 +107,7 @@ DIRECT_CONNECTION = Connection()
 
 
 class UnusableProxy(ValueError):
-    """A proxy that cannot be used; the message says who names it and what to do."""
+    """A proxy cannot be used; the message names the setting that gives it, and the remedy."""
 
 
 class EndpointProxy(NamedTuple):
@@ -110,19 +115,19 @@ class EndpointProxy(NamedTuple):
 
     url: str
     description: str
-    """Its name in messages: without password, with the variable that sets it."""
+    """The name of the proxy in messages: without password, with the variable that sets it."""
     instead: str
-    """What else to do if it cannot be used; follows "Correct it, "."""
+    """The alternative to correcting it, for messages; it follows "Correct it, "."""
 
 
 def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
-    """The proxy for an endpoint: `own` where the config gives one, else by the usual variables.
+    """The proxy for an endpoint: `own` from the config, else from the usual variables.
 
-    Raises `UnusableProxy`.
+    None: a direct connection. Raises `UnusableProxy`.
     """
     to = urlsplit(base_url)
     if own is not None:
-        return None if own == DIRECT else _usable(own, "proxy", "or leave it out", base_url)
+        return None if own == DIRECT else _checked_proxy(own, "proxy", "or leave it out", base_url)
     import urllib.request  # --help does without it
 
     if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
@@ -134,14 +139,14 @@ def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
     names = (f"{kind}_proxy", f"{kind.upper()}_PROXY")
     variable = next((name for name in names if os.environ.get(name)), "the system's settings")
     instead = f"unset {variable}, or add {to.hostname} to NO_PROXY"
-    return _usable(given, variable, instead, base_url)
+    return _checked_proxy(given, variable, instead, base_url)
 
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
 
 
 def _is_address(proxy: SplitResult) -> bool:
-    """Whether host and port are possible at all."""
+    """Whether the proxy's host and port are well-formed."""
     try:
         port = proxy.port
         host = (proxy.hostname or "").encode("idna").decode()
@@ -150,7 +155,7 @@ def _is_address(proxy: SplitResult) -> bool:
     return port != 0 and (":" in host or _HOST.fullmatch(host) is not None)
 
 
-def _usable(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
+def _checked_proxy(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
     proxy = urlsplit(given if "://" in given else f"http://{given}")
     place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
     message = f"the proxy {place} ({source})"

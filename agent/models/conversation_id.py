@@ -1,8 +1,7 @@
 """Ids of conversations: endpoints keep the requests of one id where its prompt is cached.
 
-An id says nothing of prompts, paths or keys: it is a digest with a key of the run, which is random.
-It depends on the run and the task alone, so it stays the same over turns, retries, resumes and
-machines.
+An id reveals no prompts, paths or keys: it is a digest with a random key of the run. It depends on
+the run and the task alone, so it stays the same over turns, retries, resumes and machines.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import secrets
 from hashlib import blake2b
 
 _BYTES = 16
-"""Of ids and of the keys of runs: 32 characters, which every provider takes (OpenAI up to 64)."""
+"""Size of ids and of runs' keys: 32 characters, which every provider takes (OpenAI up to 64)."""
 
 
 def new_run_key() -> str:
-    """A key for the ids of one run."""
+    """Make a random key for the ids of one run."""
     return secrets.token_hex(_BYTES)
 
 
 def new_id() -> str:
-    """An id for a conversation of no run, which nothing resumes."""
+    """Make a random id for a conversation outside of runs, which is never resumed."""
     return secrets.token_hex(_BYTES)
 
 
@@ -33,7 +32,7 @@ def id_of_task(run_key: str, task: bytes) -> str:
 
 
 def id_within(outer: str, name: str) -> str:
-    """The id of the inner conversation called `name`; "" where the outer one has none."""
+    """The id of the inner conversation called `name`; "" if the outer one has no id."""
     if not outer:
         return ""
     text = name.encode("utf-8", "surrogatepass")

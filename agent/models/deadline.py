@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MARGIN_S = 0.01
-"""A call is cut off this much later: then its time exceeds the limit in spite of rounding."""
+"""Seconds by which a call is cut off late, so that its rounded time exceeds the limit."""
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class TimeAtWork:
 
 
 class Deadline:
-    """Raises `TimeoutError` inside its `async with` once `left_s` have passed, if there is a limit.
+    """Raises `TimeoutError` inside its `async with` once `left_s` seconds have passed.
 
-    Without one it only measures what does not count.
+    Time inside `waiting` does not count. `left_s` None: no limit, only waits are measured.
     """
 
     def __init__(self, left_s: float | None) -> None:
@@ -45,7 +45,7 @@ class Deadline:
 
         self._timeout = asyncio.timeout(None if left_s is None else max(left_s, 0.0) + _MARGIN_S)
         self.waited_s = 0.0
-        """Time that did not count; see `waiting`."""
+        """Seconds spent inside `waiting`."""
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
@@ -55,12 +55,12 @@ class Deadline:
 
     @property
     def has_passed(self) -> bool:
-        """Whether it cut off the code inside."""
+        """Whether the deadline has cut off the code inside."""
         return self._timeout.expired()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time inside does not count: the conversation waits for rate limits or for a batch."""
+        """Pause the deadline: the conversation waits for rate limits or for a batch."""
         import asyncio
 
         clock = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The words of endpoints and their meanings, from `endpoint_words.toml`: one table for all APIs."""
+"""The meanings of endpoints' words and phrases, from `endpoint_words.toml`: one table for all."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ from typing import Any, Literal, NamedTuple, cast
 from agent.messages.message import FinishReason
 
 Ending = FinishReason | Literal["cut", "open"]
-"""Why a reply ended. `cut`: the server broke it off, so that it is no whole reply. `open`: the
-reply goes on."""
+"""The reason why a reply ended.
+
+`cut`: the server broke the reply off, so it is not whole. `open`: the reply goes on.
+"""
 
 _FILE = Path(__file__).with_name("endpoint_words.toml")
 
 _AROUND = 12
-"""How many characters beyond a phrase are compared with the request, to the end of a word."""
+"""Minimum characters around a phrase that are compared with the request, up to whole words."""
 
 _WORD = re.compile(r"\w+")
 _ESCAPES = re.compile(r"\\[nrt\"/]")
 
 _BETWEEN = r"\b[^\n]{1,60}?(?<!\w)"
-"""What " * " between two words of a phrase stands for: what parts words, with other words in it."""
+"""The pattern for " * " between two words of a phrase: separators, with other words in between."""
 
 
 class Words(NamedTuple):
-    """The tables; all words are in lower case."""
+    """The tables of words; all words are in lower case."""
 
     endings: Mapping[str, Ending]
-    """By the word with which an API says why a reply ended."""
+    """Endings by the word with which an API says why a reply ended."""
     codes: Mapping[str, str]
-    """The kind of an error (see `agent.models.errors.Kind`) by its code or type."""
+    """Kinds of errors (see `agent.models.errors.Kind`) by code or type."""
     phrases: Mapping[str, re.Pattern[str]]
-    """By kind of an error: a pattern that finds its phrases in a message."""
+    """Patterns that find the phrases of an error in a message, by the kind of the error."""
     statuses: Mapping[str, int]
     """HTTP statuses by the code or type of an error."""
 
 
 @cache
 def load_tables() -> Mapping[str, Any]:
-    """The file as it is written: tables of tables, with the source of each word."""
+    """Read the file: tables of tables, with the source of each word."""
     return tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
 
 @cache
 def load_words() -> Words:
-    """The tables, ready to be searched. The file is read once in a process."""
+    """Load the tables for searches; the file is read once in a process."""
     tables = load_tables()
     return Words(
         endings={word: cast(Ending, end) for end, word in _pairs(tables["ends"])},
@@ -62,7 +64,7 @@ def load_words() -> Words:
 
 
 def ending_of(word: Any) -> Ending | None:
-    """Why a reply ended, by the API's own word; None for a word that the table lacks."""
+    """The ending that an API's word means; None for a word that the table lacks."""
     if not isinstance(word, str):
         return None
     endings = load_words().endings
@@ -70,10 +72,10 @@ def ending_of(word: Any) -> Ending | None:
 
 
 def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
-    """The first phrase of this kind of error in a message, in lower case.
+    """Find the first phrase of this kind of error in a message, in lower case; None if none.
 
-    A phrase that stands in the `request`, together with the words around it, does not count: the
-    error quotes the request.
+    A phrase that the error quotes from the `request` does not count: the request has it together
+    with the words around it.
     """
     message = message.lower()
     for match in load_words().phrases[kind].finditer(message):
@@ -83,10 +85,8 @@ def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
 
 
 def _is_quote(message: str, match: re.Match[str], request: bytes) -> bool:
-    """Whether the request has the phrase, and the words before or after it.
-
-    In an error's own sentence other names and numbers stand there.
-    """
+    """Whether the request has the phrase, together with the words before or after it."""
+    # In an error's own sentence, other names and numbers stand around the phrase.
     start = message.rfind(" ", 0, max(0, match.start() - _AROUND)) + 1
     end = message.find(" ", match.end() + _AROUND)
     before = message[start : match.start()]

@@ -1,7 +1,7 @@
-"""What endpoints say when they refuse a request: by a status, inside of a 200, or in a stream.
+"""Reads the errors by which endpoints refuse requests: with a status, inside a 200, in a stream.
 
-Every API, router and server has a form of its own. All of them are read here, into codes and a
-message, and `agent.models.errors.kind_of` says what these mean.
+Every API, router and server has its own form. This module reads all of them into codes and a
+message, and `agent.models.errors.kind_of` classifies these.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 _SHOWN = 500
-"""Characters of a foreign text that an error message repeats."""
+"""Maximum characters of an endpoint's text in an error message."""
 
 _QUOTED = 200
-"""Characters of a reply that cannot be read."""
+"""Maximum characters of an unreadable reply in an error message."""
 
 _DEPTH = 6
-"""How deep errors are looked for inside of errors."""
+"""Maximum depth to which errors are searched for inside errors."""
 
 _MESSAGES = (
     "message",
@@ -40,44 +40,49 @@ _MESSAGES = (
     "title",
     "faultstring",
 )
-"""Fields with the message of an error, the first of which counts: FastAPI and DashScope have `msg`,
-Baidu `error_msg`, MiniMax `status_msg`, AWS `Message`, RFC 9457 `title` and `detail`."""
+"""Fields with the message of an error, the first of which counts.
+
+FastAPI and DashScope have `msg`, Baidu `error_msg`, MiniMax `status_msg`, AWS `Message`, RFC 9457
+`title` and `detail`.
+"""
 
 _CODES = ("error_code", "code", "type", "error_type", "status", "reason", "Code", "__type")
-"""Fields that name the cause of an error, the narrowest first. TGI has `error_type`, Google
-`status` and `reason`, AWS `__type`."""
+"""Fields that name the cause of an error, the narrowest first.
+
+TGI has `error_type`, Google `status` and `reason`, AWS `__type`.
+"""
 
 _INSIDE = ("error", "errors", "innererror", "details", "detail", "message", "fault", "base_resp")
-"""Fields that may hold the error itself. What else an error holds may be the request."""
+"""Fields that may hold the error itself; any other field may hold the request."""
 
 _CODE_IN_TEXT = re.compile(r"""['"](?:code|type)['"]: ?['"]([\w.-]+)['"]""")
 """A code in an error that a gateway has written into a message as JSON or as Python."""
 
 _RETRY_DELAY = re.compile(rb'"retryDelay": ?"(\d+(?:\.\d+)?)s"')
-"""Google's `RetryInfo`."""
+"""The pause in Google's `RetryInfo`."""
 
 
 class ErrorBody(NamedTuple):
-    """What an error says, whatever its form."""
+    """The content of an error, whatever its form."""
 
     codes: tuple[str, ...]
-    """What names the cause, the narrowest first: of the provider behind a router, of an inner
-    error, then the code and the type of the error itself."""
+    """Codes and types, the narrowest first: of the provider behind a router, of an inner error, and
+    then of the error itself."""
     message: str
-    """For a person: the router's words, then the provider's own."""
+    """The message for people: the router's, then the provider's own."""
     param: str = ""
-    """The field of the request that is meant; "" for none."""
+    """The field of the request that the error is about; "" for none."""
 
     @property
     def code(self) -> str:
-        """The narrowest code, "" for none."""
+        """The narrowest code; "" for none."""
         return self.codes[0] if self.codes else ""
 
 
 def refusal_of(
     status: int, headers: Mapping[str, str], body: bytes, request: bytes = b""
 ) -> ModelError:
-    """The error that a reply reports by its status; `request` is the body that was refused."""
+    """Read the error of a reply with an error status; `request` is the body that was refused."""
     if 300 <= status < 400:
         place = headers.get("location", "another place")
         message = f"HTTP {status}: it has moved to {place}; give that as the base URL"
@@ -95,11 +100,12 @@ def refusal_of(
 
 
 def error_behind_200(reply: Any, place: str, request: bytes = b"") -> ModelError:
-    """An error reported after the status was sent; its codes replace the status.
+    """Read an error in a reply whose status is 200.
 
-    Routers put the provider's error into the body, and streams have no other way. `reply` is the
-    object that holds it (see `find_error`), `place` says where that stood.
+    `reply` is the object that holds it (see `find_error`), `place` says where that stood. Routers
+    put a provider's error into the body, and streams have sent their status before.
     """
+    # The codes in the body replace the status.
     error = _read(reply)
     statuses = load_words().statuses
     codes = [code.lower() for code in error.codes]
@@ -111,9 +117,9 @@ def error_behind_200(reply: Any, place: str, request: bytes = b"") -> ModelError
 
 
 def find_error(reply: Mapping[str, Any]) -> Any:
-    """The part of a 200 reply, or of a stream, by which it reports an error; None if it has none.
+    """Find the part of a 200 reply, or of a stream, that reports an error; None if none does.
 
-    For replies that have no usable content: there, also what is an error only by its look counts.
+    Only for replies without usable content, as objects that merely look like errors count, too.
     """
     if reply.get("error") or reply.get("errors"):
         return reply
@@ -131,7 +137,7 @@ def find_error(reply: Mapping[str, Any]) -> Any:
 
 
 def read_error(body: bytes) -> ErrorBody:
-    """What the body of an error says; for one that is no JSON, its beginning."""
+    """Read the body of an error; a body that is no JSON is the message."""
     text = body.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
     try:
         parsed = exact_json.loads_part(text)
@@ -146,9 +152,9 @@ def quote(body: bytes) -> str:
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
-    """How long the endpoint asks to wait: milliseconds, seconds or an HTTP date.
+    """Seconds that the endpoint asks to wait, given as milliseconds, seconds or an HTTP date.
 
-    None where it asks for nothing usable, such as a moment that has passed.
+    None if it asks for no pause, or if the value is unusable, such as a date that has passed.
     """
     milliseconds = _finite(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
@@ -167,7 +173,7 @@ def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) ->
 
 
 def _finite(value: str) -> float | None:
-    """The number that is written there, None for what cannot be waited for."""
+    """Read a number of seconds; None for values for which one cannot wait."""
     try:
         number = float(value)
     except ValueError:
@@ -178,10 +184,10 @@ def _finite(value: str) -> float | None:
 def _read(parsed: Any) -> ErrorBody:
     found = _Found()
     found.take(parsed)
-    # The outermost words come first, and what an inner error repeats is left out.
+    # The outermost message comes first, and messages that inner errors repeat are left out.
     messages: list[str] = []
     for text in found.messages:
-        if not any(text in said for said in messages):
+        if not any(text in earlier for earlier in messages):
             messages.append(text)
     message = ": ".join(messages) or json.dumps(parsed, default=str, ensure_ascii=False)
     codes = [*reversed(found.codes), *_CODE_IN_TEXT.findall(message)]
@@ -189,16 +195,16 @@ def _read(parsed: Any) -> ErrorBody:
 
 
 class _Found:
-    """What was found in an error so far, from the outside in."""
+    """The codes and messages found in an error so far, from the outside in."""
 
     def __init__(self) -> None:
         self.codes: list[str] = []
-        """The broadest first."""
+        """Codes and types, the broadest first."""
         self.messages: list[str] = []
         self.param = ""
 
     def take(self, value: Any, depth: int = 0, prefix: str = "") -> None:
-        """Read an error, or what it consists of. `prefix` goes before its message."""
+        """Read an error or a part of one; `prefix` is put before its message."""
         if depth > _DEPTH:
             return
         if isinstance(value, str):
@@ -221,17 +227,17 @@ class _Found:
             self.messages.append(prefix + text.strip())
 
     def _take_object(self, error: Mapping[str, Any], depth: int, prefix: str) -> None:
-        self.codes += reversed([code for key in _CODES if (code := _code_of(error.get(key)))])
+        self.codes += reversed([code for key in _CODES if (code := _read_code(error.get(key)))])
         if not self.param and isinstance(error.get("param"), str):
             self.param = error["param"]
         text = next((error[key] for key in _MESSAGES if isinstance(error.get(key), str)), "")
         if text:
-            self._take_text(text, depth, prefix + _place_in(error))
+            self._take_text(text, depth, prefix + _location_prefix(error))
         self._take_place(error)
         for key in _INSIDE:
             inner = error.get(key)
             if isinstance(inner, dict | list) or (key == "error" and isinstance(inner, str)):
-                self.take(_named(key, inner), depth + 1, "" if text else prefix)
+                self.take(_name_code(key, inner), depth + 1, "" if text else prefix)
         # OpenRouter: the provider's own error, mostly as a text.
         metadata = error.get("metadata")
         if isinstance(metadata, dict) and metadata.get("raw"):
@@ -239,23 +245,23 @@ class _Found:
             self.take(metadata["raw"], depth + 1, f"{name}: " if isinstance(name, str) else "")
 
     def _take_place(self, error: Mapping[str, Any]) -> None:
-        """FastAPI names the field of the request as a path that begins with "body"."""
+        # FastAPI names the field of the request as a path that begins with "body".
         path = error.get("loc")
         if not self.param and isinstance(path, list) and len(path) > 1:
             self.param = str(path[1])
 
 
-def _place_in(error: Mapping[str, Any]) -> str:
+def _location_prefix(error: Mapping[str, Any]) -> str:
     path = error.get("loc")
     return ".".join(map(str, path)) + ": " if isinstance(path, list) else ""
 
 
-def _named(key: str, inner: Any) -> Any:
-    """MiniMax has small numbers for codes, which mean other things at other providers."""
+def _name_code(key: str, inner: Any) -> Any:
+    # MiniMax has small numbers for codes, which mean other things at other providers.
     if key != "base_resp" or not isinstance(inner, dict):
         return inner
     return {**inner, "code": f"base_resp:{inner.get('status_code')}"}
 
 
-def _code_of(value: Any) -> str:
+def _read_code(value: Any) -> str:
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""

@@ -1,4 +1,4 @@
-"""The failures of model calls, and what the caller has to do about each: one table."""
+"""The failures of model calls, and the action that each requires: one table."""
 
 from __future__ import annotations
 
@@ -59,26 +59,26 @@ RULES: Mapping[Kind, Rule] = {
 SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
     {"overloaded", "connection", "timeout", "malformed", "not_found", "forbidden"}
 )
-"""While an endpoint has never answered, these failures are its own and not the task's."""
+"""Failures that are the endpoint's and not the task's while the endpoint has never answered."""
 
 _UNANSWERED: frozenset[Kind] = frozenset({"connection", "timeout", "malformed"})
-"""Failures by which the endpoint did not say that it refuses the request."""
+"""Failures in which the endpoint did not refuse the request."""
 
 _BROAD: frozenset[str] = frozenset({"rate_limited", "overloaded", "bad_request"})
-"""Kinds whose codes are also given to errors of which the message says more."""
+"""Kinds whose codes are vague: the message of such an error may name a narrower kind."""
 
 _TIMED_OUT = frozenset({408, 504, 524})
-"""Statuses of a proxy that no longer waits for the model, whose work may be charged."""
+"""Statuses of a proxy that stopped waiting for the model; the model's work may be charged."""
 
 _BY_PHRASE: tuple[Kind, ...] = ("no_credit", "context_exceeded", "filtered", "blocked")
-"""Kinds that the message may say, in the order in which they are looked for."""
+"""Kinds that are recognized by phrases in the message, in the order of the search."""
 
 
 class ModelError(Exception):
-    """A model call failed. `kind` decides what happens next (see `RULES`).
+    """A model call failed; `kind` decides about the next action (see `RULES`).
 
-    `retry_after_s` is what the endpoint asked for, None where it said nothing usable. The
-    message may quote the endpoint, so what a terminal would obey is taken out of it.
+    `retry_after_s` are the seconds that the endpoint asks to wait; None if it asks for none. The
+    message may quote the endpoint, so control characters are removed from it.
     """
 
     def __init__(
@@ -92,10 +92,11 @@ class ModelError(Exception):
         code: str = "",
         param: str = "",
     ) -> None:
-        """`was_sent` False means that the request certainly never reached the endpoint.
+        """Make the error of one failed call.
 
-        `is_lasting` marks failures that rarely pass by themselves, such as an unknown host: an
-        endpoint that has never answered is then given up sooner.
+        `was_sent` False: the request certainly never reached the endpoint. `is_lasting`: the
+        failure rarely passes by itself, such as an unknown host, so an endpoint that has never
+        answered is given up sooner.
         """
         super().__init__("".join(c if c.isprintable() else " " for c in message))
         self.kind: Kind = kind
@@ -105,21 +106,21 @@ class ModelError(Exception):
         self.code = code
         """The code, or else the type, that the endpoint gave to the error; "" for none."""
         self.param = param
-        """The field of the request that the endpoint named beside it; "" for none."""
+        """The field of the request that the endpoint complained about; "" for none."""
         self.endpoint: str | None = None
-        """The base URL that was asked, where it is known."""
+        """The base URL that was asked; None if it is unknown."""
         self.paid: Completion | None = None
-        """What an unusable reply still cost, where it says so; without its text."""
+        """The unusable reply without its text, if its body tells its cost; else None."""
         self.had_begun = False
         """The endpoint had accepted the request, or sent parts of a reply, before it failed."""
         self.reply: tuple[int, bytes] | None = None
-        """Status and body by which the endpoint refused the request, if that is how it failed."""
+        """Status and body with which the endpoint refused the request; None: it did not."""
         self.has_answered_others = False
-        """The endpoint answered another call while this one was under way, or just before."""
+        """The endpoint answered another call during this one, or just before it."""
         self.was_passed_on = False
-        """The caller has parts of the reply already, so that the call cannot be repeated."""
+        """The caller has received parts of the reply, so the call cannot be repeated."""
         self.key_source = ""
-        """Where the credentials come from, as a sentence."""
+        """The origin of the credentials, as a sentence."""
 
     @property
     def action(self) -> Action:
@@ -133,7 +134,7 @@ class ModelError(Exception):
 
     @property
     def is_by_load(self) -> bool:
-        """Whether too many calls may have caused it: not a reply that is cut or malformed."""
+        """Whether too many calls may have caused the failure; a cut or malformed reply is none."""
         if self.kind in ("connection", "timeout"):
             return not self._was_sent
         return self.kind in ("rate_limited", "overloaded")
@@ -149,17 +150,16 @@ class ModelError(Exception):
 
 
 def kind_of(status: int | None, codes: Iterable[str], message: str, request: bytes = b"") -> Kind:
-    """Classify an error by its codes, else by its words, else by its status.
+    """Classify an error by its codes, else by phrases in its message, else by its status.
 
-    `codes` are what the body gives as the error's codes and type, the narrowest first; `message` is
-    its text; the status is None if it is unknown. Words that stand in the `request` do not count:
-    some servers quote it.
+    `codes` are the codes and types in the body, the narrowest first. Phrases that also stand in the
+    `request` do not count: some servers quote it. The status is None if it is unknown.
     """
     known = load_words().codes
     kinds = [cast(Kind, known[code.lower()]) for code in codes if code.lower() in known]
-    if said := next((kind for kind in kinds if kind not in _BROAD), None):
-        return said
-    # A key that is refused, or a path that is not there, says nothing of the conversation.
+    if narrow := next((kind for kind in kinds if kind not in _BROAD), None):
+        return narrow
+    # A refused key or an unknown path has nothing to do with the conversation.
     if status not in (401, 404):
         for kind in _BY_PHRASE:
             if find_phrase(kind, message, request):

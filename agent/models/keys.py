@@ -1,4 +1,4 @@
-"""Removes API keys from what endpoints send back, before it is read, shortened or stored."""
+"""Removes API keys from replies of endpoints, before they are read, shortened or stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Key:
     """The secrets of one endpoint, in all forms in which it may send them back."""
 
     def __init__(self, *keys: str) -> None:
-        """A short key, or one that is a single word, is a placeholder and never taken out."""
+        """Take the secrets of an endpoint; a short key or a single word is only a placeholder."""
         secrets = dict.fromkeys(key for key in keys if _is_secret(key))
         self._keys = tuple(secrets)
         self._forms = tuple(dict.fromkeys(form for key in secrets for form in _forms(key)))
@@ -34,23 +34,23 @@ class Key:
         self._wide = tuple(key.encode(code) for key in secrets for code in _WIDE)
 
     def out_of(self, body: bytes) -> bytes:
-        """The body without the key; the very same object where there is none in it."""
+        """Remove the key from a body; returns the same object if the key is not in it."""
         for form in self._forms:
             if form in body:
                 return self._cut(body)
-        if self._forms and (b"\\u00" in body or b"\0" in body) and self._is_spelt_out(body):
+        if self._forms and (b"\\u00" in body or b"\0" in body) and self._has_escaped_key(body):
             return self._cut(body)
         return body
 
     def out_of_text(self, text: str) -> str:
-        """The text without the key as it is, or in base64."""
+        """Remove the key from a text, in its plain form and in base64."""
         for form in self._texts:
             if form in text:
                 text = text.replace(form, MARK)
         return text
 
-    def _is_spelt_out(self, body: bytes) -> bool:
-        """Whether it occurs with needless JSON escapes, or in UTF-16."""
+    def _has_escaped_key(self, body: bytes) -> bool:
+        """Whether the key occurs with needless JSON escapes, or in UTF-16."""
         if any(form in body for form in self._wide):
             return True
         try:
@@ -76,7 +76,7 @@ def _is_secret(key: str) -> bool:
 
 
 def _forms(key: str) -> Iterator[bytes]:
-    """The key as it is, then as JSON, URLs and base64 have it."""
+    """The forms of a key: plain, in JSON, in URLs, and in base64 at each offset."""
     yield key.encode()
     escaped = json.dumps(key)[1:-1]
     yield from (text.encode() for text in (escaped, escaped.replace("/", "\\/")))

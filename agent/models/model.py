@@ -59,7 +59,7 @@ StreamHandler = Callable[[StreamEvent], None]
 
 
 def guarded(handler: StreamHandler) -> StreamHandler:
-    """`handler`, no longer called once it has raised: its failure must not lose a paid reply."""
+    """Wrap `handler`: after it has raised, it is not called again, and no paid reply is lost."""
     has_failed = False
 
     def forward(event: StreamEvent) -> None:
@@ -76,7 +76,7 @@ def guarded(handler: StreamHandler) -> StreamHandler:
 
 
 def ignored(event: StreamEvent) -> None:
-    """A handler that ignores all events."""
+    """Ignore an event: a handler for callers that want no events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +90,26 @@ class Completion:
     """The model id as the endpoint returned it."""
     response_id: str | None
     cost_usd: float | None = None
-    """What this call cost, if the endpoint reports it or the price is known."""
+    """Dollars that the call cost; None if the endpoint does not say and the price is unknown."""
     extra: Mapping[str, Any] | None = None
     """Unknown fields of the reply, by their place: "reply", "choice", "choices" (further ones) and
-    "usage", and under the text protocol "message". They describe the reply and are never sent;
-    unknown fields of the message and its tool calls are kept in the message."""
+    "usage", and under the text protocol "message".
+
+    They describe the reply and are never sent. Unknown fields of the message and its tool calls are
+    in the message.
+    """
     tokens: Sampled | None = None
     """Token ids and log-probabilities, if they were asked for and the endpoint gave any."""
     token_texts: Mapping[int, str] = field(default_factory=dict, compare=False)
     """Texts of this model's tokens by id, as far as they are known."""
     sampling: Mapping[str, Any] | None = None
-    """With tokens: see `TurnTokens`."""
+    """The sampling options of the request, with tokens; see `TurnTokens`."""
     unknown_ending: str | None = None
-    """The API's word for why the reply ended, if nothing is known of it; `extra` has it, too."""
+    """The API's word for why the reply ended, if the word is unknown; `extra` has it, too."""
     batch_item: str | None = None
-    """The item of a provider batch that was to bring it; see `batch_api.service`."""
+    """The id of the batch item that asked for the reply; see `batch_api.service`."""
     hour_cache_writes: int = 0
-    """How many tokens of `cache_write_tokens` are kept for an hour, which costs more."""
+    """The part of `cache_write_tokens` that is cached for an hour, which costs more."""
 
 
 class Pointed(NamedTuple):
@@ -127,27 +130,27 @@ class Request:
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas in OpenAI form."""
     tool_choice: Literal["auto", "none"] = "auto"
-    """With "none" the tools are listed but must not be called."""
+    """The choice of the model: with "none" the tools are listed, but must not be called."""
     on_delta: StreamHandler | None = None
     """Gets the reply's parts as they arrive; None requests the reply in one piece. It must not
     raise: see `agent.models.model.guarded`."""
     deadline: Deadline | None = None
-    """Pauses while the call waits for its turn; None without a time limit."""
+    """The time limit, which pauses while the call waits for its turn; None: no limit."""
     on_unreadable: Callable[[Completion], None] | None = None
     """Gets each reply that was charged for and cannot be read, before the call is repeated."""
     conversation: str = ""
-    """See `agent.models.conversation_id`; "" for a call of no conversation."""
+    """The id of the conversation, see `agent.models.conversation_id`; "" for a call of none."""
 
     def pointed(self) -> Pointed:
-        """The tokens of what the request only points at; its own texts point at nothing."""
+        """The tokens of input that the request only points at, such as a picture at a URL."""
         return NOTHING_POINTED
 
     def size(self, settings: ModelSettings) -> int:
-        """About how many bytes are sent, and at least as many as the request has tokens."""
+        """The approximate bytes of the request: at least as many as it has tokens."""
         return len(exact_json.dumps([self.messages, self.tools, settings.extra_body]))
 
     def reply_bound(self, settings: ModelSettings) -> int | None:
-        """The limit on the tokens of all replies to the request together, None if it has none."""
+        """The limit on the tokens of all replies to the request together; None: no limit."""
         bound = settings.reply_bound
         return bound and bound * replies_asked_for(settings.extra_body or {})
 
@@ -157,14 +160,11 @@ class Request:
 
 
 HOUR_TTL = b'"1h"'
-"""The lifetime of a cache, as a request's JSON has it. In a text its marks would be escaped."""
+"""A cache's lifetime of an hour, as a request's JSON has it; in a text its quotes are escaped."""
 
 
 def generation_config(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemini's `generationConfig`, with its names as Google writes them.
-
-    Google also takes all names in snake_case.
-    """
+    """Gemini's `generationConfig`, with names in camelCase; Google also takes snake_case."""
     config: dict[str, Any] = {}
     for name in ("generation_config", "generationConfig"):
         given = body.get(name)
@@ -175,7 +175,7 @@ def generation_config(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replies_asked_for(body: Mapping[str, Any]) -> int:
-    """How many replies a body asks for, each of which may be as long as its limit."""
+    """The number of replies that a body asks for; each may be as long as its limit."""
     counts = [body.get("n"), body.get("best_of"), generation_config(body).get("candidateCount")]
     prompts = body.get("prompt")
     is_list = isinstance(prompts, list) and not all(type(prompt) is int for prompt in prompts)
@@ -184,7 +184,7 @@ def replies_asked_for(body: Mapping[str, Any]) -> int:
 
 
 class ConversationChanged(Exception):
-    """Work just before a request has changed the conversation: decide on the next step again."""
+    """The conversation was changed just before a request: the next step has to be decided again."""
 
 
 class Model(Protocol):
@@ -193,8 +193,8 @@ class Model(Protocol):
     async def complete(self, request: Request) -> Completion:
         """Ask for the next message.
 
-        The reply is the same whether or not its parts are streamed. Raises `ModelError` where
-        the endpoint failed, and `ConversationChanged` where the caller has to decide again.
+        The reply is the same whether or not its parts are streamed. Raises `ModelError` if the
+        endpoint failed, and `ConversationChanged` if the caller has to decide again.
         """
         ...
 
@@ -213,27 +213,27 @@ class Adapter(Model, Protocol):
 
 
 _ANTHROPIC_MAX_TOKENS = 16_000
-"""The API requires a limit; this leaves room for thinking and is within every model's maximum."""
+"""The limit on a reply, which this API requires: room for thinking, within each model's maximum."""
 
 
 _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""Names of that limit in the APIs."""
+"""Names of the limit on a reply's tokens in the APIs."""
 
 
 class Price(NamedTuple):
-    """What a model costs, in dollars per million tokens."""
+    """The price of a model, in dollars per million tokens."""
 
     input: float
     output: float
     cache_read: float
-    """For input that came from the provider's cache."""
+    """Price of input that came from the provider's cache."""
     cache_write: float
-    """For input that was written into it."""
+    """Price of input that was written into the provider's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Everything that decides how a model is called. Holds no secrets."""
+    """The settings that decide how a model is called; they hold no secrets."""
 
     name: str
     """The model id that the endpoint knows."""
@@ -242,9 +242,9 @@ class ModelSettings:
     base_url: str | None
     """Root of the endpoint; None for scripted."""
     key_env: str | None
-    """Environment variable that holds the key; None where no key is needed."""
+    """Environment variable that holds the key; None if no key is needed."""
     connection: Connection = DIRECT_CONNECTION
-    """Headers, proxy and credentials beyond the key; the default says nothing of any."""
+    """Headers, proxy and credentials beyond the key."""
     reference: str = ""
     """The model as the user wrote it."""
     provider: str | None = None
@@ -252,21 +252,21 @@ class ModelSettings:
     prices: Mapping[str, Price] = field(default_factory=dict, hash=False)
     """The user's own prices, by a model's reference or name; they win over the table."""
     endpoint_prices: Mapping[str, Price] = field(default_factory=dict, hash=False)
-    """Those of this endpoint alone, by name; they win over both."""
+    """Prices at this endpoint alone, by the model's name; they win over all others."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
     """Limit on one reply's tokens; see `reply_bound`."""
     max_tokens_name: str | None = None
-    """Chat dialect: what the limit has to be called, where the endpoint refused the usual name."""
+    """Chat dialect: the name of the limit if the endpoint has refused the usual name; else None."""
     usual_max_tokens_name: str = "max_tokens"
-    """Chat dialect: what the provider calls the limit."""
+    """Chat dialect: the provider's name for the limit."""
     reasoning_field: str | None = "reasoning_content"
     """Chat dialect: see `Provider.reasoning_field`."""
     session_headers: tuple[str, ...] = OWN_SERVERS_HEADERS
-    """The headers in which requests have the id of their conversation."""
+    """The headers that carry the id of the conversation."""
     cache_key_apis: tuple[str, ...] | None = None
-    """See `Provider.cache_key_apis`; None: those of the provider at the base URL."""
+    """See `Provider.cache_key_apis`; None: the APIs of the provider at the base URL."""
     extra_body: Mapping[str, Any] | None = field(default=None, hash=False)
     """Fields merged into each request body as they are, such as {"thinking": …}."""
     reasoning_effort: str | None = None
@@ -274,25 +274,24 @@ class ModelSettings:
     blank_reasoning: bool = False
     """OpenAI dialect: give assistant messages without reasoning a blank one.
 
-    Some providers of thinking models refuse a history in which it is missing.
+    Some providers of thinking models refuse a history with messages that have none.
     """
     stream_options: bool | None = True
-    """Chat dialect: ask for the counts of tokens in a stream; None: the endpoint refuses that."""
+    """Chat dialect: ask for token counts in a stream; None: the endpoint refuses the option."""
     token_ids: bool | None = None
     """Chat dialect: ask for token ids and log-probabilities; None: do not."""
     prompt_caching: bool = True
-    """Anthropic: have the system message and the tools kept in the prompt cache."""
+    """Anthropic: put the system message and the tools into the prompt cache."""
     attempt_timeout_s: float = 600.0
-    """Deadline of one attempt of one call, first byte to last."""
+    """Maximum seconds of one attempt of a call, from its first byte to its last."""
     idle_timeout_s: float = 120.0
-    """Longest silence within a streamed reply once it has begun."""
+    """Maximum seconds of silence within a streamed reply once it has begun."""
     call_attempts: int = 8
     """Attempts of one call before the task's attempt fails; rate limits do not count."""
     call_timeout_s: float = 3600.0
-    """How long after its beginning a call is tried once more; waits for a turn do not count."""
-
+    """Seconds after its beginning in which a call is retried; waits for a turn do not count."""
     needs_bound: bool = False
-    """Every request must limit the reply's tokens: a budget depends on it."""
+    """Every request must limit the reply's tokens, because a budget depends on the limit."""
     stream_replies: bool = False
     """Stream replies even if nothing shows them: some proxies cut silent connections."""
 
@@ -309,7 +308,7 @@ class ModelSettings:
 
     @property
     def own_price(self) -> Price | None:
-        """The user's own price of the model, if there is one."""
+        """The user's own price of the model; None if there is none."""
         return (
             self.endpoint_prices.get(self.name)
             or self.prices.get(self.reference)
@@ -318,22 +317,20 @@ class ModelSettings:
 
     @property
     def takes_cache_key(self) -> bool:
-        """Whether bodies have the id of their conversation as `prompt_cache_key`."""
+        """Whether bodies carry the id of the conversation as `prompt_cache_key`."""
         apis = self.cache_key_apis
         return self.api in (_cache_key_apis_at(self.base_url or "") if apis is None else apis)
 
     @property
     def key_variable(self) -> str:
-        """The environment variable that may hold the key.
-
-        A bare name at a base URL of the user's own tries OPENAI_API_KEY, for self-hosted servers
-        mostly want none.
-        """
+        """The environment variable that may hold the key."""
+        # Without `key_env`, as for a bare name at a base URL, the key is optional: self-hosted
+        # servers mostly want none.
         return self.key_env or "OPENAI_API_KEY"
 
     @property
     def key_source(self) -> str:
-        """Where the credentials come from, for messages."""
+        """The origin of the credentials, as a sentence for messages."""
         if self.connection.client is not None:
             return f"They are those of client {self.connection.client}."
         if self.connection.key_command:
@@ -349,18 +346,18 @@ class ModelSettings:
 
     @property
     def destination(self) -> str:
-        """Where conversations go, and whose credentials go with them, for messages."""
+        """The place to which conversations are sent, and the credentials used, for messages."""
         client = self.connection.client
         place = f"client {client}" if client is not None else ", ".join(self.urls)
         return f"{place}, model {self.name}. {self.key_source}"
 
     @property
     def reply_bound(self) -> int | None:
-        """The limit on one reply's tokens in requests, None if they have none."""
-        own = [value for name, value in (self.extra_body or {}).items() if name in _BOUNDS]
-        if own:
-            bounds = [bound for bound in own if isinstance(bound, int)]
-            return max(bounds) if len(bounds) == len(own) else None
+        """The limit that requests set on one reply's tokens; None: no limit."""
+        given = [value for name, value in (self.extra_body or {}).items() if name in _BOUNDS]
+        if given:
+            bounds = [bound for bound in given if isinstance(bound, int)]
+            return max(bounds) if len(bounds) == len(given) else None
         if self.max_tokens is None and self.api == "anthropic_messages":
             return _ANTHROPIC_MAX_TOKENS
         return self.max_tokens

@@ -1,4 +1,4 @@
-"""Shared by the dialects: parsing replies."""
+"""Functions that the dialects share to parse replies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from batch_trajectories.basics import exact_json
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a reply body that must be a JSON object.
 
-    Lone surrogate escapes (an emoji cut in half by a token limit) are replaced and numbers that
-    nothing holds are kept as text rather than refused: asking again would pay twice for the same
-    answer.
-
-    Raises `ModelError("malformed")` for anything else.
+    Lone surrogate escapes (an emoji cut in half by a token limit) are replaced, and numbers that no
+    type can hold become text: to refuse them would mean to pay twice. Raises
+    `ModelError("malformed")` for any other body, and the error that the body reports.
     """
     reply = load_object(body)
     if exact_json.is_nested_too_deep(body):
@@ -31,13 +29,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Read a JSON object with no look at what it says; as `parse_object` otherwise."""
+    """Parse a JSON object as `parse_object` does, but ignore errors that it reports."""
     try:
         reply = exact_json.loads(body)
     except exact_json.JSONDecodeError:
         try:
             reply = exact_json.loads_leniently(body)
-            exact_json.dumps(reply)  # what cannot be written again must not be taken in
+            exact_json.dumps(reply)  # a reply that cannot be written again must not be accepted
         except (ValueError, TypeError, RecursionError) as error:
             raise ModelError("malformed", f"not JSON: {quote(body)}") from error
     if not isinstance(reply, dict):
@@ -46,30 +44,28 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under `key`, an empty one where there is none."""
+    """The object under `key`; an empty one if there is none."""
     value = raw.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
-    """A call as a record holds it; missing parts are "", missing arguments `{}`.
-
-    Some servers send the arguments as an object; the text form is the one that is recorded. Others
-    send nothing where a tool needs none, and refuse a history whose arguments are no JSON. Parsers
-    of some models write the JSON of a text that is the object's JSON.
-    """
+    """Make a call as a record holds it; missing parts are "", missing arguments `{}`."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        # Some servers send no arguments, but refuse a history whose arguments are no JSON.
         arguments = "{}"
     elif not isinstance(arguments, str):
+        # Some servers send an object; records have its text.
         arguments = exact_json.dumps(arguments).decode()
     elif arguments.startswith('"'):
-        arguments = _encoded_once(arguments)
+        # Some servers encode the arguments as JSON twice.
+        arguments = _decode_once(arguments)
     function = FunctionCall(name=str(name or ""), arguments=arguments)
     return ToolCall(id=str(id or ""), type="function", function=function)
 
 
-def _encoded_once(arguments: str) -> str:
-    """The arguments of which `arguments` is the JSON text; any other text as it is."""
+def _decode_once(arguments: str) -> str:
+    """Decode arguments that were encoded as JSON twice; other texts do not change."""
     try:
         inner = exact_json.loads(arguments)
         if isinstance(inner, str) and isinstance(exact_json.loads(inner), dict):
@@ -80,14 +76,14 @@ def _encoded_once(arguments: str) -> str:
 
 
 RAW_ARGUMENTS = "raw_arguments"
-"""The key of an object in which arguments travel that are no object; the record keeps them."""
+"""Key of the object that carries arguments that are no object themselves, as APIs demand one."""
 
 
 def input_object(arguments: str) -> dict[str, Any] | None:
-    """The object that the arguments of a call are; None if they are none."""
+    """Parse the arguments of a call; None if they are no object."""
     try:
-        parsed = exact_json.loads(_encoded_once(arguments) if arguments else "{}")
-        exact_json.dumps(parsed)  # which refuses a nesting that reading takes
+        parsed = exact_json.loads(_decode_once(arguments) if arguments else "{}")
+        exact_json.dumps(parsed)  # refuses deep nesting that `loads` accepts
     except (exact_json.JSONDecodeError, TypeError):
         return None
     return parsed if isinstance(parsed, dict) else None

@@ -1,6 +1,6 @@
 """The cost of a call: by the user's own prices, else by the table of genai-prices.
 
-Unknown stays unknown, never 0.
+An unknown price is None, never 0.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UNSEEN_TOKENS = 1000
-"""Allowance for what providers add to a request, such as their text about tools."""
+"""Allowance for tokens that providers add to a request, such as their text about tools."""
 
 _BYTES_PER_TOKEN = 4
-"""Roughly, for English text and code."""
+"""Approximate bytes of a token in English text and code."""
 
 _MILLION = 1_000_000
 
 _DATE = re.compile(r"-(?:\d{8}|\d{4}-\d\d-\d\d)$")
-"""The day of a snapshot, which the table need not know to know the model."""
+"""The date in the name of a model's snapshot; the table may have only the name without it."""
 
 
 _BATCH = {"processing": "batch"}
 """The table's name for calls in batches."""
 
 _BATCH_SHARE = 0.5
-"""Of the price, where the table does not know: both providers' documented discount."""
+"""Price in a batch as a share of the price, if the table lacks it: both providers' discount."""
 
 _HOUR_WRITE = 2.0
-"""What writing into the cache for an hour costs, in prices of input (Anthropic's price list)."""
+"""Price of writing into a cache of an hour, as a multiple of the input price (Anthropic's list)."""
 
 _FEES = {"openrouter": 0.05}
-"""What a provider may take beyond the price: OpenRouter does for calls with keys of one's own."""
+"""Fees of providers, as shares of the price: OpenRouter takes one for calls with the user's key."""
 
 
 def price(
     completion: Completion, settings: ModelSettings, *, by_batch: bool = False
 ) -> float | None:
-    """Dollars of one call, or None where its usage or the model's price is unknown."""
+    """Dollars of one call; None if its usage or the model's price is unknown."""
     usage = completion.usage
     if usage is None or usage["input_tokens"] is None or usage["output_tokens"] is None:
         return None
@@ -78,25 +78,21 @@ def price(
 def priced(
     completion: Completion, settings: ModelSettings, *, by_batch: bool = False
 ) -> Completion:
-    """A reply with its cost: by the user's prices, else as the endpoint says, else by the table."""
+    """Add the cost to a reply: by the user's prices, by the endpoint's report, or by the table."""
     if completion.cost_usd is not None and settings.own_price is None:
         return completion
     cost_usd = price(completion, settings, by_batch=by_batch)
-    is_said = cost_usd == completion.cost_usd
-    return completion if is_said else replace(completion, cost_usd=cost_usd)
+    is_unchanged = cost_usd == completion.cost_usd
+    return completion if is_unchanged else replace(completion, cost_usd=cost_usd)
 
 
 def estimate_cost(
     request: Request, settings: ModelSettings, *, by_batch: bool = False
 ) -> CostEstimate:
-    """What one attempt of a request can use up at most.
-
-    Where the request asks for a cache of an hour, all input may be written into that.
-
-    No tokenizer makes more tokens than there are bytes, and the JSON around a message is longer
-    than the marks that a chat template puts there. All input may be new to the provider's cache,
-    and written into it at a higher price.
-    """
+    """Estimate the most that one attempt of a request can use."""
+    # No tokenizer makes more tokens than there are bytes, and the JSON around a message is longer
+    # than the marks that a chat template puts there. All input may be new to the provider's cache,
+    # and written into it at a higher price.
     size, pointed = request.size(settings), request.pointed()
     most_in = size + pointed.most + _UNSEEN_TOKENS
     most_out = request.reply_bound(settings)
@@ -104,31 +100,31 @@ def estimate_cost(
     if most_out is None:
         return CostEstimate(None, None, likely_in)
     for_an_hour = request.asks_for_hour_writes(settings)
-    rates = _rates_of(settings, most_in.bit_length(), by_batch=by_batch, for_an_hour=for_an_hour)
+    rates = _max_rates(settings, most_in.bit_length(), by_batch=by_batch, for_an_hour=for_an_hour)
     if rates is None:
         return CostEstimate(None, most_in + most_out, likely_in)
-    usd = most_in * rates.read + most_out * rates.written
+    usd = most_in * rates.input + most_out * rates.output
     return CostEstimate(usd, most_in + most_out, likely_in)
 
 
 class Reserves:
-    """The worst cases of one model's calls, raised once a call has used more than its own.
+    """The worst cases of one model's calls, raised once a call has used more than its estimate.
 
-    The table may lack a surcharge or know another provider's price, and a server may add to a
-    request what nobody sees here.
+    That can happen: the table may lack a surcharge or have another provider's price, and a server
+    may add tokens to a request.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._usd = self._tokens = 1.0
-        """By how much estimates were exceeded."""
+        """The factors by which estimates were exceeded."""
 
     def estimate(self, request: Request, *, by_batch: bool = False) -> CostEstimate:
-        """What one attempt can use up by the prices that are known; see `estimate_cost`."""
+        """Estimate the most that one attempt can use; see `estimate_cost`."""
         return estimate_cost(request, self._settings, by_batch=by_batch)
 
     def worst_case(self, estimate: CostEstimate) -> CostEstimate:
-        """The estimate, raised as far as earlier ones were too low."""
+        """Raise the estimate as far as earlier estimates were too low."""
         if self._usd == self._tokens == 1.0:
             return estimate
         usd, tokens = estimate.usd, estimate.tokens
@@ -155,22 +151,24 @@ class Reserves:
 
 
 class _Rates(NamedTuple):
-    """Dollars per token."""
+    """Dollars per token of input and of output."""
 
-    read: float
-    written: float
+    input: float
+    output: float
 
 
-def _rates_of(
+def _max_rates(
     settings: ModelSettings, bits: int, *, by_batch: bool, for_an_hour: bool
 ) -> _Rates | None:
-    """The most that a token costs in a request of fewer than 2 ** `bits` tokens."""
+    """The highest rates in a request of fewer than 2 ** `bits` tokens; None if they are unknown."""
     if (own := settings.own_price) is None:
-        return _most_per_token(settings.name, settings.provider, bits, by_batch, for_an_hour)
+        return _max_table_rates(
+            settings.name, settings.provider, bits, by_batch=by_batch, for_an_hour=for_an_hour
+        )
     share = _BATCH_SHARE if by_batch else 1.0
     highest_rate = max(own.input, own.cache_read, own.cache_write)
     if for_an_hour:
-        highest_rate = max(highest_rate, _hour_write_of(own))
+        highest_rate = max(highest_rate, _own_hour_write(own))
     return _Rates(share * highest_rate / _MILLION, share * own.output / _MILLION)
 
 
@@ -180,7 +178,7 @@ def _table_cost(
     cost: Callable[[PriceCalculation, Tokens], float],
     for_an_hour: int,
 ) -> float:
-    """Dollars of one call by the table; raises `ValueError` where its counts contradict."""
+    """Dollars of one call by the table. Raises `ValueError` if its counts contradict each other."""
     from genai_prices import Usage
 
     written = usage["cache_write_tokens"]
@@ -190,7 +188,7 @@ def _table_cost(
             input_tokens=usage["input_tokens"],
             output_tokens=usage["output_tokens"],
             cache_read_tokens=usage["cache_read_tokens"],
-            # Writes for an hour count as plain input here, and as the rest of their price below.
+            # Writes for an hour count as plain input here; the rest of their price is added below.
             cache_write_tokens=written and written - for_an_hour,
         ),
     )
@@ -202,7 +200,7 @@ def _table_cost(
 
 
 def _own_cost(own: Price, usage: Counts, *, for_an_hour: int, by_batch: bool) -> float | None:
-    """Dollars of one call by the user's prices, None where its counts contradict each other."""
+    """Dollars of one call by the user's prices; None if its counts contradict each other."""
     read, written = usage["cache_read_tokens"] or 0, usage["cache_write_tokens"] or 0
     fresh = (usage["input_tokens"] or 0) - read - written
     if fresh < 0:
@@ -212,38 +210,36 @@ def _own_cost(own: Price, usage: Counts, *, for_an_hour: int, by_batch: bool) ->
         fresh * own.input
         + read * own.cache_read
         + (written - for_an_hour) * own.cache_write
-        + for_an_hour * _hour_write_of(own)
+        + for_an_hour * _own_hour_write(own)
         + output * own.output
     ) / _MILLION
     return _BATCH_SHARE * dollars if by_batch else dollars
 
 
-def _hour_write_of(own: Price) -> float:
-    """The user's price of writing into the cache for an hour: none has a key of its own."""
+def _own_hour_write(own: Price) -> float:
+    """The user's price of writing into a cache of an hour, for which there is no setting."""
     return max(own.cache_write, _HOUR_WRITE * own.input)
 
 
 @lru_cache(maxsize=256)
-def _most_per_token(
-    name: str, provider: str | None, bits: int, by_batch: bool, for_an_hour: bool
+def _max_table_rates(
+    name: str, provider: str | None, bits: int, *, by_batch: bool, for_an_hour: bool
 ) -> _Rates | None:
-    """The same by the table.
-
-    Longer requests may cost more per token, never less. Kept, because working out a price takes
-    longer than all the rest of a claim.
-    """
+    """The highest rates by the table; see `_max_rates`."""
+    # Cached, because computing a price takes longer than all the rest of an estimate. Longer
+    # requests may cost more per token, never less.
     if (calculation := _find(name, provider)) is None:
         return None
     from genai_prices import Usage
 
-    max_rate, many = 2**bits, _MILLION
+    size, replied = 2**bits, _MILLION
     cost = _batch_cost if by_batch else _cost
-    plain = cost(calculation, Usage(input_tokens=max_rate))
-    cached = cost(calculation, Usage(input_tokens=max_rate, cache_write_tokens=max_rate))
-    both = cost(calculation, Usage(input_tokens=max_rate, output_tokens=many))
-    most = max(plain, cached, _HOUR_WRITE * plain if for_an_hour else 0.0)
+    plain = cost(calculation, Usage(input_tokens=size))
+    cached = cost(calculation, Usage(input_tokens=size, cache_write_tokens=size))
+    both = cost(calculation, Usage(input_tokens=size, output_tokens=replied))
+    max_input = max(plain, cached, _HOUR_WRITE * plain if for_an_hour else 0.0)
     with_fee = 1 + _FEES.get(provider or "", 0.0)
-    return _Rates(with_fee * most / max_rate, with_fee * (both - plain) / many)
+    return _Rates(with_fee * max_input / size, with_fee * (both - plain) / replied)
 
 
 def _cost(calculation: PriceCalculation, tokens: Tokens) -> float:
@@ -258,14 +254,14 @@ def _batch_cost(calculation: PriceCalculation, tokens: Tokens) -> float:
 
 
 def is_known(settings: ModelSettings) -> bool:
-    """Whether calls of a model will have a price; those of the scripted one cost nothing."""
+    """Whether calls of a model will have a price; calls of the scripted model cost nothing."""
     if settings.api == "scripted" or settings.own_price is not None:
         return True
     return _find(settings.name, settings.provider) is not None
 
 
 def table_price(settings: ModelSettings) -> Price | None:
-    """The table's dollars per million tokens of a short request; None where it has none."""
+    """The table's price of a model for a short request; None if it has none."""
     if (calculation := _find(settings.name, settings.provider)) is None:
         return None
     from genai_prices import Usage
@@ -302,7 +298,8 @@ def load_table() -> None:
 
 @lru_cache(maxsize=64)
 def _find(name: str, provider: str | None) -> PriceCalculation | None:
-    """The table's entry for a model. Searching the table costs more than a whole model call."""
+    """Find the table's entry for a model; None if it has none."""
+    # Cached, because a search costs more than a whole model call.
     load_table()
     from genai_prices import Usage, calc_price
 
@@ -314,7 +311,7 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
 
 @lru_cache(maxsize=64)
 def _warn(name: str) -> None:
-    """Warn once per model: that is what the cache is for."""
+    """Warn once per model, by means of the cache."""
     log.warning(
         "the price of model %s is unknown, and so is what its calls cost; the config can give it "
         "under `prices`",

@@ -1,7 +1,7 @@
 """The providers and servers that a model's prefix can name: one row each.
 
-A row says where the endpoint is, which variable holds its key, which API it speaks, and what it
-calls things. `client` names the client of an SDK that knows URL and credentials instead.
+A row has the endpoint's URL, the variable that holds its key, its API, and its names for fields.
+Or its `client` names the client of an SDK, which knows URL and credentials.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages", "gemini"]
 
 ONLY_RELAYED: frozenset[str] = frozenset({"gemini"})
-"""Those only for agents that run as commands: this program writes no requests in them."""
+"""APIs only for agents that run as commands: this program writes no requests in them."""
 
 NO_KEY = "none"
 """The value of `key_env` for an endpoint that needs no key."""
@@ -23,33 +23,35 @@ class Provider(NamedTuple):
     """One row of the table."""
 
     base_url: str
-    """"" where the client of an SDK knows it."""
+    """The base URL; "" if the client of an SDK knows it."""
     key_env: str
-    """The variable that holds the key, `NO_KEY` where none is needed."""
+    """The variable that holds the key; `NO_KEY` if none is needed."""
     prices: str | None = None
-    """Its id in the price table; None lets the table guess from the model's name."""
+    """The provider's id in the price table; None: the table guesses from the model's name."""
     api: Api = "openai_chat"
     reasoning_field: str | None = "reasoning_content"
-    """Chat API: the field of an assistant message that takes reasoning which came from elsewhere;
-    None where messages with such a field are refused."""
+    """Chat API: the field of an assistant message for reasoning that came from another provider.
+
+    None if the provider refuses messages with such a field.
+    """
     max_tokens_name: str = "max_tokens"
     """Chat API: the field of a request that limits the reply."""
     has_batches: bool = False
-    """Its Batch API is one that this program speaks."""
+    """The provider has a Batch API that this program speaks."""
     client: str | None = None
     """See `Connection.client`."""
     other_credentials: str = ""
-    """The credentials that a client uses if the variable is not set."""
+    """The credentials that the client uses if the variable is not set."""
     url_env: str = ""
-    """The variable by which its SDK finds another base URL."""
+    """The variable in which the provider's SDK looks for another base URL; "" for none."""
     is_own_server: bool = False
-    """The program runs on users' machines, so its prefix holds at any `--base_url`."""
+    """The server runs on users' machines, so its prefix is valid at any `--base_url`."""
     session_headers: tuple[str, ...] = ()
-    """The headers in which it reads the id of a conversation; see `SESSION_HEADERS`."""
+    """The headers in which the provider reads the id of a conversation; see `SESSION_HEADERS`."""
     cache_key_apis: tuple[Api, ...] = ()
-    """The APIs in which it reads that id as `prompt_cache_key` of the body."""
+    """The APIs in which it reads the id from `prompt_cache_key` in the body."""
     session_source: str = ""
-    """Where it says so; "" for one that does not, which gets no id."""
+    """The provider's documentation of the id; "" if it reads none, and so gets none."""
 
 
 SESSION_HEADERS: Mapping[str, str] = {
@@ -72,8 +74,10 @@ SESSION_HEADERS: Mapping[str, str] = {
     "x-litellm-session-id": "LiteLLM: docs.litellm.ai/docs/proxy/cache_aware_routing",
     "x-grok-conv-id": "xAI: docs.x.ai/developers/advanced-api-usage/prompt-caching",
 }
-"""Headers with the id of a conversation, by which routers keep it on one replica, and who reads
-each."""
+"""Headers with the id of a conversation, by which routers keep it on one replica.
+
+The values say who reads each header.
+"""
 
 AGENTS_SESSION_HEADERS = (
     *SESSION_HEADERS,
@@ -85,7 +89,7 @@ AGENTS_SESSION_HEADERS = (
     "x-opencode-session",
     "x-hermes-session-id",
 )
-"""Headers in which agents send an id of their own, the best known first."""
+"""Headers in which agents send an id of their own conversation, the best known first."""
 
 OWN_SERVERS_HEADERS = (
     "x-session-affinity",
@@ -93,7 +97,7 @@ OWN_SERVERS_HEADERS = (
     "x-smg-routing-key",
     "x-dynamo-session-id",
 )
-"""What servers of the user's own are sent: any router may be in front of them."""
+"""The headers for servers of the user's own: any router may be in front of them."""
 
 _NEW_NAME = "max_completion_tokens"
 _OF_OPENAI: tuple[Api, ...] = ("openai_chat", "openai_responses")
@@ -264,14 +268,16 @@ PROVIDERS: Mapping[str, Provider] = {
         session_source=_ROUTERS,
     ),
 }
-"""By prefix."""
+"""The providers by prefix."""
 
 CLIENTS = tuple(row.client for row in PROVIDERS.values() if row.client is not None)
 """Clients known by name."""
 
 FIRST = ("openai", "responses", "anthropic", "openrouter")
-"""Prefixes that hold at any `--base_url`, and that no endpoint of a config may have as its name.
-The names of all others may be given to endpoints, which then win."""
+"""Prefixes that are valid at any `--base_url`, and that no endpoint of a config may have as name.
+
+An endpoint may have the name of any other prefix, and then replaces it.
+"""
 
 _HOSTS: Mapping[str, Provider] = {
     host: row
@@ -282,16 +288,14 @@ _HOSTS: Mapping[str, Provider] = {
 
 
 def provider_at(base_url: str) -> Provider | None:
-    """The provider whose host a base URL names, of those in the table."""
+    """The provider in the table whose host a base URL names; None if there is none."""
     host = (urlsplit(base_url).hostname or "").rstrip(".")
     return next((row for known, row in _HOSTS.items() if f".{host}".endswith(f".{known}")), None)
 
 
 def holds_at(prefix: str, base_url: str | None) -> bool:
-    """Whether a model's prefix names a row of the table, given the user's own base URL, if any.
-
-    Names of models at other servers have colons too, such as `mistral:7b`.
-    """
+    """Whether a model's prefix names a row of the table at this base URL; None: at none given."""
+    # At other servers, names of models have colons, too, such as `mistral:7b`.
     if (row := PROVIDERS.get(prefix)) is None:
         return False
     is_anywhere = base_url is None or prefix in FIRST or row.is_own_server

@@ -1,4 +1,4 @@
-"""From the model name that a user writes to the endpoint, API and key that it means.
+"""Resolves the name of a model, as a user writes it, to its endpoint, API and key.
 
 scripted                 offline, plays the row's script
 PREFIX:NAME              a row of the table in `providers`; without --base_url at OPENAI_BASE_URL or
@@ -32,18 +32,20 @@ class Endpoint(NamedTuple):
     """An endpoint that a config names."""
 
     api: Api | None
-    """None only beside a `client`, which decides it."""
+    """The API; None if a `client` decides it."""
     base_url: str
-    """"" where a `client` knows it."""
+    """The base URL; "" if a `client` knows it."""
     key_env: str
+    """The variable that holds the key; `NO_KEY` if none is needed."""
     provider: str | None
-    """Its id in the price table."""
+    """The provider's id in the price table; None: the table guesses from the model's name."""
     options: Mapping[str, Any] = MappingProxyType({})
-    """Fields of `ModelSettings` that its models are asked with, instead of those of the run."""
+    """Fields of `ModelSettings` for its models, which replace the fields of the run."""
     connection: Connection = DIRECT_CONNECTION
 
 
 SCRIPTED = "scripted"
+"""The name, and the API, of the scripted model."""
 
 FORMS = (
     "give PROVIDER:NAME, such as openai:NAME, anthropic:NAME or openrouter:VENDOR/NAME (`python "
@@ -55,7 +57,7 @@ _SERVER = Provider("", NO_KEY)
 """A server of the user's own."""
 
 PLACEHOLDER = "no-key"
-"""Sent where no key is known: some servers refuse requests without any."""
+"""The key that is sent if none is known: some servers refuse requests without a key."""
 
 
 class UnknownModel(ValueError):
@@ -75,14 +77,14 @@ def resolve_model(
     endpoints: Mapping[str, Endpoint] = MappingProxyType({}),
     **options: Any,
 ) -> ModelSettings:
-    """Resolve what the user wrote. `options` are further fields of `ModelSettings`.
+    """Resolve a model's name as the user wrote it. `options` are further fields of `ModelSettings`.
 
-    `endpoints` are the user's own, by the prefixes that lead to them; `base_url`, `api` and
-    `key_env` are not for them. Elsewhere a base URL of the user's own replaces the default one
-    and, unless the name has a prefix, takes the price table's provider with it. One that is a
-    known provider's brings that provider's key and prices, and its API to a bare name.
+    `endpoints` are the user's own, by prefix; `base_url`, `api` and `key_env` do not apply to them.
+    For other models `base_url` replaces the default URL. If it is the URL of a known provider, that
+    provider's key and prices apply, and its API if the name has no prefix. If it is not, a name
+    without a prefix has no provider in the price table.
 
-    Raises `UnknownModel`, `UnusableProxy` where no call could leave, and `UnusableClient`.
+    Raises `UnknownModel`, `UnusableProxy` if no call could be sent, and `UnusableClient`.
     """
     if base_url is None:
         name = with_colon(name, endpoints)
@@ -117,7 +119,7 @@ def resolve_model(
         return _at_configured_endpoint(own, name, rest, options)
     endpoint = row or there or _SERVER
     payee = there or (None if base_url is not None and row is None else endpoint)
-    # What it calls things is up to who answers there, not to who is paid.
+    # Names of fields follow the server behind the base URL, not the provider that bills.
     if base_url is None or (row is not None and row.is_own_server):
         options = {**habits_of(endpoint), **options}
     elif there is not None:
@@ -136,13 +138,16 @@ def resolve_model(
 
 
 def with_colon(name: str, endpoints: Collection[str] = ()) -> str:
-    """PREFIX/NAME as PREFIX:NAME, if the prefix is one of the table or of `endpoints`."""
+    """Change PREFIX/NAME to PREFIX:NAME, if the prefix is in the table or in `endpoints`."""
     prefix, _, rest = name.partition("/")
     return f"{prefix}:{rest}" if rest and (prefix in PROVIDERS or prefix in endpoints) else name
 
 
 def _url_in_environment(row: Provider) -> str | None:
-    """The base URL that the variable of a provider's SDK holds. Raises `UnknownModel`."""
+    """The base URL in the variable of a provider's SDK; None if it is not set.
+
+    Raises `UnknownModel` if the variable holds no URL.
+    """
     value = os.environ.get(row.url_env, "").strip().rstrip("/") if row.url_env else ""
     if not value:
         return None
@@ -157,7 +162,7 @@ def _url_in_environment(row: Provider) -> str | None:
 
 
 def habits_of(row: Provider) -> dict[str, Any]:
-    """A provider's names for things, as fields of `ModelSettings`."""
+    """A provider's names for fields and headers, as fields of `ModelSettings`."""
     return {
         "usual_max_tokens_name": row.max_tokens_name,
         "reasoning_field": row.reasoning_field,
@@ -167,28 +172,31 @@ def habits_of(row: Provider) -> dict[str, Any]:
 
 
 def _at_configured_endpoint(
-    own: Endpoint, name: str, rest: str, options: Mapping[str, Any]
+    endpoint: Endpoint, name: str, rest: str, options: Mapping[str, Any]
 ) -> ModelSettings:
-    """A model at a configured endpoint or behind a cloud client."""
-    api, base_url = own.api, own.base_url
-    if own.connection.client is not None:
-        from agent.models.sdk_clients import api_of, base_url_of, open_client
+    """The settings of a model at a configured endpoint or behind a cloud client.
 
-        client = open_client(own.connection, rest, own.key_env)
-        api, base_url = api_of(client, own.api), base_url_of(client)
+    `name` is the model as the user wrote it, `rest` the name without its prefix.
+    """
+    api, base_url = endpoint.api, endpoint.base_url
+    if endpoint.connection.client is not None:
+        from agent.models.sdk_clients import client_api, client_base_url, open_client
+
+        client = open_client(endpoint.connection, rest, endpoint.key_env)
+        api, base_url = client_api(client, endpoint.api), client_base_url(client)
     assert api is not None
-    replication = own.connection.replication
+    replication = endpoint.connection.replication
     for url in (base_url,) if replication is None else replication.urls:
-        _check_proxy(url, own.connection.proxy)
+        _check_proxy(url, endpoint.connection.proxy)
     return ModelSettings(
         name=rest,
         api=api,
         base_url=base_url,
-        key_env=own.key_env,
-        provider=own.provider,
-        connection=own.connection,
+        key_env=endpoint.key_env,
+        provider=endpoint.provider,
+        connection=endpoint.connection,
         reference=name,
-        **{**options, **own.options},
+        **{**options, **endpoint.options},
     )
 
 
@@ -210,10 +218,7 @@ def _check_proxy(base_url: str, proxy: str | None) -> None:
 
 
 def root_of(base_url: str, api: str) -> str:
-    """A base URL with the path that requests of a dialect begin at, where the provider is known.
-
-    Only those of OpenAI's do not name the version themselves.
-    """
+    """Complete the path of a base URL for a dialect, if the provider at the URL is known."""
     if (known := provider_at(base_url)) is None:
         return base_url
     url = urlsplit(base_url)
@@ -221,7 +226,7 @@ def root_of(base_url: str, api: str) -> str:
     full = urlsplit(known.base_url).path or "/v1"
     if full.startswith(path):
         path = full
-    if not api.startswith("openai_"):
+    if not api.startswith("openai_"):  # requests of other dialects name the version themselves
         path = re.sub(r"/v\d\w*(/.*)?$", "", path)
     return base_url if path == given else f"{url.scheme}://{url.netloc}{path}"
 
@@ -229,9 +234,9 @@ def root_of(base_url: str, api: str) -> str:
 def resolve_sibling(
     name: str, settings: ModelSettings, endpoints: Mapping[str, Endpoint] = MappingProxyType({})
 ) -> ModelSettings:
-    """Resolve the name of a model that is asked beside the one of `settings`.
+    """Resolve the name of a model that is used beside the model of `settings`.
 
-    It is asked at the same endpoint, unless its prefix names another one. Raises `UnknownModel`.
+    It is at the same endpoint, unless its prefix names another one. Raises `UnknownModel`.
     """
     prefix, colon, rest = _parts(name)
     is_own = colon and prefix in endpoints
@@ -264,16 +269,16 @@ def resolve_sibling(
 
 
 def _is_of(row: Provider, prefix: str, settings: ModelSettings) -> bool:
-    """Whether the endpoint of `settings` is that of a row, be it at another URL."""
+    """Whether the endpoint of `settings` belongs to a row, perhaps at another URL."""
     if row.client is not None or settings.connection.client is not None:
-        return False  # which client it is depends on the model
+        return False  # the client depends on the model
     is_same = prefix == settings.reference.partition(":")[0]
     is_payee = row.prices is not None and row.prices == settings.provider
     return is_same or (is_payee and row.api == settings.api)
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """The prefix, the colon and the name; no prefix without a colon."""
+    """Split a name into the prefix, the colon and the rest. Raises `UnknownModel`."""
     parts = name.partition(":")
     if not name.strip() or (parts[1] and not parts[2].strip()):
         named = f"model {name!r}: " if name else ""
@@ -282,7 +287,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def read_key(settings: ModelSettings) -> str:
-    """The key from the environment, or a placeholder where the endpoint needs none.
+    """Read the key from the environment; a placeholder if the endpoint needs none.
 
     Raises `MissingKey`.
     """
@@ -303,7 +308,7 @@ def read_key(settings: ModelSettings) -> str:
 
 
 def check_secret(value: str, what: str, variable: str, settings: ModelSettings) -> None:
-    """Raise `MissingKey` where a variable holds nothing that can be sent."""
+    """Raise `MissingKey` if a variable holds no value that can be sent."""
     if not value.strip():
         raise MissingKey(
             f"{what}: the environment variable {variable} for {settings.base_url} is not set"

@@ -35,7 +35,7 @@ class ScriptedCall(BaseModel):
 
 
 class ScriptedTurn(BaseModel):
-    """One reply that the scripted model gives."""
+    """One turn of a script: a reply that the scripted model gives."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     reasoning: str = ""
@@ -66,7 +66,7 @@ def parse_script(turns: Any) -> list[ScriptedTurn]:
 class ScriptedModel:
     """Plays one script, a turn per call, from turn number `start` (from 0) on.
 
-    A conversation that is taken up again starts behind the replies that it already has.
+    A conversation that is resumed starts after the replies that it already has.
     """
 
     def __init__(self, script: Sequence[ScriptedTurn], *, start: int = 0) -> None:
@@ -74,7 +74,7 @@ class ScriptedModel:
         self._next = start
 
     async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`. A script that is played out is a `bad_request`."""
+        """See `Model.complete`. Raises `ModelError("bad_request")` after the last turn."""
         number = self._next
         if number >= len(self._script):
             raise ModelError("bad_request", f"the script ends after turn {len(self._script)}")
@@ -88,7 +88,7 @@ class ScriptedModel:
                 _to_call(call, f"call_{number + 1}_{n}") for n, call in enumerate(turn.tool_calls)
             ]
         if request.on_delta is not None:
-            _tell(message, request.on_delta)
+            _stream(message, request.on_delta)
         return Completion(
             message=message,
             finish_reason=turn.finish_reason or ("tool_calls" if turn.tool_calls else "stop"),
@@ -106,7 +106,7 @@ _NO_USAGE: Usage = {
     "cache_write_tokens": 0,
     "reasoning_tokens": 0,
 }
-"""No model ran, so the counts are zero, not unknown."""
+"""The usage of a scripted reply: no model ran, so the counts are zero, not unknown."""
 
 
 def _to_call(call: ScriptedCall, id: str) -> ToolCall:
@@ -120,7 +120,7 @@ def _to_call(call: ScriptedCall, id: str) -> ToolCall:
     }
 
 
-def _tell(message: Message, handler: StreamHandler) -> None:
+def _stream(message: Message, handler: StreamHandler) -> None:
     """Pass a reply to the handler as if it had arrived in parts: reasoning, text and calls."""
     if reasoning := message.get("reasoning"):
         handler({"type": "thinking_delta", "text": reasoning})

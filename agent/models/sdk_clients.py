@@ -1,8 +1,8 @@
-"""Clients of the openai and anthropic packages, which know the URLs and credentials of clouds.
+"""Opens clients of the openai and anthropic packages, which know clouds' URLs and credentials.
 
-A package is imported only where an endpoint has a `client`, and for batches. The clients send
-nothing themselves: `agent.models.client.prepared` has them prepare requests, and what they send
-for batches goes through `agent.models.batches.sdk_connection`.
+A package is imported only if an endpoint has a `client`, and for batches. The clients send nothing
+themselves: `agent.models.client.prepared` has them prepare requests, and their requests for batches
+go through `agent.models.batches.sdk_connection`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _FOUNDRY_SCOPE = "https://ai.azure.com/.default"
 
 
 class UnusableClient(ValueError):
-    """A client cannot be made or used; the message says what to do."""
+    """A client cannot be made or used; the message says how to correct it."""
 
 
 def open_client(connection: Connection, model: str, key_env: str | None) -> Any:
-    """The client that an endpoint names; its key is in `key_env`, if not in its own variables.
+    """Open the client that an endpoint names.
 
-    Raises `UnusableClient`.
+    Its key is in the variable `key_env`; None or `NO_KEY`: in the client's own variables. Raises
+    `UnusableClient`.
     """
     if key_env is None or key_env == NO_KEY:
         return _open(connection, model, None)
@@ -48,7 +49,7 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
     if api_key is not None:
         options["api_key"] = api_key
     try:
-        client = _MAKERS[name](options, model) if name in _MAKERS else _own(name, options)
+        client = _MAKERS[name](options, model) if name in _MAKERS else _make_own(name, options)
     except UnusableClient:
         raise
     except (Exception, SystemExit) as error:  # a package or a user's function may raise anything
@@ -56,7 +57,7 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
         if name in _MAKERS:
             message += ". Arguments of the client go into client_options, or into its variables"
         raise UnusableClient(message) from error
-    if sdk_of(client) == "anthropic" and _streams_in_aws_events(client):
+    if client_sdk(client) == "anthropic" and _streams_in_aws_events(client):
         raise UnusableClient(
             f"client {name!r}: {type(client).__name__} streams replies as AWS events, which are "
             "not supported; use AsyncAnthropicBedrockMantle (client: bedrock)"
@@ -64,8 +65,8 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
     return client
 
 
-def sdk_of(client: Any) -> Sdk:
-    """The package that a client is of. Raises `UnusableClient`."""
+def client_sdk(client: Any) -> Sdk:
+    """The package of a client. Raises `UnusableClient` for any other object."""
     packages = {cls.__module__.partition(".")[0] for cls in type(client).__mro__}
     if "openai" in packages:
         return "openai"
@@ -77,21 +78,24 @@ def sdk_of(client: Any) -> Sdk:
     )
 
 
-def api_of(client: Any, api: Api | None) -> Api:
-    """The API that a client speaks, given what the user says. Raises `UnusableClient`."""
-    chosen = api or ("openai_chat" if sdk_of(client) == "openai" else "anthropic_messages")
-    if (chosen == "anthropic_messages") != (sdk_of(client) == "anthropic"):
+def client_api(client: Any, api: Api | None) -> Api:
+    """The API that a client speaks: `api`, or its usual one if that is None.
+
+    Raises `UnusableClient` if it does not speak `api`.
+    """
+    chosen = api or ("openai_chat" if client_sdk(client) == "openai" else "anthropic_messages")
+    if (chosen == "anthropic_messages") != (client_sdk(client) == "anthropic"):
         raise UnusableClient(f"api: {type(client).__name__} does not speak {chosen}; leave api out")
     return chosen
 
 
-def base_url_of(client: Any) -> str:
-    """Where a client sends its requests."""
+def client_base_url(client: Any) -> str:
+    """The URL to which a client sends its requests."""
     return str(client.base_url).rstrip("/")
 
 
-def is_of_cloud(connection: Connection) -> bool:
-    """Whether an endpoint names a cloud, and not a function of the user's own."""
+def is_cloud_client(connection: Connection) -> bool:
+    """Whether the client of an endpoint is one for a cloud, and not the user's own."""
     return connection.client in _MAKERS
 
 
@@ -101,8 +105,8 @@ def is_async(client: Any) -> bool:
 
 
 def connect(client: Any, connection: Connection, transport: Any) -> Any:
-    """The client with the headers and query of an endpoint; all it sends goes to `transport`."""
-    sdk = import_module(sdk_of(client))
+    """Give a client the headers and query of an endpoint, and have it send by `transport`."""
+    sdk = import_module(client_sdk(client))
     make = sdk.DefaultAsyncHttpxClient if is_async(client) else sdk.DefaultHttpxClient
     return client.with_options(
         # Following a redirect would send the key to its target.
@@ -117,7 +121,9 @@ def _azure(options: dict[str, Any], model: str) -> Any:
 
     has_key = options.get("api_key") or _is_set("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_AD_TOKEN")
     if not has_key:
-        options["azure_ad_token_provider"] = _entra("AZURE_OPENAI_API_KEY", _AZURE_SCOPE)
+        options["azure_ad_token_provider"] = _make_entra_tokens(
+            "AZURE_OPENAI_API_KEY", _AZURE_SCOPE
+        )
     return openai.AsyncAzureOpenAI(**options)
 
 
@@ -125,7 +131,9 @@ def _foundry(options: dict[str, Any], model: str) -> Any:
     import anthropic
 
     if not (options.get("api_key") or _is_set("ANTHROPIC_FOUNDRY_API_KEY")):
-        options["azure_ad_token_provider"] = _entra("ANTHROPIC_FOUNDRY_API_KEY", _FOUNDRY_SCOPE)
+        options["azure_ad_token_provider"] = _make_entra_tokens(
+            "ANTHROPIC_FOUNDRY_API_KEY", _FOUNDRY_SCOPE
+        )
     return anthropic.AsyncAnthropicFoundry(**options)
 
 
@@ -166,7 +174,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
 }
 
 
-def _own(place: str, options: dict[str, Any]) -> Any:
+def _make_own(place: str, options: dict[str, Any]) -> Any:
     from toolsets.catalog.custom import import_place
 
     return import_place(place, "client")(**options)
@@ -178,8 +186,8 @@ def _streams_in_aws_events(client: Any) -> bool:
     return isinstance(client, anthropic.AnthropicBedrock | anthropic.AsyncAnthropicBedrock)
 
 
-def _entra(key_variable: str, scope: str) -> Callable[[], Awaitable[str]]:
-    """Tokens of Microsoft Entra, by the identity that this machine has."""
+def _make_entra_tokens(key_variable: str, scope: str) -> Callable[[], Awaitable[str]]:
+    """Make a source of Microsoft Entra tokens for the identity of this machine."""
     try:
         from azure.identity import DefaultAzureCredential, get_bearer_token_provider
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""What replies say that they used, in the spellings of all servers: tokens by kind, and dollars.
+"""Reads the tokens and dollars that replies report, in the spellings of all servers.
 
 Servers of one API spell counts in the manner of another, and proxies give several spellings side
-by side. These say the same thing, so the largest counts once. Counts that are read here under
-other names than the API's own also stay in `Completion.extra`, as they came.
+by side. Equal kinds mean the same tokens, so only the largest count is taken. Counts that are read
+here under other names than the API's own also stay in `Completion.extra`, unchanged.
 
 Sources: OpenAI's and Anthropic's references; DeepSeek (`prompt_cache_hit_tokens`), Moonshot
 (`cached_tokens`, usage in a choice), Groq (`x_groq`), LiteLLM's `Usage`, DashScope's context cache
@@ -38,7 +38,7 @@ _KINDS: Mapping[str, str] = {
             "cache_creation_tokens",
             "cache_creation_input_tokens",
             "cacheWriteInputTokens",
-            # By how long they are kept: Anthropic's name, and LiteLLM's.
+            # Objects with a count for each lifetime: Anthropic's name, and LiteLLM's.
             "cache_creation",
             "cache_creation_token_details",
         ),
@@ -46,7 +46,7 @@ _KINDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("reasoning_tokens", "thinking_tokens"), "reasoning"),
 }
-"""What counts by these names mean, beside the plain ones or in the details of either."""
+"""The kinds of counts by their names, beside the plain counts or in their details."""
 
 _PLACES: Mapping[str, str] = {
     **_KINDS,
@@ -71,19 +71,19 @@ _PLACES: Mapping[str, str] = {
         "details",
     ),
 }
-"""The same for all that a usage object may hold."""
+"""The kinds of all fields that a usage object may hold."""
 
 _BY_LIFETIME = ("cache_creation", "cache_creation_token_details")
-_DETAILS_OF_INPUT = ("prompt_tokens_details", "input_tokens_details")
-_FOR_AN_HOUR = "ephemeral_1h_input_tokens"
+_INPUT_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+_HOUR_WRITES = "ephemeral_1h_input_tokens"
 _FRESH = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens"})
-"""Beside Anthropic's own names, `input_tokens` excludes what went through the cache."""
+"""Anthropic's own names: beside them, `input_tokens` excludes cache reads and writes."""
 
 _PLAIN = frozenset(
     {"prompt_tokens", "completion_tokens", "total_tokens", "input_tokens", "output_tokens"}
 )
 _BILLED_APART = frozenset({"compaction", "advisor_message"})
-"""Kinds of `iterations` of Anthropic that the other counts of its usage leave out."""
+"""Kinds of Anthropic's `iterations` that the other counts of its usage leave out."""
 
 _COSTS = frozenset({"cost", "total_cost", "estimated_cost", "cost_in_usd_ticks"})
 _TICKS_PER_DOLLAR = 10**10
@@ -96,14 +96,12 @@ NOTHING_USED = Usage(
     cache_write_tokens=0,
     reasoning_tokens=0,
 )
-"""The usage of what no model call brought."""
+"""The usage of a reply for which no model was called."""
 
 
 def count_or_none(value: Any) -> int | None:
-    """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0.
-
-    Counts that earlier versions took over are read back through here too.
-    """
+    """Read a count of tokens; None for a value that cannot be one. 12.0 is read as 12."""
+    # Counts in records of earlier versions are also read by this function.
     if value is None:
         return None
     if isinstance(value, float) and value.is_integer():
@@ -113,30 +111,25 @@ def count_or_none(value: Any) -> int | None:
     return None
 
 
-def usage_of_reply(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The object of a reply's body that has its counts; None where there is none.
-
-    Moonshot puts it into the choice, and Groq's streams into `x_groq`.
-    """
+def find_usage(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The object with the counts in the body of a reply; None if there is none."""
+    # Moonshot puts it into the choice, and Groq's streams into `x_groq`.
     usage = reply.get("usage")
     if usage and isinstance(usage, dict):
         return usage
     in_choices = [
         one for choice in objects_among(reply.get("choices")) if (one := object_of(choice, "usage"))
     ]
-    elsewhere = _sum_of_choices(in_choices) or object_of(object_of(reply, "x_groq"), "usage")
+    elsewhere = _sum_choices(in_choices) or object_of(object_of(reply, "x_groq"), "usage")
     return elsewhere or (usage if isinstance(usage, dict) else None)
 
 
-def _sum_of_choices(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The usage of all choices of a reply, each of which has that of its own.
-
-    They have the prompt in common; the total of each would be less than the sum.
-    """
+def _sum_choices(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The sum of the usages of a reply's choices, which have the prompt in common."""
     if len(usages) < 2:
         return usages[0] if usages else {}
     whole = {key: value for one in usages for key, value in one.items() if value}
-    whole.pop("total_tokens", None)
+    whole.pop("total_tokens", None)  # the total of one choice is less than the sum
     for key in ("completion_tokens", "output_tokens"):
         if counts := _counts(one.get(key) for one in usages):
             whole[key] = sum(counts)
@@ -146,7 +139,7 @@ def _sum_of_choices(usages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usage | None:
     """The token counts in a usage object of the OpenAI or Anthropic APIs; None without one.
 
-    `is_fresh`: `input_tokens` excludes what went through the cache, as Anthropic's API has it.
+    `is_fresh`: `input_tokens` excludes cache reads and writes, as in Anthropic's API.
     """
     if raw is None:
         return None
@@ -160,11 +153,11 @@ def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usag
         is_anthropic = prompt is None and total is None and not raw.keys().isdisjoint(_FRESH)
         fresh += cached if is_fresh or is_anthropic else 0
     given = prompt if fresh is None or (prompt or 0) > fresh else fresh
-    given, made = _with_total(given, made, total, cached=cached, reasoning=reasoning or 0)
+    given, made = _add_uncounted(given, made, total, cached=cached, reasoning=reasoning or 0)
     if "iterations" in raw:
-        given, made, read, written = _with_iterations(raw, given, made, read, written)
+        given, made, read, written = _add_iterations(raw, given, made, read, written)
     if not given and not made:
-        # No call has neither: such a server does not count, and 0 would be a price of nothing.
+        # Such a server does not count: each call has input or output. 0 would cost nothing.
         given = made = None
     return Usage(
         input_tokens=given,
@@ -178,14 +171,14 @@ def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usag
 def read_total(
     given: int | None, made: int | None, total: int | None
 ) -> tuple[int | None, int | None]:
-    """Input and output, of which the output has all that a larger `total` counts beside them."""
-    return _with_total(given, made, total, cached=0, reasoning=0)
+    """Input and output; tokens that `total` counts beyond both are added to the output."""
+    return _add_uncounted(given, made, total, cached=0, reasoning=0)
 
 
-def counts_beside(
+def add_plain_counts(
     raw: Mapping[str, Any] | None, usage: Usage | None, uncounted: dict[str, Any]
 ) -> dict[str, Any]:
-    """`uncounted`, and the plain counts of `raw` as they came if `usage` says something else."""
+    """Add the plain counts of `raw` to `uncounted`, unchanged, if `usage` differs from them."""
     if usage is None or raw is None:
         return uncounted
     made, total = usage["output_tokens"], count_or_none(raw.get("total_tokens"))
@@ -196,16 +189,16 @@ def counts_beside(
 
 
 def hour_writes_in(reply: Mapping[str, Any], usage: Usage | None) -> int:
-    """How many of the cache writes of a reply are kept for an hour."""
+    """The tokens that a reply's request wrote into a cache of an hour."""
     if usage is None or not usage["cache_write_tokens"]:
         return 0
-    raw = usage_of_reply(reply) or {}
-    return sum(_largest_count(_of_an_hour(one)) or 0 for one in (raw, *_billed_apart(raw)))
+    raw = find_usage(reply) or {}
+    return sum(_largest_count(_hour_writes(one)) or 0 for one in (raw, *_billed_apart(raw)))
 
 
 def reported_cost(reply: Mapping[str, Any]) -> float | None:
-    """Dollars that a reply's body says that it cost; None where it says nothing that can be."""
-    raw = usage_of_reply(reply)
+    """The dollars that a reply reports as its cost; None if it reports none that is possible."""
+    raw = find_usage(reply)
     if raw is None or raw.keys().isdisjoint(_COSTS):
         return None
     costs = [_dollars(raw.get(name)) for name in ("total_cost", "estimated_cost")]
@@ -216,7 +209,7 @@ def reported_cost(reply: Mapping[str, Any]) -> float | None:
         cost = cost.get("total_cost") if cost.get("currency", "USD") == "USD" else None
     cost = _dollars(cost)
     if raw.get("is_byok") is True:
-        # OpenRouter with a provider key of one's own: `cost` is its fee, and the provider bills.
+        # OpenRouter with the user's own provider key: `cost` is only the fee of OpenRouter.
         upstream = _dollars(object_of(raw, "cost_details").get("upstream_inference_cost"))
         cost = None if cost is None or upstream is None else cost + upstream
     known = [one for one in (*costs, cost) if one is not None]
@@ -224,7 +217,7 @@ def reported_cost(reply: Mapping[str, Any]) -> float | None:
 
 
 def _find(raw: Mapping[str, Any], kinds: Mapping[str, str], found: dict[str, int]) -> None:
-    """Put the largest count of each kind into `found`. Runs for every reply: one pass."""
+    """Put the largest count of each kind into `found`, in one pass, as it runs for every reply."""
     for name, value in raw.items():
         kind = kinds.get(name)
         if kind is None or value is None:
@@ -238,13 +231,13 @@ def _find(raw: Mapping[str, Any], kinds: Mapping[str, str], found: dict[str, int
             found[kind] = count
 
 
-def _with_total(
+def _add_uncounted(
     given: int | None, made: int | None, total: int | None, *, cached: int, reasoning: int
 ) -> tuple[int | None, int | None]:
-    """Input and output, with what is counted beside them.
+    """Input and output, with tokens that were counted apart from both.
 
-    xAI and Gemini's OpenAI endpoint have reasoning beside the output, which only the total shows;
-    some proxies have the cache beside the input.
+    xAI and Gemini's OpenAI endpoint do not count reasoning as output, so only the total shows it.
+    Some proxies do not count cached tokens as input.
     """
     if total is not None:
         if given is None and made is not None:
@@ -262,11 +255,14 @@ def _with_total(
     return given, made
 
 
-def _with_iterations(
-    raw: Mapping[str, Any], *counts: int | None
+def _add_iterations(
+    raw: Mapping[str, Any],
+    given: int | None,
+    made: int | None,
+    read: int | None,
+    written: int | None,
 ) -> tuple[int | None, int | None, int | None, int | None]:
-    """Input, output, cache reads and writes, with those that Anthropic bills beside them."""
-    given, made, read, written = counts
+    """Input, output, cache reads and writes, with the iterations that Anthropic bills apart."""
     for one in (read_usage(part, is_fresh=True) for part in _billed_apart(raw)):
         if one is not None:
             given = (given or 0) + (one["input_tokens"] or 0)
@@ -289,14 +285,14 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return one if other is None else (one or 0) + other
 
 
-def _by_lifetime(places: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _lifetime_counts(places: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [object_of(place, name) for place in places for name in _BY_LIFETIME if name in place]
 
 
-def _of_an_hour(raw: Mapping[str, Any]) -> list[Any]:
-    """The counts of cache writes for an hour, wherever they stand."""
-    places = (raw, *(object_of(raw, details) for details in _DETAILS_OF_INPUT))
-    return [one.get(_FOR_AN_HOUR) for one in _by_lifetime(places)]
+def _hour_writes(raw: Mapping[str, Any]) -> list[Any]:
+    """The counts of cache writes for an hour, from all places where they can stand."""
+    places = (raw, *(object_of(raw, details) for details in _INPUT_DETAILS))
+    return [one.get(_HOUR_WRITES) for one in _lifetime_counts(places)]
 
 
 def _counts(values: Iterable[Any]) -> list[int]:
@@ -308,7 +304,7 @@ def _largest_count(values: Iterable[Any]) -> int | None:
 
 
 def _dollars(value: Any) -> float | None:
-    """An amount that can be one, else None."""
+    """Read an amount of dollars; None for a value that cannot be one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -1,1 +1,1 @@
-"""The state of a conversation, which is a fold of its events."""
+"""The state of a conversation, computed from its events."""

@@ -1,4 +1,4 @@
-"""The part of a record that an agent's calls add."""
+"""The part of a record that describes the calls of an agent that runs as a command."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAIN = "main"
 
 
 def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
-    """The conversation of an agent whose task is `prompt`, with all others that it had.
+    """The main conversation of an agent whose task is `prompt`, and all its other conversations.
 
-    Keys beside those of `Trajectory.to_record`, whose `turns` also have `exchange`, the number of
-    the call, and `request`, what it was shown (see `_Requests`), unless that is in `rewritten`:
-    `offers` (lists of tools that calls offered, if they are not those of their conversation),
-    `threads` (one per conversation: key, name, calls, model), `set_aside` (calls of
-    earlier starts that the last one did not make: number, thread, shared, of, added, dialect,
-    asked, and what a turn has, with its message), `rewritten` (calls that were shown other messages
-    than their conversation has: exchanges, thread, start, end, messages, until, requests),
-    `diverged_at`, and
-    `agent` (starts, stripped_tools, exit_code, stdout, stderr, duration_s, timed_out).
+    It has the keys of `Trajectory.to_record`. Its `turns` also have `exchange`, the number of the
+    call, and `request`, the context that the call was shown (see `_requests`), unless that is in
+    `rewritten`. Further keys: `offers` (lists of tools that calls offered, if they differ from the
+    tools of their conversation), `threads` (one per conversation: key, name, calls, model),
+    `set_aside` (calls of earlier starts that the last start did not make: number, thread, shared,
+    of, added, dialect, asked, and the keys of a turn, with its message), `rewritten` (calls that
+    were shown other messages than their conversation has: exchanges, thread, start, end, messages,
+    until, requests), `diverged_at`, and `agent` (starts, stripped_tools, exit_code, stdout, stderr,
+    duration_s, timed_out).
     """
     lines = lines_of(threads, prompt)
     main = [] if lines.main is None else [lines.main]
@@ -83,7 +83,7 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
 def _conversation(
     line: Line, threads: Threads, offers: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """A line with the keys that every conversation in a record has."""
+    """The conversation of a line, with the keys that every conversation in a record has."""
     turns, calls = [], []
     requests = _requests(line, threads, offers, tools=line.tools)
     last_with_ids = None
@@ -117,12 +117,13 @@ def _conversation(
 def _requests(
     line: Line, threads: Threads, offers: list[list[dict[str, Any]]], *, tools: list[dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """What the calls of a line were shown, by number, but for those that were shown another one.
+    """The context that each call of a line was shown, by the number of the call.
 
-    `at`: the messages before this position. `shown`: what changes since the line's previous call
-    among those that were shown otherwise than they are recorded (`at`, and keys of a message; see
-    `agent.wires.thread`). `tools`: the index in `offers` of what was on offer, if not `tools`;
-    missing lists are added to it.
+    Calls that were shown another conversation than the line are left out. `at`: the call was shown
+    the messages before this position. `shown`: changes since the line's previous call among the
+    messages that were shown otherwise than they are recorded (`at`, and keys of a message; see
+    `agent.wires.thread`). `tools`: the index in `offers` of the tools on offer, if they are not
+    `tools`; lists that `offers` lacks are added to it.
     """
     found = {}
     before: Patches = {}
@@ -146,10 +147,10 @@ def _requests(
 
 
 def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dict[str, Any]]:
-    """The results of the calls of a turn, in call order, as `Trajectory.to_record` has them.
+    """The results of the calls of a turn, in call order, in the form of `Trajectory.to_record`.
 
-    The agent ran the tools: what is known is the time from the reply to the next request, and
-    nothing if the next request came from another start.
+    The duration is the time from the reply to the next request, since the agent ran the tools. It
+    is None if the next request came from another start.
     """
     calls = line.messages[position].get("tool_calls", ())
     places = {call["id"]: n for n, call in enumerate(calls)}

@@ -1,4 +1,4 @@
-"""Makes events."""
+"""Makes events from replies, results and requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Measures when something began and how long it took."""
+    """Measures when an act began and how long it took."""
 
     def __init__(self) -> None:
         self.started_at = time.time()
@@ -54,9 +54,9 @@ def reply_event(
     waited_s: float = 0.0,
     before: Sequence[ReplyEvent] = (),
 ) -> ReplyEvent:
-    """The reply of turn `turn`; see `ReplyEvent` for `discarded` and `waited_s`.
+    """The event of a reply for turn `turn`; see `ReplyEvent` for `discarded` and `waited_s`.
 
-    `before` are the replies of the conversation so far, for the tokens of this one.
+    `before` are the replies of the conversation so far: token ids are stored relative to them.
     """
     event = ReplyEvent(
         kind="reply",
@@ -86,7 +86,7 @@ def reply_event(
 
 
 def cut_event(turn: int, clock: Clock, *, waited_s: float) -> CutEvent:
-    """The model call for turn `turn` was cut off; see `CutEvent`."""
+    """The event of a model call for turn `turn` that was cut off; see `CutEvent`."""
     event = CutEvent(kind="cut", turn=turn, started_at=clock.started_at, duration_s=clock.seconds())
     if waited_s >= _WAITED_S:
         event["waited_s"] = waited_s
@@ -96,7 +96,7 @@ def cut_event(turn: int, clock: Clock, *, waited_s: float) -> CutEvent:
 def result_event(
     turn: int, n: int, call: ToolCall, result: ToolResult, clock: Clock
 ) -> ResultEvent:
-    """The result of call number `n` of turn `turn`."""
+    """The event of the result of call number `n` of turn `turn`."""
     message = Message(
         role="tool",
         tool_call_id=call["id"],
@@ -119,7 +119,11 @@ def result_event(
 def continued_event(
     asking: ResultEvent, reply: str, result: ToolResult | None, clock: Clock
 ) -> ResultEvent:
-    """The result `asking`, the user's reply, and the tool's second result, if it was called."""
+    """The event that continues `asking`, the result with which a tool asked the user.
+
+    Its message is that result, the user's reply and `result`, the tool's second result; None if the
+    tool was not called again.
+    """
     message = asking["message"].copy()
     message["content"] += f"\n\nUser: {reply}"
     details = {key: value for key, value in message.get("details", {}).items() if key != ASKS}
@@ -140,7 +144,7 @@ def continued_event(
 
 
 def note_event(turn: int, reason: str, text: str) -> NoteEvent:
-    """A note after turn `turn`; see `NoteEvent`."""
+    """The event of a note after turn `turn`; see `NoteEvent`."""
     return NoteEvent(kind="note", turn=turn, reason=reason, text=text, at=time.time())
 
 
@@ -151,7 +155,10 @@ def exchange_event(
     body: dict[str, Any],
     clock: Clock,
 ) -> ExchangeEvent:
-    """An agent's call, once its reply is complete: `body`, and its content."""
+    """The event of an agent's call whose reply is complete.
+
+    `completion` is the content of the reply, `body` its body in the dialect of the agent.
+    """
     placed = threads.place(request)
     before = threads.token_chain(placed.after)
     reply = reply_event(placed.turn, completion, clock, discarded=None, before=before)
@@ -198,7 +205,7 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
     seen: set[str] = set()
     for n, call in enumerate(calls):
         if call["id"] in seen or call["id"] in used or not call["id"]:
-            call["id"] = _renumbered(call["id"], taken, used) or _new_id(
+            call["id"] = _next_numbered_id(call["id"], taken, used) or _new_id(
                 f"call_{turn}_{n}", taken, used
             )
         taken.add(call["id"])
@@ -211,7 +218,7 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
 
 
 def _id_field(block: Mapping[str, Any]) -> str | None:
-    """The field with the call id in a verbatim block that is a call of a tool of ours."""
+    """The field with the call id in a block that calls one of our tools; None for other blocks."""
     kind = str(block.get("type"))
     if kind == "tool_use":
         return "id"
@@ -220,11 +227,11 @@ def _id_field(block: Mapping[str, Any]) -> str | None:
 
 
 _NUMBERED = re.compile(r"(?P<stem>(?:functions\.)?[A-Za-z_][\w.\-]*:)(?P<number>[0-9]{1,9})")
-"""Ids of Kimi: its template shows them to the model, which counts all calls of a conversation."""
+"""The form of Kimi's ids: its template shows them to the model, which counts all its calls."""
 
 
-def _renumbered(id: str, taken: Collection[str], used: Collection[str]) -> str | None:
-    """A numbered `id` with the next number that no id of this form has, None for any other id."""
+def _next_numbered_id(id: str, taken: Collection[str], used: Collection[str]) -> str | None:
+    """A numbered `id` with the next number that no other id has; None if `id` has no number."""
     if (parts := _NUMBERED.fullmatch(id)) is None:
         return None
     found = (_NUMBERED.fullmatch(other) for other in itertools.chain(taken, used))

@@ -19,7 +19,7 @@ _TEXT_OF = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
 
 
 class FinalAnswer(NamedTuple):
-    """The text of a call of a reserved tool."""
+    """The text of a call of one of the two reserved tools."""
 
     tool: Literal["final_answer", "cannot_complete"]
     text: str
@@ -58,7 +58,7 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = (
 
 
 def finish_in(name: str, arguments: str) -> FinalAnswer | None:
-    """The text of a call of a reserved tool; None for other tools and for unusable arguments."""
+    """Read a call of a reserved tool; None for other tools and for unusable arguments."""
     match name:
         case "final_answer" | "cannot_complete":
             text = _text(arguments, _TEXT_OF[name])

@@ -1,4 +1,4 @@
-"""Checks the messages that a caller gives as history."""
+"""Checks and completes the messages that a caller gives as history."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Counts for the rules, updated with each event, and sums of tokens and dollars.
 
-No rule has to read the whole conversation. A sum is unknown if any part of it is."""
+With the counts no rule has to read the whole conversation. A sum is unknown if any of its parts is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"}
 """Failures of a call that never reached its tool."""
 
 _COUNTED = MALFORMED | {"exception", "timeout"}
-"""Failures that count as errors; those that a tool itself reports do not."""
+"""Failures that count as errors; a failure that the tool itself reports does not."""
 
 
 class Tally:
@@ -77,7 +78,7 @@ def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bo
 
 
 def canonical(arguments: str) -> str | bytes:
-    """The same text for arguments that differ only in white space or in the order of keys."""
+    """A text that is the same for arguments that differ only in white space or order of keys."""
     try:
         return exact_json.dumps(exact_json.loads(arguments), option=orjson.OPT_SORT_KEYS)
     except (exact_json.JSONDecodeError, TypeError):
@@ -85,7 +86,7 @@ def canonical(arguments: str) -> str | bytes:
 
 
 def usage_of(replies: Sequence[ReplyEvent]) -> Usage | None:
-    """The tokens of all replies; a count that is unknown for any of them is None."""
+    """The tokens of all replies together; a count is None if it is unknown for any reply."""
     if not replies:
         return None
     usages = [reply["usage"] for reply in replies]
@@ -99,7 +100,7 @@ def usage_of(replies: Sequence[ReplyEvent]) -> Usage | None:
 
 
 def cost_of(replies: Sequence[ReplyEvent]) -> float | None:
-    """The dollars of all replies, or None if the price of any is unknown."""
+    """The dollars of all replies together; None if the price of any is unknown."""
     costs = [reply["cost_usd"] for reply in replies]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known and len(known) == len(costs) else None

@@ -1,7 +1,7 @@
-"""The state of one conversation, as a fold of its events.
+"""The state of one conversation, computed from its events.
 
-Live runs and resumes use the same `apply`: a conversation that was killed at any point and replayed
-from its journal has the same state as before.
+Live runs and resumes use the same `Trajectory.apply`. So a conversation that was killed at any
+point, and is replayed from its journal, has the same state as before.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ Status = Literal[
     "failed",
     "wrong_answer",
 ]
-"""How a conversation ended; only `completed` means that the model gave its final answer."""
+"""The ending of a conversation; only `completed` means that the model gave its final answer."""
 
-LIMITS_OF_A_TASK: frozenset[Status] = frozenset({"budget", "time_limit"})
-"""Endings by a limit that inner conversations share: an inner one that ends so ends the outer."""
+SHARED_LIMITS: frozenset[Status] = frozenset({"budget", "time_limit"})
+"""Endings by a limit that inner conversations share: they end the outer conversation, too."""
 
 
 class Trajectory:
@@ -79,7 +79,7 @@ class Trajectory:
         self.resumes: list[ResumedEvent] = []
         self.restarts: list[RestartedEvent] = []
         self.forked: ForkedEvent | None = None
-        """Its parent, if it is a branch."""
+        """The parent of a branch; None for other conversations."""
         self.agent_calls: Threads | None = None
         """The calls of an agent that runs as a command; None without such events."""
         self._outer: Trajectory | None = None
@@ -88,29 +88,33 @@ class Trajectory:
         self.unpriced = 0
         """Replies whose price is unknown."""
         self.spent_tokens = 0
-        """Input and output tokens of the same replies, as far as they are known."""
+        """Known input and output tokens of all replies, inner conversations included."""
         self.uncounted = 0
         """Replies whose tokens are not all known."""
         self._at_work = TimeAtWork()
+        # Added only when somebody asks: most conversations have no time limit.
         self._not_added: list[ReplyEvent | CutEvent | ResultEvent] = []
-        """Events that `seconds_at_work` has yet to add: most conversations have no time limit."""
+        """Events that `seconds_at_work` has yet to add to `_at_work`."""
         self._first_opening = opening
         self._begin(opening)
         for event in events:
             self.apply(event)
 
     def _begin(self, opening: Sequence[Message]) -> None:
-        """Set all that belongs to one attempt; a restart begins another one."""
+        """Set the fields that belong to one attempt; a restart begins another attempt."""
         self.replies: list[ReplyEvent] = []
         """The replies that are part of the conversation."""
         self.results: list[ResultEvent] = []
         self.begun: set[str] = set()
-        """The ids of open calls that a tool got; see `BeganEvent`."""
+        """The ids of open calls that were started; see `BeganEvent`."""
         self.notes: list[NoteEvent] = []
         self.summarized: dict[int, str] = {}
-        """The key of the summary that stood for older messages, by the turns that saw one."""
+        """The key of the summary that a request had for older messages, by the index of its reply.
+
+        Replies without such a summary are absent.
+        """
         self.replies_used = 0
-        """How many user replies were given to tools that asked."""
+        """The number of user replies that were given to tools that asked."""
         self.inner: dict[str, InnerConversation] = {}
         """Conversations inside this one by key (see `SubEvent`)."""
         self.tally = Tally()
@@ -119,15 +123,16 @@ class Trajectory:
         self.noted: list[NoteEvent] = []
         """The notes since the last reply."""
         self.is_reopened = False
-        """The conversation no longer starts with the messages of its prompt."""
+        """Whether an event has replaced the messages that the conversation starts with."""
         self._results_of_turn: dict[int, ResultEvent] = {}
         self._notes_of: Counter[str] = Counter()
         self._text_before = ""
+        """The beginning of the answer, if replies were cut by the token limit and continued."""
         self._open(opening)
 
     @property
     def turns(self) -> int:
-        """How many model replies were accepted."""
+        """The number of accepted model replies."""
         return len(self.replies)
 
     def apply(self, event: Event) -> None:
@@ -167,7 +172,7 @@ class Trajectory:
                 self.agent_calls.apply(event)
 
     def begin_inner(self, key: str, name: str) -> Trajectory:
-        """The conversation inside this one with this key (see `SubEvent`), created if new."""
+        """Begin the inner conversation `key`, or return it if it has begun; see `SubEvent`."""
         if key not in self.inner:
             inner = self.inner[key] = InnerConversation(name)
             inner.trajectory._outer = self
@@ -188,7 +193,7 @@ class Trajectory:
         return self._at_work.seconds
 
     def notes_of(self, reason: str) -> int:
-        """How many notes rule `reason` has written."""
+        """The number of notes that rule `reason` has written."""
         return self._notes_of[reason]
 
     def open_calls(self) -> list[tuple[int, ToolCall]]:
@@ -206,14 +211,14 @@ class Trajectory:
         return [self._results_of_turn[n] for n in sorted(self._results_of_turn)]
 
     def finish(self) -> FinalAnswer | None:
-        """The last reply's successful call of a reserved tool, if it has one."""
+        """The last reply's successful call of a reserved tool; None if it has none."""
         for n, call in enumerate(self.last_calls()):
             result = self._results_of_turn.get(n)
             if result is None or result["message"]["is_error"]:
                 continue
             function = call["function"]
             if finish := finish_in(function["name"], function["arguments"]):
-                # The text in the result: references to other results are resolved there.
+                # In the text of the result, references to other results are resolved.
                 return FinalAnswer(finish.tool, result["message"]["details"]["text"])
         return None
 
@@ -232,19 +237,19 @@ class Trajectory:
         return split_inline_reasoning(text).rest
 
     def last_reasoning(self) -> str | None:
-        """The reasoning of the last reply, or None."""
+        """The reasoning of the last reply; None without a reply or without reasoning."""
         return self.replies[-1]["message"].get("reasoning") if self.replies else None
 
     def usage(self) -> Usage | None:
-        """Tokens of all paid replies; a count that is unknown for any of them is None."""
+        """Tokens of all paid replies; a count is None if it is unknown for any reply."""
         return usage_of(list(self._paid_replies()))
 
     def cost_usd(self) -> float | None:
-        """Dollars of all paid replies, or None if the price of any is unknown."""
+        """Dollars of all paid replies; None if the price of any is unknown."""
         return cost_of(list(self._paid_replies()))
 
     def api_calls(self) -> int:
-        """How many replies were paid for, unusable ones and inner conversations included."""
+        """The number of paid replies, unusable ones and inner conversations included."""
         return sum(1 for _ in self._paid_replies())
 
     def to_record(self) -> dict[str, Any]:
@@ -252,15 +257,14 @@ class Trajectory:
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
         response_id, started_at, duration_s, batch_item, extra, tokens; see `ReplyEvent`; with
-        `request` {"summary": key} where a summary stood for older messages),
+        `request` {"summary": key} if a summary stood for older messages),
         `tool_calls` (one per result, in call order: turn, call, name, is_error, started_at,
         duration_s), `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off,
         if any), `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent
         or stage: key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if
-        any), `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an
-        agent that runs as a command the keys of `agent_record`, and for a branch `fork` (see
-        `ForkedEvent`), with
-        `inherited` in the turns of its parent.
+        any), `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`. A branch
+        also has `fork` (see `ForkedEvent`), and `inherited` in the turns of its parent. An agent
+        that runs as a command has the keys of `agent_record`.
         """
         record = {
             "messages": self.messages,
@@ -276,25 +280,25 @@ class Trajectory:
                 }
                 for result in self.results
             ],
-            "notes": [_without_kind(note) for note in self.notes],
-            "discarded": [_without_kind(reply) for reply in self.discarded],
+            "notes": [_drop_kind(note) for note in self.notes],
+            "discarded": [_drop_kind(reply) for reply in self.discarded],
             "inner": [
                 {"key": key, "name": inner.name, **inner.trajectory.to_record()}
                 for key, inner in self.inner.items()
             ],
-            "resumes": [_without_kind(resume) for resume in self.resumes],
+            "resumes": [_drop_kind(resume) for resume in self.resumes],
             "api_calls": self.api_calls(),
             "usage": self.usage(),
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
         if self.restarts:
-            record["restarts"] = [_without_kind(restart) for restart in self.restarts]
+            record["restarts"] = [_drop_kind(restart) for restart in self.restarts]
         if self.cut:
-            record["cut_calls"] = [_without_kind(cut) for cut in self.cut]
+            record["cut_calls"] = [_drop_kind(cut) for cut in self.cut]
         if self.agent_calls is not None:
-            record = self._with_agent(record, self.agent_calls)
-        return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
+            record = self._add_agent(record, self.agent_calls)
+        return record if self.forked is None else record | {"fork": _drop_kind(self.forked)}
 
     def _turn(self, n: int, reply: ReplyEvent) -> dict[str, Any]:
         turn = {k: v for k, v in reply.items() if k not in ("kind", "message")}
@@ -302,28 +306,26 @@ class Trajectory:
             turn["request"] = {"summary": self.summarized[n]}
         return turn
 
-    def _with_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
-        """The record with an agent's conversations; the sums stay those of all its calls."""
+    def _add_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
+        """Add an agent's conversations to the record; its sums are still of all calls."""
         from agent.state.agent_record import agent_record
 
-        of_agent = agent_record(threads, self.messages[-1]["content"] if self.messages else "")
+        agent = agent_record(threads, self.messages[-1]["content"] if self.messages else "")
         fields = ("notes", "discarded", "resumes", "api_calls", "usage", "cost_usd")
-        sums = {key: record[key] for key in fields}
-        return {**record, **of_agent, **sums, "inner": [*record["inner"], *of_agent["inner"]]}
+        unchanged = {key: record[key] for key in fields}
+        return {**record, **agent, **unchanged, "inner": [*record["inner"], *agent["inner"]]}
 
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)
         self.opening = len(opening)
-        """How many messages the conversation started with, the last of them being its task."""
+        """The number of messages that the conversation started with; the last one is its task."""
         self.call_ids = {
             call["id"] for message in opening for call in message.get("tool_calls", ())
         }
 
     def _restart(self, event: RestartedEvent) -> None:
-        """Begin again; what was paid for stays, as discarded replies."""
-        known = len(self.discarded)
-        paid = [*self.discarded, *self._paid_replies()]
-        lost = [reply for reply in paid[known:] if not any(reply is d for d in self.discarded)]
+        # Replies that were paid for remain, as discarded replies.
+        lost = [r for r in self._paid_replies() if not any(r is d for d in self.discarded)]
         self.discarded += [{**reply, "discarded": WORKSPACE_LOST} for reply in lost]
         self.restarts.append(event)
         self._begin(self._first_opening)
@@ -353,7 +355,7 @@ class Trajectory:
             self.tally.count_text(unusable="unusable" in message)
 
     def _summary(self) -> str | None:
-        """The key of the latest summary that was written."""
+        """The key of the latest summary that was written; None if there is none."""
         written = [
             key
             for key, inner in self.inner.items()
@@ -375,7 +377,7 @@ class Trajectory:
 
     def _apply_result(self, event: ResultEvent) -> None:
         if event["message"]["tool_call_id"] not in self.inner:
-            # The time of a subagent is that of its own calls.
+            # A subagent's calls are counted one by one.
             self.outermost()._not_added.append(event)
         self.begun.discard(event["message"]["tool_call_id"])
         self._results_of_turn[event["call"]] = event
@@ -391,7 +393,7 @@ class Trajectory:
             self.tally.count_turn(calls, messages)
 
     def _apply_continued(self, event: ResultEvent) -> None:
-        """A result replaces the one in which its tool asked the user."""
+        """Replace the result in which the tool asked the user by `event`."""
         self.replies_used += 1
         from_end = event["call"] - len(self.last_calls())
         self.messages[from_end] = event["message"]
@@ -433,12 +435,12 @@ class InnerConversation:
         self.trajectory = Trajectory(())
 
 
-def _without_kind(event: Event) -> dict[str, Any]:
+def _drop_kind(event: Event) -> dict[str, Any]:
     return {k: v for k, v in event.items() if k != "kind"}
 
 
 Journal = Callable[[Event], None]
-"""Makes an event durable before it is used: once it returns, a killed process does not lose it."""
+"""Persists an event before it is used: after it returns, a killed process does not lose it."""
 
 Kept = Callable[[], Awaitable[None]] | None
-"""Waits until all events so far are on disk; None where they always are."""
+"""Waits until all events so far are on disk; None: they are on disk at once."""

@@ -1,1 +1,1 @@
-"""Models around a model: they change the messages it is shown, never the record."""
+"""Models that wrap a model: they change the messages that it is shown, never the record."""

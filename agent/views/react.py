@@ -1,7 +1,7 @@
 """The text protocol for models without tool calling: Thought, Action, Observation, Final Answer.
 
-The record is like that of any model; the text that the model wrote is kept in `provider_blocks`,
-to be sent back.
+The record has tool calls as with any model. The text that the model wrote is stored in
+`provider_blocks`, so that it can be sent back.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _FENCED = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+-]*+[ \t\r]*+\n|(?:json\b)?)(.*)\1"
 
 
 class ReActModel:
-    """Asks `inner` with the text protocol; a request without tools is passed on as it is."""
+    """Asks `inner` in the text protocol; a request without tools is passed on unchanged."""
 
     def __init__(self, inner: Model, *, max_turns: int | None = None) -> None:
         self._inner = inner
         self._max_turns = max_turns
 
     async def complete(self, request: Request) -> Completion:
-        """See `Model.complete`. Only text is streamed: calls are known at its end."""
+        """See `Model.complete`. Only text is streamed, since calls are known only at its end."""
         handler = request.on_delta
 
         def forward(event: StreamEvent) -> None:
@@ -83,7 +83,7 @@ class ReActModel:
 
 
 def to_view(request: Request, *, max_turns: int | None = None) -> list[Message]:
-    """The messages that the wrapped model is shown; the recorded ones do not change."""
+    """Convert the messages of a request for the wrapped model; the recorded ones do not change."""
     messages = list(request.messages)
     if request.tools:
         place = 1 if messages and messages[0]["role"] == "system" else 0
@@ -96,16 +96,16 @@ def to_view(request: Request, *, max_turns: int | None = None) -> list[Message]:
         if role == "tool":
             role, content = "user", f"Observation: {content}"
         elif role == "assistant":
-            # What was asked for then stays, so that each request begins as the one before.
-            if (asked := _own_block(message).get("after")) is not None:
-                _add(view, "user", asked)
+            # An earlier demand to answer stays, so that each request begins like the one before.
+            if (demand := _protocol_block(message).get("after")) is not None:
+                _append(view, "user", demand)
             content = _protocol_text(message)
-        _add(view, role, content)
+        _append(view, role, content)
     return view
 
 
-def _add(view: list[Message], role: Role, content: str) -> None:
-    """Chat templates of small models refuse two messages of one role in a row."""
+def _append(view: list[Message], role: Role, content: str) -> None:
+    # Chat templates of small models refuse two messages of one role in a row.
     if view and view[-1]["role"] == role != "assistant":
         view[-1]["content"] += "\n\n" + content
     else:
@@ -122,15 +122,15 @@ def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
     return _RULES.format(tools="\n".join(lines)) + limit
 
 
-def _own_block(message: Message) -> Mapping[str, Any]:
-    """What `read_completion` kept of a reply; empty for one from elsewhere."""
+def _protocol_block(message: Message) -> Mapping[str, Any]:
+    """The block that `read_completion` stored with a reply; empty for other messages."""
     blocks = message.get("provider_blocks")
     return blocks["blocks"][0] if blocks is not None and blocks["api"] == API else {}
 
 
 def _protocol_text(message: Message) -> str:
-    """An assistant's text as it was written, or a message from elsewhere in protocol form."""
-    if block := _own_block(message):
+    """The text of an assistant message as it was written; other messages in protocol form."""
+    if block := _protocol_block(message):
         return str(block["text"])
     content, calls = message["content"], message.get("tool_calls", ())
     if not calls and (not content.strip() or _LABEL_NEXT.match(content)):
@@ -143,7 +143,7 @@ def _protocol_text(message: Message) -> str:
 
 
 def read_completion(completion: Completion, request: Request) -> Completion:
-    """The wrapped model's reply as it is recorded; native calls do not change."""
+    """Convert a reply of the wrapped model to the recorded form; native calls do not change."""
     written, message = completion.message["content"], completion.message.copy()
     if not request.tools or message.get("tool_calls") or not written.strip():
         return completion
@@ -154,8 +154,8 @@ def read_completion(completion: Completion, request: Request) -> Completion:
         message["reasoning"] = reasoning
     message["content"] = step.content
     extra = dict(completion.extra or {})
-    if beyond := _beyond_text(message):
-        extra["message"] = beyond
+    if unknown := _unknown_fields(message):
+        extra["message"] = unknown
     block = {"text": written.removesuffix(step.cut)}
     if request.tool_choice == "none":
         block["after"] = _ANSWER_NOW
@@ -178,12 +178,12 @@ def read_completion(completion: Completion, request: Request) -> Completion:
     )
 
 
-def _beyond_text(message: Message) -> list[dict[str, Any]]:
-    """The unknown fields of the wrapped model's reply; they are recorded but not sent back."""
+def _unknown_fields(message: Message) -> list[dict[str, Any]]:
+    """The unknown fields of the wrapped model's reply, which are recorded but not sent back."""
     blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
     texts = ("content", "reasoning", "reasoning_content", "text")
-    beyond = [{key: block[key] for key in block if key not in texts} for block in blocks]
-    return [block for block in beyond if block.keys() - {"type"}]
+    unknown = [{key: block[key] for key in block if key not in texts} for block in blocks]
+    return [block for block in unknown if block.keys() - {"type"}]
 
 
 class Step(NamedTuple):
@@ -192,8 +192,10 @@ class Step(NamedTuple):
     thoughts: Sequence[str]
     content: str
     action: str = ""
+    """The name of a tool; "" if the reply has no action."""
     action_input: str = ""
     cut: str = ""
+    """Text after the step, which is cut off: the model wrote it without a result."""
 
 
 def parse_step(text: str) -> Step:
@@ -201,8 +203,8 @@ def parse_step(text: str) -> Step:
     thoughts: list[str] = []
     answers: list[str] = []
     action, action_input, cut = "", None, ""
-    for label, start, value in () if opens_reasoning(text) else _parts(text):
-        # After an action with its input, further text was written without its result.
+    for label, start, value in () if opens_reasoning(text) else _sections(text):
+        # Text after an action with its input was written without the result of the action.
         if action and label and (action_input is not None or label in _ENDS_ACTION):
             cut = text[start:]
             break
@@ -224,13 +226,29 @@ def parse_step(text: str) -> Step:
     )
 
 
-def _parts(text: str) -> Iterator[tuple[str, int, str]]:
-    """Split a reply into (label or "", where it begins, its text), but not within fenced blocks.
+class _Head(NamedTuple):
+    """The beginning of a section: its label or "", and the indices of its start and its body."""
+
+    label: str
+    start: int
+    body: int
+
+
+class _Section(NamedTuple):
+    """A section of a reply; `label` is "" for a text without one."""
+
+    label: str
+    start: int
+    text: str
+
+
+def _sections(text: str) -> Iterator[_Section]:
+    """Split a reply into its sections, but not within fenced blocks.
 
     A fence around labels or around the whole reply is no block, nor is one that is never closed.
     An observation before any action is part of the text around it.
     """
-    heads: list[tuple[str, int, int]] = [("", 0, 0)]
+    heads = [_Head("", 0, 0)]
     position, has_action, is_wrapped, has_unclosed = 0, False, False, False
     while mark := _MARK.search(text, position):
         start, position = mark.span()
@@ -241,9 +259,9 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
             has_action |= heading == "action"
             if has_action or heading != "observation":
                 is_fenced = is_wrapped and not label and not has_text
-                heads.append((heading, fence if is_fenced else start, position))
+                heads.append(_Head(heading, fence if is_fenced else start, position))
             continue
-        # If one fence has no end, no later one has: do not search again.
+        # If one fence has no end, no later one has one: do not search again.
         block = None if has_unclosed else _BLOCK.match(text, start)
         has_unclosed |= block is None
         is_whole = block is not None and block[0].strip() == text.strip()
@@ -253,19 +271,23 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
         closes = is_wrapped and is_over and mark[0].strip() == mark["fence"]
         if closes or (opens and label != "final answer" and (has_text or label != "action input")):
             is_wrapped = not closes
-            heads.append(("", start, position))
+            heads.append(_Head("", start, position))
         elif block:
             position = block.end()
-    heads.append(("", len(text), 0))
-    for (label, start, body), (_, end, _) in pairwise(heads):
-        value = text[body:end].strip()
+    heads.append(_Head("", len(text), 0))
+    for head, following in pairwise(heads):
+        value = text[head.body : following.start].strip()
         # Bold text that begins before the label and does not end with it ends with its line.
-        is_bold = text.count("**", start, body) == 1
-        yield label, start, re.sub(r"(?m)\*\*[ \t\r]*$", "", value, count=1) if is_bold else value
+        if text.count("**", head.start, head.body) == 1:
+            value = re.sub(r"(?m)\*\*[ \t\r]*$", "", value, count=1)
+        yield _Section(head.label, head.start, value)
 
 
 def _arguments(given: str, name: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The input as the text of a JSON object, if it is or means one; else unchanged."""
+    """Convert the input of an action to the text of a JSON object, if it is or means one.
+
+    A plain text means the only text parameter of the tool. Any other input does not change.
+    """
     text = fenced[2].strip() if (fenced := _FENCED.fullmatch(given)) else given
     # A broken object is a mistake that the model must see, not a plain string.
     if not text or text.startswith("{"):

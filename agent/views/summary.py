@@ -1,7 +1,7 @@
-"""Shows the older part of a long conversation as a summary; the record is complete.
+"""Shows the model the older part of a long conversation as a summary; the record is complete.
 
-The same model writes the summary. It is paid for, so its events are journaled as an inner
-conversation "summary#N", which replaces N messages; a resumed conversation uses it again.
+The same model writes the summary, which costs money. So its events are journaled as an inner
+conversation "summary#N", which replaces N messages. After a crash the summary is used again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from agent.messages.message import SUMMARY, UNREADABLE, Event, Message, summary_key, summary_upto
 from agent.models.conversation_id import id_within
@@ -22,7 +23,7 @@ from batch_trajectories.basics import exact_json
 _log = logging.getLogger(__name__)
 
 _NO_SUMMARY = "no_summary"
-"""Why a reply was discarded, and the note of an inner conversation without a reply."""
+"""The reason of a discarded reply, and of the note in an inner conversation without a reply."""
 
 _INSTRUCTION = (
     "Summarize the conversation below for someone who will continue it: the task, what was done "
@@ -56,9 +57,9 @@ class SummarizingModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. If the summary fails, the older messages are shown as before.
 
-        Raises `ConversationChanged` after each summary: its cost may have used up the budget.
+        Raises `ConversationChanged` after each summary, whose cost may have used up the budget.
         """
-        shown = self._shown(request.messages)
+        shown = self._apply_summary(request.messages)
         view = replace(request, messages=shown)
         if not self._is_long(shown) or not (upto := self._boundary(request.messages)):
             return await self._model.complete(view)
@@ -69,31 +70,32 @@ class SummarizingModel:
                 raise
             _log.warning("no summary; the conversation continues without it: %s", error)
             completion = await self._model.complete(view)
-            # Noted only now: if this call fails, too, the summary was not the problem.
+            # Noted only now: if this call failed, too, the summary was not the problem.
             note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")
             self._record_inner(summary_key(upto), SUMMARY, note)
             return completion
         raise ConversationChanged
 
-    def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
-        upto, summary = latest_summary(self._trajectory)
-        if not upto:
+    def _apply_summary(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Replace older messages by the latest summary, if there is one."""
+        summary = latest_summary(self._trajectory)
+        if not summary.upto:
             return messages
         # The system message and the task itself are never summarized.
         task = messages[self._trajectory.opening - 1].copy()
-        task["content"] += f"\n\n[Summary of the conversation so far]\n{summary}"
+        task["content"] += f"\n\n[Summary of the conversation so far]\n{summary.text}"
         system = [message for message in messages[:1] if message["role"] == "system"]
-        return [*system, task, *messages[upto:]]
+        return [*system, task, *messages[summary.upto :]]
 
     def _is_long(self, messages: Sequence[Message]) -> bool:
-        over = self._options.summarize_over_messages
-        if over is not None and len(messages) > over:
+        limit = self._options.summarize_over_messages
+        if limit is not None and len(messages) > limit:
             return True
-        over = self._options.summarize_over_tokens
-        return over is not None and _estimated_tokens(messages) > over
+        limit = self._options.summarize_over_tokens
+        return limit is not None and _estimate_tokens(messages) > limit
 
     def _boundary(self, messages: Sequence[Message]) -> int:
-        """How many messages to replace: whole turns, without the last ones; 0: no summary now.
+        """The number of messages to replace: whole turns, without the last ones; 0: no summary.
 
         At least `summarize_keep` messages must be new since the last summary, or nearly every
         call would pay for one. Each failed summary doubles that number.
@@ -102,15 +104,15 @@ class SummarizingModel:
         upto = len(messages) - keep
         while upto > 0 and messages[upto]["role"] != "assistant":
             upto -= 1
-        written, _ = latest_summary(self._trajectory)
-        tried = [n for n, _ in _summaries(self._trajectory)]
+        written = latest_summary(self._trajectory).upto
+        tried = [summary.upto for summary in _summaries(self._trajectory)]
         failed = sum(n > written for n in tried)
         gap = upto - max(self._trajectory.opening, *tried, 0)
         return upto if gap >= keep << failed else 0
 
     async def _summarize(self, request: Request, upto: int) -> None:
         messages, deadline = request.messages, request.deadline
-        shown = self._shown(messages)
+        shown = self._apply_summary(messages)
         older = shown[: len(shown) - (len(messages) - upto)]
         opening = [
             Message(role="system", content=_INSTRUCTION),
@@ -121,17 +123,17 @@ class SummarizingModel:
         clock = Clock()
         waited_s = deadline.waited_s if deadline is not None else 0.0
 
-        def pay(unreadable: Completion) -> None:
-            event = reply_event(1, unreadable, Clock(), discarded=UNREADABLE)
+        def record_unreadable(completion: Completion) -> None:
+            event = reply_event(1, completion, Clock(), discarded=UNREADABLE)
             self._record_inner(key, SUMMARY, event)
 
-        asking = Request(
+        summary_request = Request(
             opening,
             deadline=deadline,
-            on_unreadable=pay,
+            on_unreadable=record_unreadable,
             conversation=id_within(request.conversation, key),
         )
-        completion = await self._writer.complete(asking)
+        completion = await self._writer.complete(summary_request)
         waited_s = deadline.waited_s - waited_s if deadline is not None else 0.0
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
         why = None if whole else _NO_SUMMARY
@@ -139,22 +141,28 @@ class SummarizingModel:
         self._record_inner(key, SUMMARY, event)
 
 
-def latest_summary(t: Trajectory) -> tuple[int, str]:
-    """How many messages the latest summary replaces, and its text; (0, "") if there is none."""
-    return max(((upto, text) for upto, text in _summaries(t) if text), default=(0, ""))
+class Summary(NamedTuple):
+    """A summary of the first `upto` messages; `text` is "" if writing it failed."""
+
+    upto: int
+    text: str
 
 
-def _summaries(t: Trajectory) -> list[tuple[int, str]]:
-    """How many messages each summary was to replace, and its text, or "" if it failed."""
+def latest_summary(t: Trajectory) -> Summary:
+    """The latest summary that was written; one of 0 messages if there is none."""
+    return max((summary for summary in _summaries(t) if summary.text), default=Summary(0, ""))
+
+
+def _summaries(t: Trajectory) -> list[Summary]:
     return [
-        (summary_upto(key), inner.trajectory.final_text().strip())
+        Summary(summary_upto(key), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
         if inner.name == SUMMARY
         and (inner.trajectory.api_calls() or inner.trajectory.notes_of(_NO_SUMMARY))
     ]
 
 
-def _estimated_tokens(messages: Sequence[Message]) -> int:
+def _estimate_tokens(messages: Sequence[Message]) -> int:
     return -(-len(exact_json.dumps(messages)) // _CHARS_PER_TOKEN)
 
 

@@ -1,6 +1,6 @@
 """Views that shorten older turns, and that add messages which are not recorded.
 
-A view is a model around a model: it changes the messages of a request, never the record. The
+A view is a model that wraps a model: it changes the messages of a request, never the record. The
 record says that a view was used.
 """
 
@@ -17,9 +17,10 @@ from agent.models.model import Completion, Model, Request
 from agent.options import AgentOptions
 
 COMPACT_CHARS = 120
-"""Of longer reasoning and arguments, only the first characters are shown."""
+"""Maximum characters of reasoning and of arguments that are shown of older turns."""
 
 View = Callable[[Sequence[Message]], Sequence[Message]]
+"""Changes the messages that a model is shown."""
 
 
 class ViewingModel:
@@ -36,7 +37,7 @@ class ViewingModel:
 
 
 def with_views(model: Model, options: AgentOptions) -> Model:
-    """`model` with the views around it that `options` ask for."""
+    """Wrap `model` in the views that `options` ask for."""
     if options.ephemeral_system_prompt or options.prefill_messages:
         unrecorded = _unrecorded(options)
         model = ViewingModel(model, lambda messages: _insert(messages, unrecorded))
@@ -46,25 +47,22 @@ def with_views(model: Model, options: AgentOptions) -> Model:
 
 
 def compact(messages: Sequence[Message], after: int) -> list[Message]:
-    """Shorten reasoning and call arguments of each reply that `after` replies with text follow.
-
-    Signed blocks are removed, never shortened: a provider refuses a changed block.
-    """
+    """Shorten reasoning and call arguments of replies that `after` replies with text follow."""
     shown = list(messages)
     later_texts = 0
     for n in range(len(shown) - 1, -1, -1):
         message = shown[n]
         if message["role"] == "assistant":
             if later_texts >= after:
-                shown[n] = _shortened(message)
+                shown[n] = _shorten(message)
             later_texts += bool(message["content"].strip())
     return shown
 
 
 def compacted_from(messages: Sequence[Message], after: int) -> int:
-    """The index of the first reply whose request had older replies shortened.
+    """The index of the first reply whose request had shortened replies, as all later ones had.
 
-    All later requests had them, too. The number of messages if there is no such reply.
+    The number of messages if there is no such reply.
     """
     texts = 0
     enough: int | None = None
@@ -74,19 +72,19 @@ def compacted_from(messages: Sequence[Message], after: int) -> int:
         if enough is not None and texts >= enough:
             return n
         texts += bool(message["content"].strip())
-        if enough is None and _shortened(message) is not message:
+        if enough is None and _shorten(message) is not message:
             enough = texts + after
     return len(messages)
 
 
-def _shortened(message: Message) -> Message:
+def _shorten(message: Message) -> Message:
     reasoning = message.get("reasoning", "")
     calls = message.get("tool_calls", [])
     long_calls = [call for call in calls if len(call["function"]["arguments"]) > COMPACT_CHARS]
     if len(reasoning) <= COMPACT_CHARS and not long_calls:
         return message
     shown = message.copy()
-    shown.pop("provider_blocks", None)
+    shown.pop("provider_blocks", None)  # a provider refuses a signed block that was changed
     if reasoning:
         shown["reasoning"] = _cut(reasoning)
     if calls:
@@ -123,9 +121,10 @@ def _unrecorded(options: AgentOptions) -> list[Message]:
 
 
 def _insert(messages: Sequence[Message], unrecorded: Sequence[Message]) -> list[Message]:
-    """A system message of the conversation wins over the ephemeral one.
+    """Insert the messages that are not recorded.
 
-    A system message that the runtime made is appended to the ephemeral one instead.
+    The conversation's own system message replaces the ephemeral one; a system message that the
+    runtime made is appended to it.
     """
     if not messages or messages[0]["role"] != "system":
         return [*unrecorded, *messages]
@@ -133,8 +132,8 @@ def _insert(messages: Sequence[Message], unrecorded: Sequence[Message]) -> list[
         both = messages[0].copy()
         both["content"] = f"{unrecorded[0]['content']}\n\n{both['content']}"
         return [both, *unrecorded[1:], *messages[1:]]
-    own = [message for message in unrecorded if message["role"] != "system"]
-    return [messages[0], *own, *messages[1:]]
+    others = [message for message in unrecorded if message["role"] != "system"]
+    return [messages[0], *others, *messages[1:]]
 
 
 # The preparation: a conversation before the main one that gathers context for it.
@@ -153,7 +152,7 @@ _FINDING = re.compile(r"^\s*@(?P<name>[A-Za-z0-9_-]+)\s*(?::=|:|=)\s*(?P<value>.
 
 
 def preparation_opening(task: str, prompt: Sequence[Message]) -> list[Message]:
-    """The messages that a preparation starts with; `prompt` are those of the main conversation."""
+    """The opening of a preparation; `prompt` is the opening of the main conversation."""
     request = "\n\n".join(m["content"] for m in prompt if m["role"] == "user")
     text = f"Preparation:\n{task}\n\nThe request that is being prepared:\n{request}"
     return [Message(role="system", content=_INSTRUCTION), Message(role="user", content=text)]
@@ -164,8 +163,8 @@ def findings_in(text: str) -> list[str]:
     return [_unquoted(match["value"]) for match in _FINDING.finditer(text)]
 
 
-def with_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Message]:
-    """`prompt` with the findings appended to its system message and its last message.
+def add_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Message]:
+    """Append the findings to the system message and the last message of `prompt`.
 
     The system message of a conversation that has already begun does not change.
     """

@@ -1,7 +1,7 @@
-"""The Message Batches API of Anthropic: requests go in with the creation, replies come as lines.
+"""The Message Batches API of Anthropic: the creation contains the requests, replies come as lines.
 
-These batches carry no words of ours. One whose creation was cut short is known by how many items
-it has, and for certain by their ids, which can be read once it is over.
+These batches carry no metadata of ours. A lost batch is recognized by its number of items, and for
+certain by their ids, which can be read once it is over.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch, Undecided
-from agent.models.batches.sdk_connection import SdkConnection, id_of
+from agent.models.batches.sdk_connection import SdkConnection, read_id
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
@@ -43,14 +43,14 @@ class AnthropicBatches:
         self._connection = SdkConnection(settings, api_key, AsyncAnthropic)
         self._client: AsyncAnthropic = self._connection.client
         self._others: set[str] = set()
-        """Batches that turned out to belong to others."""
+        """Ids of batches that turned out to be other ones."""
 
     def line(self, id: str, body: bytes) -> bytes:
         """See `Batches`."""
         return orjson.dumps({"custom_id": id})[:-1] + b',"params":' + body + b"}\n"
 
     async def upload(self, items: Path) -> str:
-        """See `Batches`: nothing is done before the creation."""
+        """See `Batches`: this API has no such step."""
         return ""
 
     async def create(self, name: str, items: Path, upload: str) -> str:
@@ -66,11 +66,11 @@ class AnthropicBatches:
             lambda: self._client.post(
                 "/v1/messages/batches",
                 cast_to=MessageBatch,
-                content=_as_one_object(items),
+                content=_join_items(items),
                 options={"headers": headers, "max_retries": 0},
             )
         )
-        return id_of(batch)
+        return read_id(batch)
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""
@@ -86,38 +86,39 @@ class AnthropicBatches:
     async def find(self, lost: LostBatch, known: Collection[str]) -> str | None:
         """See `Batches`."""
         is_decided = True
-        for id, size, is_over in await self._connection.ask(partial(self._since, lost.sent_at)):
-            if id in known or id in self._others or size != len(lost.ids):
+        for batch in await self._connection.ask(partial(self._list_since, lost.sent_at)):
+            if batch.id in known or batch.id in self._others or batch.size != len(lost.ids):
                 continue
-            if not is_over:
+            if not batch.is_over:
                 is_decided = False
-            elif await self._is_of(id, lost):
-                return id
+            elif await self._has_items(batch.id, lost):
+                return batch.id
         if not is_decided:
             raise Undecided
         return None
 
     async def withdraw(self, upload: str) -> None:
-        """See `Batches`: it cannot be done here."""
+        """See `Batches`: this API cannot do it."""
 
     async def close(self) -> None:
         """See `Batches`."""
         await self._client.close()
 
-    async def _since(self, moment: float) -> list[tuple[str, int, bool]]:
-        """Id and size of the batches created since, newest first, and whether they are over."""
+    async def _list_since(self, moment: float) -> list[_ListedBatch]:
+        """List the batches created since `moment` (epoch seconds), the newest first."""
         batches = []
         async for batch in self._client.messages.batches.list(limit=100):
-            # One without a readable time may be of any time.
+            # A batch without a readable time may have been created at any time.
             at: Any = batch.created_at
             if isinstance(at, datetime) and at.timestamp() < moment - _SKEW_S:
                 break
             request_counts: Any = batch.request_counts
             counts = [n for _, n in request_counts or () if isinstance(n, int)]
-            batches.append((id_of(batch), sum(counts), batch.processing_status == "ended"))
+            is_over = batch.processing_status == "ended"
+            batches.append(_ListedBatch(id=read_id(batch), size=sum(counts), is_over=is_over))
         return batches
 
-    async def _is_of(self, id: str, lost: LostBatch) -> bool:
+    async def _has_items(self, id: str, lost: LostBatch) -> bool:
         try:
             async for result in self.results(id):
                 if result.id in lost.ids:
@@ -130,16 +131,24 @@ class AnthropicBatches:
         return False
 
 
-async def _as_one_object(items: Path) -> AsyncIterator[bytes]:
-    """A file of lines as the body of a creation, in parts."""
+class _ListedBatch(NamedTuple):
+    """A batch in the provider's list; `size` is its number of items."""
+
+    id: str
+    size: int
+    is_over: bool
+
+
+async def _join_items(items: Path) -> AsyncIterator[bytes]:
+    """Join the lines of a file to the body of a creation, in parts."""
     yield _HEAD
-    held = b""
+    buffered = b""
     with items.open("rb") as file:
         while part := await asyncio.to_thread(file.read, 2**20):
-            yield held
-            # A request has no other newlines: those in texts are escaped.
-            held = part.replace(b"\n", b",")
-    yield held[:-1]
+            yield buffered
+            # A request has no other newlines, since they are escaped in texts.
+            buffered = part.replace(b"\n", b",")
+    yield buffered[:-1]
     yield _TAIL
 
 

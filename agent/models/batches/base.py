@@ -1,6 +1,6 @@
 """Batches of model calls, which providers answer within a day at about half the price.
 
-One narrow seam, `Batches`, with a module for each provider's protocol behind it.
+`Batches` is the interface; each provider's protocol has a module of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class BatchState:
 
     is_over: bool
     failure: str = ""
-    """Why the batch as a whole was refused; "" where it was not."""
+    """The reason why the batch as a whole was refused; "" if it was not."""
     is_for_want_of_room: bool = False
-    """It was refused because too much is queued: the same may be taken later."""
+    """It was refused because too much is queued, so it may be accepted later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class ItemResult:
 
     id: str
     reply: bytes | None
-    """The body that a live call would have got, None where there is none."""
+    """The body that a live call would have got; None if the item has no reply."""
     why: str = ""
-    """Why there is no reply."""
+    """The reason why there is no reply; "" if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,15 @@ class LostBatch:
 
     name: str
     upload: str
-    """The result of `upload`."""
+    """The result of `Batches.upload`."""
     ids: frozenset[str]
+    """The ids of its items."""
     sent_at: float
-    """Epoch seconds before it can have been created."""
+    """Epoch seconds at which the creation was sent."""
 
 
 class Undecided(Exception):
-    """A lost batch may be one that is still in progress, and cannot be read yet."""
+    """A lost batch may be one that is still in progress, whose items cannot be read yet."""
 
 
 class Batches(Protocol):
@@ -57,34 +58,34 @@ class Batches(Protocol):
     """Maximum bytes of the lines of one batch."""
 
     def line(self, id: str, body: bytes) -> bytes:
-        """One item, as a line of a file of items; `body` is that of a live request."""
+        """Encode an item as a line of the file of items; `body` is the body of a live request."""
         ...
 
     async def upload(self, items: Path) -> str:
-        """Bring the items to the provider, where that is a step of its own; costs nothing yet."""
+        """Upload the items, if the provider has such a step, which costs nothing yet."""
         ...
 
     async def create(self, name: str, items: Path, upload: str) -> str:
-        """Begin a batch and return its id. From here on it costs."""
+        """Create a batch, which costs money, and return its id."""
         ...
 
     async def state(self, id: str) -> BatchState:
-        """The progress of a batch."""
+        """Fetch the progress of a batch."""
         ...
 
     def results(self, id: str) -> AsyncIterator[ItemResult]:
-        """The results of a batch that is over, in any order; some items may have none."""
+        """Fetch the results of a batch that is over, in any order; some items may have none."""
         ...
 
     async def find(self, lost: LostBatch, known: Collection[str]) -> str | None:
-        """The id of a batch whose creation was cut short, None where there is none so far.
+        """Find the id of a lost batch; None if it was not created so far.
 
-        `known` are ids that belong to others. Raises `Undecided`.
+        `known` are ids of other batches. Raises `Undecided`.
         """
         ...
 
     async def withdraw(self, upload: str) -> None:
-        """Make sure, where that can be done, that a creation still under way will fail."""
+        """Make a creation that may still be under way fail, if the provider's API allows it."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls by batches in the dialect of their model: what is sent, and how a reply is read."""
+"""Batch calls in the dialect of their model: makes the bodies of requests, and reads replies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from batch_trajectories.basics import exact_json
 
 
 def has_batches(settings: ModelSettings) -> bool:
-    """Whether a model is asked by an API that has batches.
+    """Whether a model's endpoint has batches; an endpoint that the table lacks may still have none.
 
-    The providers' table says so of known ones; other endpoints of these APIs may still have none.
-    Clients of clouds have none that can be used; one of the user's own must be asynchronous.
+    Raises `UnusableClient` if the client of the endpoint cannot be made.
     """
     connection = settings.connection
     if connection.replication is not None:
-        return False  # a batch is of one server
+        return False  # a batch belongs to one server
     if connection.client is not None:
-        from agent.models.sdk_clients import is_async, is_of_cloud, open_client
+        from agent.models.sdk_clients import is_async, is_cloud_client, open_client
 
+        # The batches of clouds cannot be used; the user's own client must be asynchronous.
         client = open_client(connection, settings.name, settings.key_env or NO_KEY)
-        return is_async(client) and not is_of_cloud(connection)
+        return is_async(client) and not is_cloud_client(connection)
     if settings.api == SCRIPTED:
         return False
     known = provider_at(settings.base_url or "")
@@ -31,7 +31,7 @@ def has_batches(settings: ModelSettings) -> bool:
 
 
 def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
-    """The batches of a model, in the running event loop."""
+    """Open the batches of a model in the running event loop."""
     if settings.api == "anthropic_messages":
         from agent.models.batches.anthropic import AnthropicBatches
 
@@ -42,12 +42,12 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
 
 
 def body_of(request: Request, settings: ModelSettings) -> bytes:
-    """The body that a live call would send, in one piece."""
+    """The body that a live call would send, without a request for a stream."""
     body = dialect_of(settings.api).body(settings, request)
     body.pop("stream", None)  # batches have no streams, and may refuse the word
     return exact_json.dumps(body)
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:
-    """The reply in the body of an item's result, without its price. Raises `ModelError`."""
+    """Read the reply in the body of an item's result, without its price. Raises `ModelError`."""
     return read_asked(settings, body)

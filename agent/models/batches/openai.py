@@ -1,7 +1,7 @@
 """The Batch API of OpenAI: a file of requests is uploaded, and files of replies are fetched.
 
-A batch carries metadata, by which one is found again whose creation was cut short; and it is made
-from an uploaded file, so that deleting the file keeps a late creation from succeeding.
+A lost batch is found again by metadata that it carries. A batch is made from an uploaded file, so
+deleting the file makes a late creation fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
-from agent.models.batches.sdk_connection import SdkConnection, id_of
+from agent.models.batches.sdk_connection import SdkConnection, read_id
 from agent.models.dialects.dialect import dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 _OVER = frozenset({"completed", "failed", "expired", "cancelled"})
+"""Statuses of batches that are over."""
 
 _NO_ROOM = frozenset({"token_limit_exceeded", "request_limit_exceeded"})
 """Codes of batches that were refused because too much is queued already."""
@@ -61,7 +62,7 @@ class OpenAIBatches:
             # As a file and not as a path, which the package would read into memory.
             given = (items.name, file, "application/jsonl")
             create = partial(self._client.files.create, file=given, purpose="batch")
-            return id_of(await self._connection.ask(create))
+            return read_id(await self._connection.ask(create))
 
     async def create(self, name: str, items: Path, upload: str) -> str:
         """See `Batches`."""
@@ -73,7 +74,7 @@ class OpenAIBatches:
             completion_window="24h",
             metadata={_NAME: name},
         )
-        return id_of(await self._connection.ask(create))
+        return read_id(await self._connection.ask(create))
 
     async def state(self, id: str) -> BatchState:
         """See `Batches`."""
@@ -100,7 +101,7 @@ class OpenAIBatches:
         async def search() -> str | None:
             async for batch in self._client.batches.list(limit=100):
                 if (batch.metadata or {}).get(_NAME) == lost.name:
-                    return id_of(batch)
+                    return read_id(batch)
                 if (batch.created_at or 0) < lost.sent_at - _SKEW_S:
                     break
             return None
@@ -108,7 +109,7 @@ class OpenAIBatches:
         return await self._connection.ask(search)
 
     async def withdraw(self, upload: str) -> None:
-        """See `Batches`: without its file no batch can be made."""
+        """See `Batches`: without its file a batch cannot be created."""
         try:
             await self._connection.ask(lambda: self._client.files.delete(upload))
         except ModelError as error:
@@ -129,7 +130,7 @@ class OpenAIBatches:
 
 
 def _read_result(line: Mapping[str, Any]) -> ItemResult:
-    """A line of an output file or of an error file."""
+    """Read a line of an output file or of an error file."""
     id = str(line.get("custom_id"))
     response = object_of(line, "response")
     body = response.get("body")

@@ -1,8 +1,8 @@
-"""Clients of the openai and anthropic packages that send over the connections of an endpoint.
+"""Lets clients of the openai and anthropic packages send over the connections of an endpoint.
 
-The packages write the requests, page through lists and retry. `Transport` sends, so that an
-endpoint's headers, query, credentials, proxy and timeouts apply as they do to live calls, no reply
-contains a key, and errors are the same.
+The packages write the requests, page through lists and retry. `Transport` sends them. So an
+endpoint's headers, query, credentials, proxy and timeouts apply as they do to live calls, errors
+are the same, and no reply contains a key.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NoReturn, TypeVar
 
-from agent.models.client.prepared import Prepared, prepared_by_client
+from agent.models.client.prepared import Prepared, take_client_request
 from agent.models.client.reply_bodies import MAX_REPLY_BYTES
-from agent.models.client.transport import MOST_RENEWALS, Transport, is_expired
+from agent.models.client.transport import MAX_RENEWALS, Transport, is_expired
 from agent.models.connection import DIRECT_CONNECTION
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
@@ -25,23 +25,23 @@ from agent.models.sdk_clients import connect, open_client
 from batch_trajectories.basics.errors import HostError
 from batch_trajectories.basics.text import clip
 
-_OF_THE_BODY = frozenset({"accept", "content-type", "content-length"})
-"""Headers that the packages decide."""
+_BODY_HEADERS = frozenset({"accept", "content-type", "content-length"})
+"""Headers that are taken from the packages' requests."""
 
-_FOR_RETRIES = ("retry-after", "retry-after-ms", "x-should-retry")
+_RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 """Headers of refusals that the packages obey."""
 
 _DOWNLOAD = "application/binary"
-"""What both packages accept when they ask for a file of results."""
+"""The `accept` header of both packages when they ask for a file of results."""
 
 T = TypeVar("T")
 
 
 class SdkConnection:
-    """The client of one model, and the transport that it sends with."""
+    """The client of one model, and the transport by which it sends."""
 
     def __init__(self, settings: ModelSettings, api_key: str, make: Callable[..., Any]) -> None:
-        """Use the client of the config, else one that `make`, a class of either package, gives."""
+        """Use the client of the config, or else one that `make`, a class of a package, makes."""
         self._brings_credentials = settings.connection.client is not None
         self._connection = settings.connection
         self._silence_s = settings.attempt_timeout_s
@@ -51,13 +51,13 @@ class SdkConnection:
             client = open_client(self._connection, settings.name, settings.key_env or NO_KEY)
             self.client = connect(client, self._connection, self)
         else:
-            # `Transport` adds what the config says, and the key; the client needs one, too.
+            # `Transport` adds the key and the configured headers; the client needs any key.
             client = make(base_url=settings.base_url, api_key=PLACEHOLDER)
             self.client = connect(client, DIRECT_CONNECTION, self)
         self._base_url = str(self.client.base_url).rstrip("/")
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make requests by the client; make them again if its credentials have expired.
+        """Run `call`, which makes requests by the client; again if its credentials have expired.
 
         Raises `ModelError` and `HostError`.
         """
@@ -70,7 +70,7 @@ class SdkConnection:
                 refusal: ModelError | None = refused.get("error")
                 if refusal is None:
                     self._raise_failure(error)
-                if renewals == MOST_RENEWALS or not is_expired(refusal):
+                if renewals == MAX_RENEWALS or not is_expired(refusal):
                     raise refusal from error
                 before, rejected = rejected, refused["request"]
                 if not await self._renew(rejected, before):
@@ -78,10 +78,11 @@ class SdkConnection:
         raise AssertionError
 
     async def lines(self, download: Callable[[], Awaitable[Any]]) -> AsyncIterator[bytes]:
-        """The lines of a file that need not fit into memory, without blank ones. Raises as `ask`.
+        """Read the lines of a file, which need not fit into memory; blank lines are skipped.
 
-        The client's own readers parse each line into an object that loses what it cannot hold.
+        Raises as `ask` does.
         """
+        # The client's own readers parse each line into an object, which loses unknown fields.
         response = (await self.ask(download)).http_response
         answer, key = response.extensions["download"]
         try:
@@ -101,10 +102,11 @@ class SdkConnection:
             answer.close()
 
     async def _renew(self, rejected: Prepared, before: Prepared | None) -> bool:
-        """Whether there may be newer credentials than those of a request that was rejected.
+        """Renew the credentials after a 401; returns whether a retry may send different ones.
 
-        A client of the config asks for them at each request; it may have the same still.
+        `before` is the request that was rejected before this one; None for the first.
         """
+        # The client of a config gets credentials for each request, but maybe the same ones again.
         if self._brings_credentials:
             return before is None or before.headers != rejected.headers
         return await self._transport.renew(rejected)
@@ -119,26 +121,26 @@ class SdkConnection:
         message = clip(f"{type(error).__name__}: {error}", max_chars=500)
         if type(error).__module__.startswith(("openai.", "anthropic.")):
             raise ModelError("malformed", message) from error
-        if self._brings_credentials:  # its ways to them may raise anything
+        if self._brings_credentials:  # the code that gets them may raise anything
             message = f"client {self._connection.client}: {message}"
             raise ModelError("connection" if self._has_sent else "auth", message) from error
         raise error
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Send a request; return the response in the form that its package uses."""
+        """Send a request of a client; returns the response in the form of its HTTP library."""
         # Older packages use httpx, newer ones httpx2.
         http = import_module(type(request).__module__.partition(".")[0])
         try:
             return await self._send(request, http.Response)
         except ModelError as error:
-            # The packages retry errors of this kind only.
+            # The packages retry only errors of this class.
             raise http.TransportError(str(error), request=request) from error
 
     async def _send(self, request: Any, make: Callable[..., Any]) -> Any:
         prepared = await self._prepare(request)
-        headers = {k: v for k, v in prepared.headers.items() if k.lower() not in _OF_THE_BODY}
-        headers |= {k: v for k, v in request.headers.items() if k in _OF_THE_BODY}
-        body = _parts_of(request) if headers.get("content-length", "0") != "0" else None
+        headers = {k: v for k, v in prepared.headers.items() if k.lower() not in _BODY_HEADERS}
+        headers |= {k: v for k, v in request.headers.items() if k in _BODY_HEADERS}
+        body = _stream_parts(request) if headers.get("content-length", "0") != "0" else None
         self._has_sent = True
         answer = await self._transport.forward(
             request.method, prepared._replace(headers=headers), body, silence_s=self._silence_s
@@ -152,18 +154,18 @@ class SdkConnection:
         except ModelError as error:
             if 200 <= status < 300:
                 raise
-            obeyed = {k: answer.headers[k] for k in _FOR_RETRIES if k in answer.headers}
+            obeyed = {k: answer.headers[k] for k in _RETRY_HEADERS if k in answer.headers}
             return make(status, headers=obeyed, extensions={"error": error, "request": prepared})
         load_object(content)
         return make(status, headers={"content-type": "application/json"}, content=content)
 
     async def _prepare(self, request: Any) -> Prepared:
-        """URL and headers, below our base URL even if the endpoint names another for results."""
+        # The base URL is always ours, even if the endpoint gives another one for results.
         path = str(request.url).removeprefix(self._base_url)
         if not path.startswith("/"):
             path = request.url.raw_path.decode()
         if self._brings_credentials:
-            return prepared_by_client(request, self._base_url + path, self._connection)
+            return take_client_request(request, self._base_url + path, self._connection)
         return await self._transport.prepare(path, self._silence_s)
 
     async def aclose(self) -> None:
@@ -171,12 +173,12 @@ class SdkConnection:
         await self._transport.close()
 
 
-async def _parts_of(request: Any) -> AsyncIterator[bytes]:
+async def _stream_parts(request: Any) -> AsyncIterator[bytes]:
     async for part in request.stream:
         yield part
 
 
-def id_of(given: Any) -> str:
+def read_id(given: Any) -> str:
     """The id of an object; raises `ModelError("malformed")` if it has none."""
     id = getattr(given, "id", None)
     if not isinstance(id, str) or not id:

@@ -1,4 +1,4 @@
-"""Open a model for calls: its endpoint, with retries around it."""
+"""Opens a model for calls: its endpoint, with retries around it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 
 # Options that a model refuses: the call is repeated without them, and the log says so once.
 #
-# A thinking model that demands the reasoning of earlier replies gets a blank one where they have
-# none, in the same way. An endpoint that refuses the id of a conversation gets none.
-#
 # Reasoning models take no temperature, some take no effort, and the limit on a reply's tokens has
 # two names in the chat dialect. Only a 400 that names one of our own options as unsupported
-# counts; values out of range, and those in `extra_body`, are for the user to fix.
+# counts; values out of range, and values in `extra_body`, are for the user to fix.
+#
+# Two more refusals are treated in the same way. A thinking model that demands the reasoning of
+# earlier replies gets a blank text if they have none. An endpoint that refuses the id of a
+# conversation gets no id.
 
 log = logging.getLogger(__name__)
 
 _SESSION = "session_headers"
-"""Stands for the headers with the id of a conversation, which are refused together."""
+"""The name used here for all headers with the id of a conversation: they are refused together."""
 
 _OPTION_OF: Mapping[str, str] = {
-    # Where two cannot be given both, the temperature stays.
+    # First: if it cannot be combined with the temperature, the temperature stays.
     "top_p": "top_p",
     "temperature": "temperature",
     "max_tokens": "max_tokens",
@@ -65,16 +66,16 @@ _OPTION_OF: Mapping[str, str] = {
 _REASONING = "reasoning_content"
 
 _MISSES_REASONING = re.compile(rf"{_REASONING}\b[^.;]{{0,60}}?\b(?:missing|must be passed)", re.I)
-"""The wording of DeepSeek and Moonshot."""
+"""The message by which DeepSeek and Moonshot demand the reasoning of earlier replies."""
 
 _INSTEAD: Mapping[str, Any] = {_REASONING: True, "prompt_cache_key": (), _SESSION: ()}
-"""The values of refused options; None for all others."""
+"""The values that replace refused options; options that are not listed become None."""
 
-_OF_CONVERSATIONS = frozenset({_SESSION, "prompt_cache_key"})
-"""What says which conversation a request belongs to."""
+_CONVERSATION_FIELDS = frozenset({_SESSION, "prompt_cache_key"})
+"""The fields that say which conversation a request belongs to."""
 
-OF_RELAYED = _OF_CONVERSATIONS | frozenset(FIELDS)
-"""What of our own is in the requests of other programs."""
+_ADDED_TO_RELAYED = _CONVERSATION_FIELDS | frozenset(FIELDS)
+"""The fields that this program adds to the requests of other programs."""
 
 _CHAT_BOUNDS = frozenset({"max_tokens", "max_completion_tokens"})
 
@@ -89,33 +90,39 @@ _WORDS = (
 
 
 @cache
-def _named(field: str) -> re.Pattern[str]:
-    """A text with `field` and the refusal close together: some servers quote the request."""
+def _refusal_pattern(field: str) -> re.Pattern[str]:
+    """The pattern of a text with `field` and a word of refusal close together."""
+    # Close together, because some servers quote the request, with all its fields.
     name = rf"(?<![\w.]){re.escape(field)}(?![\w.]*\w)"
     return re.compile(rf"{name}[^.;]{{0,60}}?(?:{_WORDS})|(?:{_WORDS})[^.;]{{0,40}}?{name}", re.I)
 
 
-_NAMED = tuple(field for field in _OPTION_OF if field not in ("reasoning", _REASONING, _SESSION))
-"""Fields that may be named in a text. "reasoning" is a word that errors about other things use too:
-it counts as a `param` alone."""
+_FIELDS_IN_TEXTS = tuple(
+    field for field in _OPTION_OF if field not in ("reasoning", _REASONING, _SESSION)
+)
+"""Fields that are looked for in the text of an error.
+
+"reasoning" is not: it counts only as the `param` of an error, since other errors use the word, too.
+"""
 
 
 class UnsupportedOptions:
     """The options that the endpoint of one adapter is known to refuse."""
 
     def __init__(self, settings: ModelSettings, say: Callable[[str], None] | None = None) -> None:
-        """`say` shows a message to the user, if no other process has shown it; None: to the log."""
+        """`say` shows a message to the user, if no other process has shown it; None: log it."""
         self._settings = settings
         self._say = say or log.warning
         self._refused: frozenset[str] = frozenset()
         self._takes_ids = False
         """A request with the id of a conversation in its headers was answered."""
         self._has_tried_without = False
+        """A refused request was sent again without such headers."""
 
     @property
     def settings(self) -> ModelSettings:
-        """The settings in use now."""
-        return without(self._settings, self._refused)
+        """The settings without the options that were refused."""
+        return remove_options(self._settings, self._refused)
 
     async def ask(
         self,
@@ -124,16 +131,16 @@ class UnsupportedOptions:
         has_id: bool = False,
         sent: Container[str] | None = None,
     ) -> Completion:
-        """Make an attempt with the settings, and again without what it is refused for.
+        """Make an attempt with the settings, and again without the options that are refused.
 
-        `has_id`: the request is sent with the id of its conversation, if the settings say so.
-        `sent` are the fields that can be of our own; None: all. Only a reply proves that the rest
-        is taken, and has it remembered. Raises what `attempt` raises where that names no option,
-        or one that is left out already.
+        Refusals are remembered once an attempt without them was answered. `has_id`: the request
+        carries the id of its conversation, if the settings say so. `sent` are the fields that this
+        program has put into the request; None: all. Raises the error of `attempt` if it names no
+        option, or one that is left out already.
         """
         refused, errors = self._refused, dict[str, ModelError]()
         while True:
-            settings = without(self._settings, refused)
+            settings = remove_options(self._settings, refused)
             try:
                 completion = await attempt(settings)
             except ModelError as error:
@@ -141,11 +148,11 @@ class UnsupportedOptions:
                 if has_id and field is None and self._refuses_ids(error, settings):
                     field = _SESSION
                 if field is not None and field in refused & _CHAT_BOUNDS:
-                    # Gateways name the field that they passed on, not the one that they were sent.
+                    # Gateways name the field that they passed on, not the one that they received.
                     (field,) = _CHAT_BOUNDS - {field}
                 if field is None or field in refused or not (sent is None or field in sent):
                     raise
-                if not _can_go(field, settings):
+                if not _is_removable(field, settings):
                     raise
                 refused |= {field}
                 errors[field] = error
@@ -164,8 +171,8 @@ class UnsupportedOptions:
         headers = settings.session_headers
         if not headers or error.kind not in ("bad_request", "forbidden"):
             return False
-        said = f"{error.param or ''} {error}".lower()
-        if any(header.lower() in said for header in headers):
+        message = f"{error.param or ''} {error}".lower()
+        if any(header.lower() in message for header in headers):
             return True
         if self._takes_ids or self._has_tried_without:
             return False
@@ -176,7 +183,7 @@ class UnsupportedOptions:
         if field in self._refused:  # another call, made at the same time, was quicker
             return
         self._refused |= {field}
-        now = without(self._settings, self._refused)
+        now = remove_options(self._settings, self._refused)
         option = _OPTION_OF[field]
         what = f"--{option}={getattr(self._settings, option)}"
         instead = f"with {now.max_tokens_name}" if getattr(now, option) else "without it"
@@ -184,7 +191,7 @@ class UnsupportedOptions:
             what, instead = "stream_options", "without them, so streams may lack token counts,"
         if field == _REASONING:
             what, instead = "replies without reasoning", "with a blank one in them"
-        elif field in _OF_CONVERSATIONS:
+        elif field in _CONVERSATION_FIELDS:
             self._remember_no_id(field, error)
             return
         log.warning(
@@ -200,7 +207,7 @@ class UnsupportedOptions:
         where = field if field != _SESSION else ", ".join(self._settings.session_headers)
         place = f"{self._settings.name} at {self._settings.base_url}"
         log.info("%s refuses the id of a conversation: %s", place, error)
-        # The same words in all workers: what the endpoint says may have an id of the request.
+        # The same text in all workers, so without the error, which may have an id of the request.
         self._say(
             f"{place} refuses the id of a conversation ({where}): asked without it from now on, so "
             "a router in front of it cannot keep a conversation where its prompt is cached"
@@ -208,25 +215,25 @@ class UnsupportedOptions:
 
 
 def refused_field(error: ModelError) -> str | None:
-    """The field that the endpoint does not support, or demands; None for any other error."""
+    """The field that the endpoint does not support, or whose absence it refuses; None if none."""
     if error.kind != "bad_request":
         return None
     if _MISSES_REASONING.search(str(error)):
         return _REASONING
     if error.param:
         is_meant = error.param in _OPTION_OF and (
-            error.code in _CODES or _says(error.param, str(error))
+            error.code in _CODES or _is_refused_in(error.param, str(error))
         )
         return error.param if is_meant else None
-    return next((field for field in _NAMED if _says(field, str(error))), None)
+    return next((field for field in _FIELDS_IN_TEXTS if _is_refused_in(field, str(error))), None)
 
 
-def _says(field: str, text: str) -> bool:
-    return field in _NAMED and _named(field).search(text) is not None
+def _is_refused_in(field: str, text: str) -> bool:
+    return field in _FIELDS_IN_TEXTS and _refusal_pattern(field).search(text) is not None
 
 
-def _can_go(field: str, settings: ModelSettings) -> bool:
-    """Whether an option of the user's, and nothing else, has put this field there."""
+def _is_removable(field: str, settings: ModelSettings) -> bool:
+    """Whether the field is in the request only because of an option, which can be left out."""
     option = _OPTION_OF[field]
     if field == _SESSION:
         return bool(settings.session_headers)
@@ -238,12 +245,12 @@ def _can_go(field: str, settings: ModelSettings) -> bool:
         and settings.needs_bound
         and (settings.api != "openai_chat" or settings.max_tokens_name is not None)
     )
-    is_theirs = field.partition(".")[0] in (settings.extra_body or {})
-    return getattr(settings, option) is not None and not is_demanded and not is_theirs
+    is_in_extra_body = field.partition(".")[0] in (settings.extra_body or {})
+    return getattr(settings, option) is not None and not is_demanded and not is_in_extra_body
 
 
-def without(settings: ModelSettings, refused: frozenset[str]) -> ModelSettings:
-    """The settings less the options behind `refused`; a limit is sent by its other name first."""
+def remove_options(settings: ModelSettings, refused: frozenset[str]) -> ModelSettings:
+    """Remove the options behind `refused`; a limit on tokens is first sent by its other name."""
     if not refused:
         return settings
     changes: dict[str, Any] = {_OPTION_OF[field]: _INSTEAD.get(field) for field in refused}
@@ -254,7 +261,7 @@ def without(settings: ModelSettings, refused: frozenset[str]) -> ModelSettings:
     return replace(settings, **changes)
 
 
-# A model behind an endpoint; it sends each call once, and `retrying` decides what comes next.
+# A model behind an endpoint. It sends each call once; `retrying` decides about retries.
 
 
 class EndpointModel:
@@ -268,7 +275,7 @@ class EndpointModel:
         share: Share | None = None,
         fleets: MutableMapping[str, Fleet] | None = None,
     ) -> None:
-        """See `open_model` for `say`, `share` and `fleets`."""
+        """Open the transports; see `open_model` for `say`, `share` and `fleets`."""
         self._dialect = dialect_of(settings.api)
         self._refusals = UnsupportedOptions(settings, say)
         self._fleet: Fleet | None = None
@@ -307,7 +314,7 @@ class EndpointModel:
         has_id = bool(request.conversation)
         if isinstance(request, RelayRequest):
             relay = partial(self._relay, request, transport)
-            return await self._refusals.ask(relay, has_id=has_id, sent=OF_RELAYED)
+            return await self._refusals.ask(relay, has_id=has_id, sent=_ADDED_TO_RELAYED)
         ask = partial(self._ask, request, transport)
         return await self._refusals.ask(ask, has_id=has_id)
 
@@ -324,8 +331,11 @@ class EndpointModel:
     async def _relay(
         self, request: RelayRequest, transport: Transport, settings: ModelSettings
     ) -> Completion:
-        """Add what is our own, unless the endpoint refuses it: the question for token ids, and the
-        id of the conversation."""
+        """Send another program's request, with the fields that this program adds.
+
+        These are the id of the conversation and the fields that ask for token ids, unless the
+        endpoint refuses them.
+        """
         if request.conversation and not request.has_cache_key and settings.takes_cache_key:
             request = request.with_cache_key()
         if settings.token_ids and request.asking_for_tokens is not None:
@@ -341,7 +351,7 @@ class EndpointModel:
 
 
 def load_client(settings: ModelSettings) -> None:
-    """Import what `open_model` and its calls need, so that processes that are forked share it."""
+    """Import the modules that `open_model` and calls need, so that forked processes share them."""
     if settings.api in RELAYED:
         dialect_of(settings.api)
         load_words()
@@ -357,11 +367,11 @@ def open_model(
     share: Share | None = None,
     fleets: MutableMapping[str, Fleet] | None = None,
 ) -> RetryingModel:
-    """A model ready to be asked, in the running event loop; see `RetryingModel`.
+    """Open a model in the running event loop; see `RetryingModel`.
 
-    `say` shows a message to the user, if no other process has shown it; None: to the log. `share`
-    is the part of this process in a run of several. `fleets` has the replicas of endpoints that
-    several models share, and gets new ones.
+    `gate` admits its calls; None: at once. `say` shows a message to the user, if no other process
+    has shown it; None: log it. `share` is the share of this process in the limits of a run; None:
+    all. `fleets` are the replicas of endpoints, which several models can share; new ones are added.
     """
     adapter = EndpointModel(settings=settings, api_key=api_key, say=say, share=share, fleets=fleets)
     known = api_key if isinstance(api_key, str) else ""

@@ -1,4 +1,4 @@
-"""The replicas of one endpoint: their limits, and looks at their health."""
+"""The replicas of one endpoint: their limits and their health checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from agent.models.client.replicas import LOST_S, Replicas, is_of_the_replica
+from agent.models.client.replicas import LOST_S, Replicas, is_replica_failure
 from agent.models.client.transport import Transport
 from agent.models.connection import NO_HEALTH_PATH, Replication, Share
 from agent.models.errors import ModelError
@@ -19,54 +19,54 @@ from batch_trajectories.basics.errors import HostError
 log = logging.getLogger(__name__)
 
 _LOOK_S = 5.0
-"""The longest wait for the health of a replica."""
+"""Maximum seconds of a health check."""
 
-_FIRST_LOOK_S = 2.0
-"""The longest wait for all of them before the first call."""
+_FIRST_CHECK_TIMEOUT_S = 2.0
+"""Maximum seconds of the health checks before the first call."""
 
 
 class Fleet:
-    """The replicas of one endpoint, for all models of it in the running event loop."""
+    """The replicas of one endpoint, for all of its models in the running event loop."""
 
     def __init__(
         self, replication: Replication, transports: Sequence[Transport], share: Share
     ) -> None:
-        """`transports` are those of one of the models, by which the replicas are looked at."""
+        """Check no replica yet; `transports`, one per replica, are used for the health checks."""
         urls, in_flight = replication.urls, replication.max_in_flight
         self._urls = urls
         self._health_path = replication.health_path
         self._transports = transports
         self._replicas = Replicas(urls, share=share)
-        # Each process keeps to its part, so nobody has to be asked.
+        # Each process keeps to its share of the limits, so the processes need not talk.
         slots = None if in_flight is None else max(1, in_flight // share.of)
         self._slots = [None if slots is None else asyncio.Semaphore(slots) for _ in urls]
         rpm = replication.rpm
         self._paces = [_Pace(rpm and rpm / share.of) for _ in urls]
         self._in_flight: list[set[asyncio.Timeout]] = [set() for _ in urls]
-        self._looks: set[asyncio.Task[None]] = set()
-        self._looking: set[int] = set()
+        self._checks: set[asyncio.Task[None]] = set()
+        self._checking: set[int] = set()
         self._wakes = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._is_known = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def replica_for(self, request: Request, avoid: set[int]) -> AsyncIterator[int]:
-        """The number of the replica that a request goes to, until it is answered.
+        """Choose the replica for a request, and wait for a slot there; yields its number.
 
-        What cannot be reached is added to `avoid`. An error that says something of the replica
-        names it.
+        A replica that cannot be reached is added to `avoid`. The message of an error that the
+        replica caused names it.
         """
-        await self._know()
+        await self._wait_for_first_checks()
         number = self._replicas.choose(request.conversation, avoid)
         error: ModelError | None = None
         is_answered = False
         try:
-            async with self._turn(request, number), self._while_there(number):
+            async with self._slot(request, number), self._abort_if_lost(number):
                 yield number
             is_answered = True
         except ModelError as failure:
             error = failure
-            if is_of_the_replica(error):
+            if is_replica_failure(error):
                 error.args = (f"{error} (replica {self._urls[number]})",)
             if error.kind == "connection" and error.is_by_load:
                 avoid.add(number)
@@ -76,23 +76,23 @@ class Fleet:
             conversation = request.conversation
             if self._replicas.leave(number, conversation, error, is_answered=is_answered):
                 self._wakes.set()
-            self._tell(number, before, error)
+            self._log_change(number, before, error)
 
     @property
     def size(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return len(self._urls)
 
     async def close(self) -> None:
-        """Look at no replica any more."""
-        tasks = [*self._looks, *([self._watcher] if self._watcher is not None else [])]
+        """End the health checks."""
+        tasks = [*self._checks, *([self._watcher] if self._watcher is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextlib.asynccontextmanager
-    async def _turn(self, request: Request, number: int) -> AsyncIterator[None]:
-        """A place among the calls of a replica; waits until it has one. That time is nobody's."""
+    async def _slot(self, request: Request, number: int) -> AsyncIterator[None]:
+        """Wait for a slot among the calls of a replica, and hold it; the wait does not count."""
         slots, pace = self._slots[number], self._paces[number]
         if slots is None and not pace.wait_s():
             pace.take()
@@ -110,8 +110,8 @@ class Fleet:
             yield
 
     @contextlib.asynccontextmanager
-    async def _while_there(self, number: int) -> AsyncIterator[None]:
-        """Gives a call up whose replica is lost. Raises `ModelError("timeout")`."""
+    async def _abort_if_lost(self, number: int) -> AsyncIterator[None]:
+        """Abort a call whose replica is lost. Raises `ModelError("timeout")`."""
         scope = asyncio.timeout(None)
         scopes = self._in_flight[number]
         try:
@@ -127,8 +127,8 @@ class Fleet:
         finally:
             scopes.discard(scope)
 
-    async def _know(self) -> None:
-        """Before the first call: which replicas are there at all."""
+    async def _wait_for_first_checks(self) -> None:
+        """Before the first call: wait until it is known which replicas are up."""
         if self._is_known.is_set():
             return
         if self._watcher is None:
@@ -136,52 +136,54 @@ class Fleet:
         await self._is_known.wait()
 
     async def _watch(self) -> None:
-        first = [self._begin(self._look(n, _FIRST_LOOK_S)) for n in self._replicas.due()]
+        first = [
+            self._start_check(self._check(n, _FIRST_CHECK_TIMEOUT_S)) for n in self._replicas.due()
+        ]
         if first:
             await asyncio.wait(first)
         self._is_known.set()
         while True:
             self._wakes.clear()
             for number in self._replicas.due():
-                if number not in self._looking:
-                    self._begin(self._look(number, _LOOK_S))
-            # What is looked at is due until it has answered, which wakes this loop.
-            wait_s = max(self._replicas.next_look_s(), 0.05 if self._looking else 0.0)
+                if number not in self._checking:
+                    self._start_check(self._check(number, _LOOK_S))
+            # A replica that is being checked stays due until its answer, which wakes this loop.
+            wait_s = max(self._replicas.next_check_s(), 0.05 if self._checking else 0.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._wakes.wait()
 
-    def _begin(self, look: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(look)
-        self._looks.add(task)
-        task.add_done_callback(self._looks.discard)
+    def _start_check(self, check: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(check)
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
         return task
 
-    async def _look(self, number: int, timeout_s: float) -> None:
-        """Ask for the health of a replica."""
-        self._looking.add(number)
+    async def _check(self, number: int, timeout_s: float) -> None:
+        """Check the health of a replica."""
+        self._checking.add(number)
         before = self._replicas.state(number)
         status: int | None = None
         try:
             if self._health_path == NO_HEALTH_PATH:
-                status = 200  # only calls can tell
+                status = 200  # only calls can show more
             else:
                 url = self._urls[number].removesuffix("/v1") + self._health_path
-                status = await self._transports[number].status_of(url, timeout_s)
+                status = await self._transports[number].fetch_status(url, timeout_s)
         except HostError as error:
             log.warning("no look at %s: %s", self._urls[number], error)
-            status = 200  # that was this machine
+            status = 200  # this machine failed, not the replica
         finally:
-            self._looking.discard(number)
+            self._checking.discard(number)
             self._replicas.looked(number, status)
             self._wakes.set()
             if self._replicas.is_lost(number):
                 for scope in self._in_flight[number]:
                     scope.reschedule(asyncio.get_running_loop().time())
-        self._tell(number, before, None)
+        self._log_change(number, before, None)
 
-    def _tell(self, number: int, before: str, error: ModelError | None) -> None:
-        """Note in the log that a replica is gone, or back."""
+    def _log_change(self, number: int, before: str, error: ModelError | None) -> None:
+        """Log a change of a replica's state."""
         if (now := self._replicas.state(number)) != before:
             why = f": {error}" if error is not None else ""
             log.info("%s is %s%s", self._urls[number], now, why)
@@ -196,11 +198,11 @@ class _Pace:
         self._next_at = now()
 
     def wait_s(self) -> float:
-        """Seconds until the next call may go."""
+        """Seconds until the next call may be sent."""
         return max(0.0, self._next_at - self._now()) if self._interval_s else 0.0
 
     def take(self) -> float:
-        """Take the next place; return the seconds until then."""
+        """Reserve the next time for a call; returns the seconds until then."""
         wait_s = self.wait_s()
         self._next_at = self._now() + wait_s + self._interval_s
         return wait_s

@@ -17,34 +17,37 @@ from agent.models.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_MOST_S = 60.0
+_MAX_S = 60.0
 """Maximum seconds for the command to print the key."""
 
-_MOST_BYTES = 64 * 2**10
-"""Maximum output of a command; keys have a few thousand bytes."""
+_MAX_BYTES = 64 * 2**10
+"""Maximum output of a command; keys have at most a few thousand bytes."""
 
 _RETRY_S = 10.0
 """Seconds until a failed command is run again while its last key may still be valid."""
 
 
 class KeyCommandError(Exception):
-    """The command gave no key; the message names it and says why, without what it printed."""
+    """The command gave no key; the message has its name and the reason, but not its output."""
 
 
 class RenewableKey(Protocol):
     """A key that is replaced from time to time."""
 
     async def get(self) -> str:
-        """The key as it is now. Raises `ModelError`."""
+        """The current key. Raises `ModelError`."""
         ...
 
     async def renew(self, rejected: str) -> bool:
-        """Whether there is another key than one that the endpoint rejected. Raises `ModelError`."""
+        """Replace the key that the endpoint rejected; returns whether there is another one.
+
+        Raises `ModelError`.
+        """
         ...
 
 
 class CommandKey:
-    """The key that a command prints, run in this process; its methods may be called by threads."""
+    """The key that a command prints; the command runs in this process. Safe for threads."""
 
     def __init__(self, command: tuple[str, ...], refresh_s: float) -> None:
         self._command = command
@@ -55,13 +58,14 @@ class CommandKey:
 
     @property
     def due_in_s(self) -> float:
-        """When the command should run next."""
+        """Seconds until the command should run again."""
         return max(self._due_at - time.monotonic(), 0.0)
 
     def read(self, rejected: str | None = None) -> str:
-        """The key, from the command where it is too old or `rejected`. Blocks.
+        """The key; the command runs if the last key is too old or is `rejected`. Blocks.
 
-        Raises `KeyCommandError`; a key that is merely old is kept where there is no newer one.
+        An old key is used on if the command fails. Raises `KeyCommandError` if there is none, or
+        only the rejected one.
         """
         with self._running:
             if self._key and self._key != rejected and self.due_in_s > 0:
@@ -95,7 +99,7 @@ class CommandKey:
 
 @lru_cache(maxsize=64)
 def command_key(command: tuple[str, ...], refresh_s: float) -> CommandKey:
-    """The one key of a command in this process, whichever models are asked with it."""
+    """The key of a command, one object for all models in this process."""
     return CommandKey(command, refresh_s)
 
 
@@ -113,13 +117,13 @@ def run_key_command(command: tuple[str, ...]) -> str:
         why = error.strerror if isinstance(error, OSError) else error
         raise KeyCommandError(f"{name} cannot be run: {why}") from error
     except subprocess.TimeoutExpired as error:
-        raise KeyCommandError(f"{name} printed no key within {_MOST_S:g} s") from error
-    if len(output) > _MOST_BYTES:
-        raise KeyCommandError(f"{name} printed more than {_MOST_BYTES // 2**10} KiB")
+        raise KeyCommandError(f"{name} printed no key within {_MAX_S:g} s") from error
+    if len(output) > _MAX_BYTES:
+        raise KeyCommandError(f"{name} printed more than {_MAX_BYTES // 2**10} KiB")
     if exit_code != 0:
         lines = errors.decode(errors="replace").strip().splitlines()
-        said = f": {lines[-1][:300]}" if lines else ""
-        raise KeyCommandError(f"{name} failed with exit code {exit_code}{said}")
+        reason = f": {lines[-1][:300]}" if lines else ""
+        raise KeyCommandError(f"{name} failed with exit code {exit_code}{reason}")
     key = output.decode(errors="replace").strip()
     if not key or not (key.isascii() and key.isprintable()) or " " in key:
         what = "nothing" if not key else "something that is not one key on one line"
@@ -128,12 +132,12 @@ def run_key_command(command: tuple[str, ...]) -> str:
 
 
 def _run(command: tuple[str, ...]) -> tuple[int, bytes, bytes]:
-    """The exit code of a command, what it printed, and the end of its errors.
+    """Run a command; returns its exit code, its output, and the end of its error output.
 
-    It is killed when it has printed more than `_MOST_BYTES`. Raises `OSError`, `ValueError` and
-    `subprocess.TimeoutExpired`.
+    The command is killed once it has printed more than `_MAX_BYTES`. Raises `OSError`, `ValueError`
+    and `subprocess.TimeoutExpired`.
     """
-    end = time.monotonic() + _MOST_S
+    end = time.monotonic() + _MAX_S
     pipe, output, errors = subprocess.PIPE, bytearray(), bytearray()
     with (
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process,
@@ -144,17 +148,17 @@ def _run(command: tuple[str, ...]) -> tuple[int, bytes, bytes]:
         selector.register(process.stdout, selectors.EVENT_READ, output)
         selector.register(process.stderr, selectors.EVENT_READ, errors)
         try:
-            while selector.get_map() and len(output) <= _MOST_BYTES:
+            while selector.get_map() and len(output) <= _MAX_BYTES:
                 ready = selector.select(max(end - time.monotonic(), 0.0))
                 if not ready:
-                    raise subprocess.TimeoutExpired(command, _MOST_S)
+                    raise subprocess.TimeoutExpired(command, _MAX_S)
                 for key, _ in ready:
-                    part = os.read(key.fd, _MOST_BYTES)
+                    part = os.read(key.fd, _MAX_BYTES)
                     key.data.extend(part)
                     if not part:
                         selector.unregister(key.fileobj)
-                del errors[:-_MOST_BYTES]
-            if len(output) <= _MOST_BYTES:
+                del errors[:-_MAX_BYTES]
+            if len(output) <= _MAX_BYTES:
                 process.wait(max(end - time.monotonic(), 0.0))
         finally:
             process.kill()  # no-op if it has exited

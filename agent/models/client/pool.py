@@ -31,10 +31,11 @@ class ModelPool:
         say: Callable[[str], None] | None = None,
         share: Share | None = None,
     ) -> None:
-        """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
+        """Open no model yet.
 
-        `on_retry` gets every failure after which a call is repeated. See `open_model` for `say`
-        and `share`.
+        `key_of` gives the API key for a model's endpoint, and `gate_of` the admission of its calls
+        (None: they need not wait). `on_retry` gets every failure after which a call is repeated.
+        See `open_model` for `say` and `share`.
         """
         self._say, self._share = say, share
         self._fleets: dict[str, Fleet] = {}
@@ -44,7 +45,7 @@ class ModelPool:
         self._open: dict[ModelSettings, RetryingModel] = {}
 
     def get(self, settings: ModelSettings) -> RetryingModel:
-        """The model of some settings, ready to be asked."""
+        """Open the model of these settings, or return it if it is open."""
         if (model := self._open.get(settings)) is None:
             from agent.models.client.endpoint import open_model  # the client and a dialect
 

@@ -1,4 +1,4 @@
-"""Calls whose requests other programs wrote."""
+"""Calls whose requests were written by other programs, such as agents."""
 
 from __future__ import annotations
 
@@ -21,39 +21,41 @@ CACHE_KEY_CHARS = 64
 """Maximum characters of a `prompt_cache_key`, by OpenAI."""
 
 OnEvent = Callable[[bytes, str | None], bool]
-"""Takes an event of a stream: its bytes, and the data in it, None if it has none; returns whether
-it was passed on."""
+"""Takes an event of a stream and returns whether it was passed on.
+
+The arguments are the bytes of the event and its data; None: it has no data.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayRequest(Request):
-    """One call, to be sent as it came but with the endpoint's credentials.
+    """One call of another program, to be sent unchanged but with the endpoint's credentials.
 
-    `messages` and `tools` are not used: the body has them. Of the settings of the model, only the
+    `messages` and `tools` are not used, since the body has them. Of the model's settings only the
     endpoint, the timeouts and the prices count.
     """
 
     messages: Sequence[Message] = ()
     method: str = "POST"
     path: str
-    """Below the root of the endpoint, with the query."""
+    """The path from the root of the endpoint, with the query."""
     body: bytes
     headers: Mapping[str, str]
-    """To be sent beside our own; names in lower case."""
+    """Headers to be sent beside our own; names in lower case."""
     max_tokens: int | None
-    """The most tokens that the reply can have by the body; None without a limit."""
+    """The limit that the body sets on the reply's tokens; None: no limit."""
     read: Callable[[bytes], Completion]
     """Reads the body of the reply; raises `ModelError`."""
     assembly: Callable[[], Assembly] | None = None
-    """For requests that ask for a stream: puts the reply of one attempt together."""
+    """Makes the assembly of a stream, for each attempt; None: the request asks for no stream."""
     unasked: Callable[[], Assembly] | None = None
-    """Puts a reply together that comes as a stream although none was asked for."""
+    """Makes the assembly of a reply that comes as a stream although none was asked for."""
     asking_for_tokens: bytes | None = None
-    """The body with the fields that ask for token ids; None: it is sent as it is."""
+    """The body with the fields that ask for token ids; None: none can be asked for."""
     has_cache_key: bool = True
-    """The body has a `prompt_cache_key`, or is of an API that has none."""
+    """The body has a `prompt_cache_key`, or its API has no such field."""
     pointing: Callable[[], Pointed] = lambda: NOTHING_POINTED
-    """See `pointed`; asked only where something depends on it."""
+    """Computes `pointed`; called only if a limit depends on it."""
     on_event: OnEvent | None = None
     """Gets the events of a stream; once it has passed one on, the call is not repeated."""
 
@@ -62,7 +64,7 @@ class RelayRequest(Request):
         return self.pointing()
 
     def with_cache_key(self) -> RelayRequest:
-        """The request with the id of its conversation as `prompt_cache_key`."""
+        """A copy of the request with the id of its conversation as `prompt_cache_key`."""
         key = b'{"prompt_cache_key":' + exact_json.dumps(self.conversation[:CACHE_KEY_CHARS])
         bodies = (self.body, self.asking_for_tokens)
         body, asking = (body and key + b"," + body.lstrip()[1:] for body in bodies)

@@ -1,7 +1,7 @@
-"""The body of a reply, whole or as a stream, whatever the endpoint was asked for.
+"""Reads the body of a reply, which may come whole or as a stream, whatever was asked for.
 
-Some servers answer in one piece where a stream was asked for, some stream although nothing asked
-for it, some give a wrong content type. What came decides how it is read.
+Some servers answer a request for a stream in one piece, some stream without being asked, some give
+a wrong content type. So the bytes of the body decide how it is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from agent.models.client.relayed import OnEvent
-from agent.models.dialects.dialect import Assembly, is_usable, paid_in
+from agent.models.dialects.dialect import Assembly, is_usable, read_paid
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -29,7 +29,7 @@ from batch_trajectories.basics.exact_json import objects_among
 # Server-sent events: their data, and their exact bytes.
 
 _LINE_END = rb"(?:\r\n|\r(?!\n|\Z)|\n)"
-"""A trailing carriage return may be half of a line end."""
+"""A line end; a carriage return as the last byte does not count, as it may be half of one."""
 _EVENT_END = re.compile(_LINE_END + _LINE_END)
 _COMMENT = b":\n\n"
 _LINES = re.compile("(?<=\n)|(?<=\r)(?!\n)")
@@ -39,9 +39,9 @@ class ServerEvent(NamedTuple):
     """One event of a stream."""
 
     raw: bytes
-    """Its bytes, with the empty line at its end."""
+    """The bytes of the event, with the empty line at its end."""
     data: str | None
-    """None for events without data, such as those that keep a connection alive."""
+    """The data; None for an event without data, such as one that keeps the connection alive."""
 
 
 class EventTooLarge(Exception):
@@ -51,8 +51,8 @@ class EventTooLarge(Exception):
 class EventSplitter:
     """Splits a stream into its events.
 
-    The bytes of all events are those of the stream. What stricter readers would trip over is
-    mended: the empty line after an event is added, and empty data is a comment.
+    The events together have the bytes of the stream, with two repairs for stricter readers: a
+    missing empty line after an event is added, and empty data becomes a comment.
     """
 
     def __init__(self, max_event_bytes: int) -> None:
@@ -60,10 +60,10 @@ class EventSplitter:
         self._parts: list[bytes] = []
         self._size = 0
         self._tail = b""
-        """The last bytes, which may be the start of an event's end."""
+        """The last byte, which may begin the end of an event."""
 
     def feed(self, part: bytes) -> list[ServerEvent]:
-        """The events that end in this part of the stream.
+        """Take the next part of the stream; returns the events that end in it.
 
         Raises `EventTooLarge`, and `UnicodeDecodeError` for data that is not UTF-8.
         """
@@ -87,26 +87,25 @@ class EventSplitter:
         self._parts, self._size, self._tail = [rest], len(rest), rest[-1:]
         if self._size > self._max_event_bytes:
             raise EventTooLarge
-        return [event for raw in raws for event in _events_in(raw)]
+        return [event for raw in raws for event in _split_events(raw)]
 
     def end(self) -> list[ServerEvent]:
-        """The last event, if the stream ended without the empty line that ends an event.
+        """End the stream; returns the last event if the empty line after it is missing.
 
-        Its bytes have that line, so that other readers take the event too. Raises
-        `UnicodeDecodeError` if it is not UTF-8.
+        The line is added, so that other readers take the event, too. Raises `UnicodeDecodeError` if
+        the event is not UTF-8.
         """
         rest = b"".join(self._parts)
         self._parts, self._size, self._tail = [], 0, b""
-        return _events_in(rest.rstrip(b"\r\n") + b"\n\n") if rest.strip() else []
+        return _split_events(rest.rstrip(b"\r\n") + b"\n\n") if rest.strip() else []
 
 
-def _events_in(raw: bytes) -> list[ServerEvent]:
-    """The event in these bytes; several if only single line ends separate them, as some servers
-    send them."""
+def _split_events(raw: bytes) -> list[ServerEvent]:
+    """The event in these bytes; several if a server separates events by single line ends."""
     if raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
         return [ServerEvent(raw, raw[6:-2].decode())]
     parts: list[tuple[str, str]] = []
-    """Lines up to one with data, and the data."""
+    """One entry per line with data: the lines up to it, and the data."""
     begun = ""
     is_empty = False
     for line in _LINES.split(raw.decode()):
@@ -117,7 +116,7 @@ def _events_in(raw: bytes) -> list[ServerEvent]:
             begun = ""
         else:
             is_empty |= name == "data"
-    if len(parts) > 1 and all(_is_whole(data) for _, data in parts):
+    if len(parts) > 1 and all(_is_whole_event(data) for _, data in parts):
         return [ServerEvent(lines.rstrip("\r\n").encode() + b"\n\n", data) for lines, data in parts]
     data = "\n".join(data for _, data in parts)
     # Proxies keep connections alive by empty data, and by comments that they wrap into data.
@@ -126,8 +125,8 @@ def _events_in(raw: bytes) -> list[ServerEvent]:
     return [ServerEvent(raw, data or None)]
 
 
-def _is_whole(data: str) -> bool:
-    """Whether a line is a JSON object, or an end: the lines of one event are none of these."""
+def _is_whole_event(data: str) -> bool:
+    """Whether a line of data is an event of its own: a whole JSON object, or the end."""
     if data.startswith("[DONE]"):
         return True
     if not (data.startswith("{") and data.rstrip().endswith("}")):
@@ -148,12 +147,14 @@ _MAX_EVENT_BYTES = 8 * 2**20
 """Maximum bytes of one event of a stream."""
 
 _TAIL_S = 0.1
-"""Seconds for the rest of a stream after its last event; a connection is only reused once it has
-ended."""
+"""Seconds to wait for the end of a stream after its last event, so that the connection can be
+reused."""
 
 _COUNTS_S = 3.0
-"""Seconds for the counts of tokens once a stream has said why the reply ended. Some servers keep
-the connection open after it, and only send what keeps it alive."""
+"""Seconds to wait for the token counts after a stream has said why the reply ended.
+
+Some servers then keep the connection open, and send only comments.
+"""
 
 _END_OF_STREAM = "[DONE]"
 
@@ -162,11 +163,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_STARTS = (b"{", b"[")
 
 _CONTENT_FIELDS = frozenset({"choices", "candidates", "type", "usageMetadata"})
-"""A part of a stream with one of these is looked at by its dialect; another may be an error."""
+"""Fields of the parts that the dialects read; a part without any of them may be an error."""
 
 
 async def read_whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body of a reply. Raises `ModelError("malformed")` if it is too large."""
+    """Read the body of a reply. Raises `ModelError("malformed")` if it is too large."""
     parts = []
     left = MAX_REPLY_BYTES
     while part := await response.content.readany():
@@ -178,7 +179,7 @@ async def read_whole(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The parts of an error's body, up to the maximum; beyond it the body just ends."""
+    """Read an error's body in parts, up to the maximum size; the rest is ignored."""
     left = MAX_REPLY_BYTES
     async for part in response.content.iter_any():
         left -= len(part)
@@ -188,7 +189,7 @@ async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def read_first(response: aiohttp.ClientResponse) -> bytes:
-    """The first bytes of a body that are more than white space, without a byte order mark."""
+    """Read the first bytes of a body until they are more than white space, without a BOM."""
     first = b""
     while part := await response.content.readany():
         first += part
@@ -201,18 +202,18 @@ async def read_first(response: aiohttp.ClientResponse) -> bytes:
 
 
 def begins_as_json(first: bytes) -> bool:
-    """Whether a body that begins so is a JSON document, and no stream of events."""
+    """Whether a body with these first bytes is a JSON document, and no stream of events."""
     return first.lstrip()[:1] in _JSON_STARTS
 
 
-def to_json(body: bytes, assembly: Callable[[], Assembly] | None, api: str) -> bytes:
-    """The body of a whole reply as one JSON document, from the forms in which servers send one.
+def convert_to_json(body: bytes, assembly: Callable[[], Assembly] | None, api: str) -> bytes:
+    """Convert the body of a whole reply into one JSON document.
 
-    Those are JSON, events, JSON with events after it, and one object a line, each perhaps after a
-    byte order mark. `assembly` makes what puts the parts of a stream of `api` together; None: they
-    are left as they are. Raises `ModelError`.
+    Servers send JSON, events, JSON with events after it, or one object a line, each perhaps after a
+    byte order mark. `assembly` makes the assembly of a stream of `api`; None: a stream is left as
+    it is. Raises `ModelError`.
     """
-    # As nearly always. A compact or indented reply has no object that begins a line.
+    # Nearly always: one document. A compact or indented document has no object that begins a line.
     end = body[-1:] if body[-1:] == b"}" else body.rstrip()[-1:]
     if body[:1] == b"{" and end == b"}" and b"}\n{" not in body:
         return body
@@ -233,26 +234,26 @@ def to_json(body: bytes, assembly: Callable[[], Assembly] | None, api: str) -> b
             error = ModelError(
                 "malformed", f"in the stream: {type(error).__name__}: {error}: {quote(body)}"
             )
-        return finish_broken(whole, error, api)
+        return finish_broken_stream(whole, error, api)
     return whole.finish() if has_parts else body
 
 
-def finish_broken(assembly: Assembly, error: ModelError, api: str) -> bytes:
-    """The body of a reply whose stream ended with `error`.
+def finish_broken_stream(assembly: Assembly, error: ModelError, api: str) -> bytes:
+    """The body of a reply whose stream ended with `error`, if the reply was whole before it.
 
-    Raises `error` unless the reply was whole before it, with what the parts say that they cost.
+    Otherwise raises `error`, with the cost that the parts report.
     """
     has_reason = assembly.has_reason
     body = assembly.finish()
     if not (has_reason and is_usable(api, body)):
-        error.paid = paid_in(api, body)
+        error.paid = read_paid(api, body)
         raise error
     log.debug("a stream was broken after the end of its reply: %s", error)
     return body
 
 
 def _is_document(body: bytes) -> bool:
-    """Whether a body is one JSON document; a list is one of parts, as Gemini sends it."""
+    """Whether a body is one JSON document; a list is not, as Gemini sends the parts of a stream."""
     try:
         return not isinstance(orjson.loads(body), list)
     except orjson.JSONDecodeError:
@@ -260,7 +261,7 @@ def _is_document(body: bytes) -> bool:
 
 
 def _parts_in(body: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in a body that is no JSON document: one after the other, or in events."""
+    """The objects in a body that is not one JSON document: bare objects, lists, or events."""
     text = body.decode(errors="replace").lstrip()
     decoder = json.JSONDecoder()
     while text[:1] in ("{", "["):
@@ -281,7 +282,7 @@ def _parts_in(body: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _error_in(part: dict[str, Any], request: bytes = b"") -> ModelError | None:
-    """The error that a part of a stream reports."""
+    """The error that a part of a stream reports; None if it reports none."""
     if part.get("error"):
         return error_behind_200(part, "the stream", request)
     if _CONTENT_FIELDS.isdisjoint(part) and (error := find_error(part)) is not None:
@@ -302,8 +303,11 @@ class StreamReader:
         clean: Callable[[bytes, Key], bytes],
         request: bytes,
     ) -> None:
-        """`key` is removed from all events, by `clean` from their bytes; `request` is the body that
-        was sent, which errors may quote."""
+        """Read nothing yet.
+
+        `key` is removed from all events, by `clean` from their bytes. `request` is the body that
+        was sent, which errors may quote.
+        """
         self._response = response
         self._assembly = assembly
         self._idle_timeout_s = idle_timeout_s
@@ -311,22 +315,32 @@ class StreamReader:
         self._clean = clean
         self._request = request
         self._has_begun = False
-        """A part of the reply has come."""
+        """A part of the reply has arrived."""
+
+    async def read_reply(self, first: bytes, on_event: OnEvent | None, api: str) -> bytes:
+        """Read the stream of `api`, of which `first` has arrived; returns the body of the reply.
+
+        Raises `ModelError` as `read` does, unless the reply was whole before the failure.
+        """
+        try:
+            await self.read(first, on_event)
+        except ModelError as error:
+            return finish_broken_stream(self._assembly, error, api)
+        return self._assembly.finish()
 
     async def read(self, first: bytes, on_event: OnEvent | None) -> None:
         """Read the stream, of which `first` has arrived, to the end of the reply.
 
-        Until the first event only the attempt's time counts: who thinks or queues says nothing at
-        first. Then no silence may be longer than the idle timeout, until the stream has said why
-        the reply ended: from there on the reply is whole, whatever becomes of the connection.
-        Raises `ModelError`.
+        The idle timeout starts with the first bytes, because a model may queue or think long before
+        them; until then only the attempt's timeout applies. Once the stream has said why the reply
+        ended, the reply is whole, even if the connection fails. Raises `ModelError`.
         """
         clock = asyncio.get_running_loop()
         assembly = self._assembly
         silence = asyncio.timeout(None)
 
         def on_part() -> None:
-            # Bytes rather than events: what keeps a connection alive is often no event.
+            # Called for bytes, not for events: comments that keep a connection alive count, too.
             if not assembly.has_reason:
                 silence.reschedule(clock.time() + self._idle_timeout_s)
 
@@ -364,7 +378,7 @@ class StreamReader:
                 await self._response.content.readany()
 
     def _take(self, raw: bytes, data: str | None, on_event: OnEvent | None) -> bool:
-        """Add one event to the reply; whether it was the last one."""
+        """Add one event to the reply; returns whether it was the last one."""
         is_end = data is not None and data.startswith(_END_OF_STREAM)
         if data is not None and not is_end:
             data = self._key.out_of_text(data)
@@ -382,7 +396,7 @@ class StreamReader:
     async def _events(
         self, first: bytes, on_part: Callable[[], None]
     ) -> AsyncGenerator[ServerEvent, None]:
-        """The events of the stream; `on_part` is called at each arrival of bytes.
+        """Read the events of the stream; `on_part` is called whenever bytes arrive.
 
         Raises `ModelError("malformed")`, and `UnicodeDecodeError`.
         """

@@ -23,20 +23,20 @@ from agent.models.prices import Reserves, priced
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
-"""Longest pause between two attempts, even if the endpoint asks for more."""
+"""Longest pause between two attempts, in seconds, even if the endpoint asks for more."""
 
 _MAX_WAIT_FOR_REPLY_S = 8.0
-"""Longest pause after a cut or malformed reply: waiting longer does not help."""
+"""Longest pause, in seconds, after a cut or malformed reply: waiting longer does not help."""
 
 _SHORT_WAIT_S = 0.5
-"""Longest such pause while the endpoint answers other calls."""
+"""Longest pause, in seconds, after such a reply while the endpoint answers other calls."""
 
 _LONE_WAIT_S = 5.0
-"""Longest pause after the first refusal of a call that asks for one, while the endpoint answers
-other calls. A limit that holds refuses the call again, and then the whole pause is kept."""
+"""Longest pause, in seconds, after a call's first refusal that asks for a pause, while the endpoint
+answers other calls. If the call is refused again, the whole pause is kept."""
 
 _RECENTLY_S = 1.0
-"""Another call's answer counts as simultaneous if it came at most so long before the attempt."""
+"""Another call's answer counts as simultaneous up to this many seconds before the attempt."""
 
 
 _LASTING_ATTEMPTS = 4
@@ -63,7 +63,7 @@ class Retry(NamedTuple):
 
 
 class RetryingModel:
-    """A model whose temporary failures are retried, and whose replies carry their price."""
+    """A model whose temporary failures are retried, and whose replies have their price."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class RetryingModel:
         on_retry: Callable[[Retry], None],
         gate: CallAdmission | None = None,
     ) -> None:
-        """`on_retry` gets every failure after which the call is repeated.
+        """Wrap a model.
 
-        `api_key` is removed from all error messages. Each attempt passes
-        `gate`, if there is one.
+        `api_key` is removed from all error messages. `on_retry` gets every failure after which the
+        call is repeated. Each attempt waits at `gate`, if there is one.
         """
         self._adapter = adapter
         self._key = Key(api_key)
@@ -85,7 +85,7 @@ class RetryingModel:
         self._usual_endings: set[str] = set()
         self._on_retry = on_retry
         self.asked = settings
-        """The user's settings."""
+        """The user's settings, with options that the endpoint may have refused."""
         self.reserves = Reserves(settings)
         self._gate = gate
         self._retrying = AsyncRetrying(
@@ -117,7 +117,8 @@ class RetryingModel:
     async def _ask_again(
         self, request: Request, patience: _Patience, error: ModelError
     ) -> Completion:
-        """Retry after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
+        """Retry after the first failure."""
+        # Most calls have no failure, and tenacity costs 0.1 ms a call.
         failed: list[ModelError] = [error]
 
         async def attempt() -> Completion:
@@ -129,7 +130,7 @@ class RetryingModel:
             self._on_retry(patience.retry(state))
 
         retrying = self._retrying.copy(
-            stop=patience.is_at_its_end, wait=patience.pause_s, before_sleep=report
+            stop=patience.is_over, wait=patience.pause_s, before_sleep=report
         )
         completion: Completion = await retrying(attempt)
         return completion
@@ -169,7 +170,7 @@ class RetryingModel:
         try:
             completion = await self._adapter.complete(request)
             if completion.unknown_ending is not None:
-                self._doubt(completion, request, patience)
+                self._check_ending(completion, request, patience)
         except ModelError as error:
             error.has_answered_others = self._answered_at > began_at - _RECENTLY_S
             error.args = (self._key.out_of_text(str(error)),)
@@ -181,17 +182,16 @@ class RetryingModel:
         self._answered_at = time.monotonic()
         return priced(completion, self.asked)
 
-    def _doubt(self, completion: Completion, request: Request, patience: _Patience) -> None:
-        """Raise `ModelError("malformed")` for the first reply that ended with a doubtful word.
+    def _check_ending(self, completion: Completion, request: Request, patience: _Patience) -> None:
+        """Raise `ModelError("malformed")` for a call's first reply that ended with a doubtful word.
 
-        The server may have broken it off, or have lost its calls. A second reply with such a word
-        is taken, as are later ones with the same word. Agents get every reply: they have its parts
-        already.
+        The server may have broken the reply off, or have lost its calls. The second such reply is
+        accepted, and so are all later ones with the same word.
         """
         word = completion.unknown_ending
         assert word is not None
         if isinstance(request, RelayRequest) or word in self._usual_endings:
-            return
+            return  # an agent has received the parts of its reply already
         if patience.has_doubted:
             self._usual_endings.add(word)
             log.warning(
@@ -208,7 +208,7 @@ class RetryingModel:
         raise error
 
     def _most_attempts(self, error: ModelError) -> int:
-        """The maximum number of attempts for such a failure, where failures count."""
+        """The maximum number of attempts if they fail like this."""
         limit = self.asked.call_attempts
         has_answered = self._answered_at > -math.inf
         answered = has_answered or (self._gate is not None and self._gate.has_answered)
@@ -222,62 +222,64 @@ def _why_doubted(word: str) -> str:
 
 
 def _discard(event: StreamEvent) -> None:
-    """The handler of a reply that is streamed only to keep the connection alive."""
+    """Ignore an event of a reply that is streamed only to keep the connection alive."""
 
 
 class _Patience:
     """Decides how long one call is retried."""
 
     def __init__(self, settings: ModelSettings, max_attempts: Callable[[ModelError], int]) -> None:
-        """`max_attempts` gives the maximum number of attempts for a kind of failure."""
+        """Start the clock; `max_attempts` gives the maximum number of attempts for a failure."""
         self._settings = settings
-        self._most = max_attempts
+        self._max_attempts = max_attempts
         self._failures = 0
         self._pauses = {True: 1.0, False: 1.0}
         """The next pause after a failure that load may have caused, and after any other."""
         self._was_told = False
-        """The endpoint has said before how long this call is to wait."""
+        """The endpoint has asked this call for a pause before."""
         self._began_at = time.monotonic()
         self.has_doubted = False
         """A reply of this call was asked for again because of the word with which it ended."""
         self.waited_s = 0.0
-        """Time at the gate: others were served meanwhile, which says nothing of this call."""
+        """Seconds at the gate, which do not count: other calls were served meanwhile."""
 
-    def is_at_its_end(self, state: RetryCallState) -> bool:
-        """A rate limit says nothing about the task either, so it only counts against the clock."""
+    def is_over(self, state: RetryCallState) -> bool:
+        """Whether no further attempt is made."""
         if self._left_s() <= 0:
             return True
         error = _error(state)
+        # A rate limit is no fault of the task, so only the time counts.
         if error.kind == "rate_limited":
             return False
         self._failures += 1
-        return self._failures >= self._most(error)
+        return self._failures >= self._max_attempts(error)
 
     def pause_s(self, state: RetryCallState) -> float:
-        """What the endpoint asked for, or a growing pause; never the same for two callers.
+        """Choose the pause before the next attempt, in seconds; call it once per failure.
 
-        Call it once per failure. A long pause that the endpoint asks for while it answers others is
-        kept only if it refuses the call again. A broken reply of an endpoint that answers others is
-        soon asked for again. A failure by load (5xx) that others do not meet is waited for half as
-        long as in an outage: from 0.25 to 0.5 s, then doubling. In an outage nobody is answered,
-        and the pauses grow. A rate limit (429) is for all calls, whoever else was answered.
+        The endpoint may ask for a pause; otherwise the pause doubles with each failure. A random
+        part keeps callers from returning together.
         """
         error = _error(state)
         if error.retry_after_s is not None:
-            pause_s = self._told_pause_s(error)
+            pause_s = self._requested_pause_s(error)
             self._was_told = True
             return pause_s + random.uniform(0, 1)
+        # A broken reply of an endpoint that answers others is soon asked for again.
         if error.has_answered_others and not error.is_by_load:
             return random.uniform(0, _SHORT_WAIT_S)
         pause_s = self._pauses[error.is_by_load]
-        self._pauses[error.is_by_load] = min(2 * pause_s, _most_wait_s(error))
+        self._pauses[error.is_by_load] = min(2 * pause_s, _max_wait_s(error))
+        # A failure by load (5xx) that others do not meet: half as long as in an outage, from 0.25
+        # to 0.5 s, then doubling. A rate limit (429) is for all calls, whoever else was answered.
         if error.has_answered_others and error.kind != "rate_limited":
             return pause_s * random.uniform(0.25, 0.5)
         return pause_s + random.uniform(0, 1)
 
-    def _told_pause_s(self, error: ModelError) -> float:
-        """The pause that the endpoint asked for, as far as it is believed."""
+    def _requested_pause_s(self, error: ModelError) -> float:
+        """The pause that the endpoint asked for, up to a maximum."""
         assert error.retry_after_s is not None
+        # While it answers others, a long pause is kept only if it refuses the call again.
         is_lone = error.has_answered_others and not self._was_told
         return min(error.retry_after_s, _LONE_WAIT_S if is_lone else MAX_WAIT_S)
 
@@ -287,7 +289,7 @@ class _Patience:
         wait_s = state.next_action.sleep if state.next_action else 0.0
         left_s = self._left_s()
         if error.kind != "rate_limited":
-            later = self._most(error) - self._failures - 1
+            later = self._max_attempts(error) - self._failures - 1
             left_s = min(left_s, wait_s + sum(self._later_pauses_s(error, later)))
         return Retry(
             kind=error.kind,
@@ -298,7 +300,7 @@ class _Patience:
         )
 
     def _later_pauses_s(self, error: ModelError, count: int) -> Iterator[float]:
-        """The mean lengths of the pauses of `pause_s` if more attempts fail in the same way."""
+        """The mean lengths of the next `count` pauses if the attempts fail in the same way."""
         if error.retry_after_s is not None:
             yield from [min(error.retry_after_s, MAX_WAIT_S) + 0.5] * count
         elif error.has_answered_others and not error.is_by_load:
@@ -307,19 +309,19 @@ class _Patience:
             pause_s = self._pauses[error.is_by_load]
             for _ in range(count):
                 yield pause_s * 0.375 if error.has_answered_others else pause_s + 0.5
-                pause_s = min(2 * pause_s, _most_wait_s(error))
+                pause_s = min(2 * pause_s, _max_wait_s(error))
 
     def _left_s(self) -> float:
         tried_s = time.monotonic() - self._began_at - self.waited_s
         return self._settings.call_timeout_s - tried_s
 
 
-def _most_wait_s(error: ModelError) -> float:
+def _max_wait_s(error: ModelError) -> float:
     return MAX_WAIT_S if error.is_by_load else _MAX_WAIT_FOR_REPLY_S
 
 
 def _error(state: RetryCallState) -> ModelError:
-    """The failure of the last attempt; nothing else is retried."""
+    """The failure of the last attempt."""
     error = state.outcome.exception() if state.outcome else None
     assert isinstance(error, ModelError)
     return error

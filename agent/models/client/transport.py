@@ -1,7 +1,7 @@
 """HTTP to one endpoint: sends a request and returns the body of its reply, or raises `ModelError`.
 
-This uses aiohttp directly. The providers' own clients can use it too, through two more layers that
-cost several times as much; what they would add is in `retrying` and here.
+This uses aiohttp directly. The providers' own clients can use aiohttp too, but through two more
+layers that cost several times as much. What these would add is here and in `retrying`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import truststore
@@ -24,24 +24,23 @@ from agent.models.client.key_command import RenewableKey
 from agent.models.client.prepared import (
     Prepared,
     Preparer,
+    add_query,
     fixed_headers,
-    preparer_of,
+    make_preparer,
     relayed_headers,
-    with_query,
     with_session,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
     StreamReader,
     begins_as_json,
-    finish_broken,
+    convert_to_json,
     read_first,
     read_parts,
     read_whole,
-    to_json,
 )
 from agent.models.connection import proxy_for
-from agent.models.dialects.dialect import Assembly, dialect_of, paid_in
+from agent.models.dialects.dialect import Assembly, dialect_of, read_paid
 from agent.models.error_bodies import refusal_of
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -53,16 +52,16 @@ from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 
 
 class CallTimeouts:
-    """Gives each call a timeout of the same length. Belongs to one event loop."""
+    """Gives each call a timeout of the same length, with one timer for all of an event loop."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._ends: dict[asyncio.Timeout, float] = {}
-        """When each call is cut off; the first that was added is the first to be cut off."""
+        """The time when each call is cut off; the first one added is the first to be cut off."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> asyncio.Timeout:
-        """A timeout to enter at once; give it to `end` when it was left."""
+        """Begin a call: returns a timeout to enter at once, and to give to `end` afterwards."""
         loop = asyncio.get_running_loop()
         timeout = asyncio.timeout(None)
         self._ends[timeout] = end = loop.time() + self.timeout_s
@@ -71,7 +70,7 @@ class CallTimeouts:
         return timeout
 
     def end(self, timeout: asyncio.Timeout) -> None:
-        """The call is over."""
+        """End the call that has this timeout."""
         self._ends.pop(timeout, None)
 
     def close(self) -> None:
@@ -96,33 +95,35 @@ _PROBE_S = 2.0
 """Seconds for a server that did not speak TLS to answer without it."""
 
 _NAME = "use a name that it was issued for as the host of the URL"
-_TO_DO = {
+_REMEDIES = {
     9: "correct the clock of this machine, or have another certificate issued",
     10: "have it renewed, or correct the clock of this machine",
     62: _NAME,
     64: _NAME,
 }
-"""By OpenSSL's number of the reason: X509_V_ERR_* in openssl/x509_vfy.h."""
+"""Remedies by OpenSSL's number of the reason: X509_V_ERR_* in openssl/x509_vfy.h."""
 _TRUST = (
     "if you trust it, install its authority's certificate on this machine "
     "(update-ca-certificates), or set SSL_CERT_FILE to a file that has it"
 )
 
 
-def is_of_tls(error: BaseException) -> bool:
-    """Whether TLS is why a connection could not be made; asyncio gives a closed one no number."""
+def is_tls_failure(error: BaseException) -> bool:
+    """Whether a connection could not be made because of TLS."""
+    # asyncio gives no number if the server closed the connection at the beginning of TLS.
     is_closed = isinstance(error, ConnectionResetError) and error.errno is None
     return is_closed or isinstance(error, ssl.SSLError)
 
 
-async def describe_failure(error: BaseException, host: str, port: int | None) -> str:
-    """What failed between this machine and `host`, and the remedy.
+async def describe_tls_failure(error: BaseException, host: str, port: int | None) -> str:
+    """Describe why TLS failed between this machine and `host`, with the remedy.
 
-    If `port` did not answer by TLS, it is asked once by HTTP without TLS, and without any key; None
-    asks nothing.
+    If `port` does not speak TLS, it is asked once by plain HTTP, without any key; None: it is not.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _of_the_certificate(error, host)
+        reason = error.verify_message.rstrip(".")
+        remedy = _REMEDIES.get(error.verify_code, _TRUST)
+        return f"the TLS certificate of {host} is not accepted ({reason}): {remedy}"
     if port is not None and await _speaks_http(host, port):
         return f"{host}:{port} speaks HTTP without TLS: begin its URL with http://, not https://"
     if not isinstance(error, ssl.SSLError):
@@ -136,11 +137,6 @@ async def describe_failure(error: BaseException, host: str, port: int | None) ->
         f"what answered does not speak TLS ({error.reason or error}): check host and port of the "
         "URL, and any proxy between"
     )
-
-
-def _of_the_certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
-    said, todo = error.verify_message.rstrip("."), _TO_DO.get(error.verify_code, _TRUST)
-    return f"the TLS certificate of {host} is not accepted ({said}): {todo}"
 
 
 async def _speaks_http(host: str, port: int) -> bool:
@@ -161,33 +157,44 @@ async def _speaks_http(host: str, port: int) -> bool:
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 60.0
-"""Seconds to connect; a connection that takes longer will not come."""
+"""Maximum seconds to connect."""
 
-MOST_RENEWALS = 4
-"""Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
+MAX_RENEWALS = 4
+"""The maximum number of times that one attempt renews its credentials.
 
-_OF_GATEWAYS = frozenset({502, 503, 504})
+A renewed token can itself be replaced before the request arrives.
+"""
+
+_GATEWAY_STATUSES = frozenset({502, 503, 504})
 """Statuses with which a proxy reports that it does not reach the endpoint."""
 
 _MAX_HEADER_BYTES = 64 * 2**10
 """Maximum bytes of one line of a reply's head; policies and traces of gateways are over 8 KiB."""
+
+_UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+"""Errors after which the request certainly never reached the endpoint."""
+
+_PROXY_UNREACHED = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
+"""Errors that mean, if there is a proxy, that the proxy itself was not reached."""
 
 
 class Transport:
     """The connections of one model to its endpoint, in the running event loop."""
 
     def __init__(self, settings: ModelSettings, api_key: str | RenewableKey) -> None:
-        """Secrets are removed from everything that comes back, before it is read or shortened."""
+        """Open no connection yet: the first request does."""
         connection = settings.connection
         self._base_url = (settings.base_url or "").rstrip("/")
         self._query = connection.query
         self._was_echoed = False
         self._proxy = proxy_for(self._base_url, connection.proxy)
-        self._preparer = preparer_of(settings, api_key)
+        self._preparer = make_preparer(settings, api_key)
         known = api_key if isinstance(api_key, str) else ""
+        # Removed from every reply before it is read or shortened.
         self._key = Key(known, *connection.secret_headers().values())
-        # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
         self._url_of = lru_cache(maxsize=8)(self._make_url)
+        # Passed per request, not to ClientSession: aiohttp also sends session headers, and with
+        # them the key, to the proxy in the clear.
         self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
         dialect = dialect_of(settings.api)
         self._unasked = lambda: dialect.assembly(ignored)
@@ -213,15 +220,20 @@ class Transport:
         assembly: Assembly | None = None,
         conversation: str = "",
     ) -> bytes:
-        """Send one request to `path`; return the body of the reply, which must come in time.
+        """Send one request to `path` and return the body of the reply.
 
-        With an `assembly` the request must ask for a stream, whose parts it puts together.
-        `conversation` is the id for its headers. Raises `ModelError`, and `HostError` where this
-        machine ran out of what a call needs.
+        With an `assembly`, which puts the parts of a stream together, the request must ask for a
+        stream. `conversation` is the id for the headers, or "". Raises `ModelError`, and
+        `HostError` if this machine ran out of a resource that a call needs.
         """
         if self._preparer is not None:
             return await self._post_prepared(
-                self._preparer, path, request, settings, assembly, conversation
+                self._preparer,
+                path,
+                request,
+                settings,
+                assembly=assembly,
+                conversation=conversation,
             )
         content = exact_json.dumps(request)
         prepared = Prepared(self._url_of(path), self._headers, content, self._key)
@@ -231,7 +243,7 @@ class Transport:
 
     def _make_url(self, path: str) -> URL:
         url = self._base_url + path
-        return with_query(url, self._query) if self._query else URL(url)
+        return add_query(url, self._query) if self._query else URL(url)
 
     async def _post_prepared(
         self,
@@ -239,13 +251,14 @@ class Transport:
         path: str,
         request: Mapping[str, Any] | RelayRequest,
         settings: ModelSettings,
+        *,
         assembly: Assembly | None,
         conversation: str,
     ) -> bytes:
-        """Send a request whose credentials can expire; once more where they have."""
+        """Send a request whose credentials can expire; again with new ones if they have."""
         renewals = 0
         while True:
-            async with _ready_within(settings.attempt_timeout_s):
+            async with _limit_preparation(settings.attempt_timeout_s):
                 body = request.body if isinstance(request, RelayRequest) else request
                 prepared = await preparer.prepare(path, body)
             try:
@@ -259,22 +272,28 @@ class Transport:
                     conversation=conversation,
                 )
             except ModelError as error:
-                if not is_expired(error) or renewals == MOST_RENEWALS:
+                if not is_expired(error) or renewals == MAX_RENEWALS:
                     raise
-                async with _ready_within(settings.attempt_timeout_s):
+                async with _limit_preparation(settings.attempt_timeout_s):
                     if not await preparer.renew(prepared):
                         raise
                 renewals += 1
                 log.info("%s: the credentials were rejected; sent again with others", error)
 
     async def relay(self, request: RelayRequest, settings: ModelSettings) -> bytes:
-        """Send someone else's request as it is, but with the endpoint's credentials.
+        """Send another program's request unchanged, but with the endpoint's credentials.
 
-        A stream's events go to `request.on_event` as they came. Raises and returns as `post` does.
+        The events of a stream go to `request.on_event` unchanged. Returns and raises as `post`
+        does.
         """
         if self._preparer is not None:
             return await self._post_prepared(
-                self._preparer, request.path, request, settings, None, request.conversation
+                self._preparer,
+                request.path,
+                request,
+                settings,
+                assembly=None,
+                conversation=request.conversation,
             )
         prepared = Prepared(self._url_of(request.path), self._headers, request.body, self._key)
         return await self._post_relayed(prepared, request, settings)
@@ -298,7 +317,7 @@ class Transport:
 
         def pass_on(raw: bytes, data: str | None) -> bool:
             nonlocal has_begun, was_passed_on
-            if has_begun or data is not None:  # a comment is no reason not to try again
+            if has_begun or data is not None:  # after a comment alone the call can be repeated
                 has_begun = True
                 was_passed_on |= on_event(raw, data)
             return was_passed_on
@@ -327,9 +346,9 @@ class Transport:
         conversation: str,
         method: str = "POST",
     ) -> bytes:
-        """Send a request, and read the body of its reply in whatever form it comes.
+        """Send a request and return the body of its reply.
 
-        `unasked` makes the assembly of a stream that was not asked for; see `to_json`.
+        `unasked` makes the assembly of a stream that was not asked for; see `convert_to_json`.
         """
         url, headers, body, key = prepared
         if conversation and settings.session_headers:
@@ -356,13 +375,11 @@ class Transport:
                             clean=self.clean,
                             request=body,
                         )
-                        try:
-                            await reader.read(first, on_event)
-                        except ModelError as error:
-                            return self.clean(finish_broken(assembly, error, settings.api), key)
-                        return self.clean(assembly.finish(), key)
+                        return self.clean(
+                            await reader.read_reply(first, on_event, settings.api), key
+                        )
                 whole = first + await read_whole(response)
-                return self.clean(to_json(whole, unasked, settings.api), key)
+                return self.clean(convert_to_json(whole, unasked, settings.api), key)
         except (aiohttp.ClientError, OSError) as error:
             failure: ModelError | HostError
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
@@ -370,25 +387,27 @@ class Transport:
                     "timeout", f"no complete reply within {settings.attempt_timeout_s:g} s"
                 )
             else:
-                failure = await self._of_the_connection(error, key)
+                failure = await self._connection_failure(error, key)
             if assembly is not None and isinstance(failure, ModelError):
-                # The parts that came may say what they cost.
-                failure.paid = paid_in(settings.api, assembly.finish())
+                # The parts that arrived may tell their cost.
+                failure.paid = read_paid(settings.api, assembly.finish())
             raise failure from error
         finally:
             self._timeouts.end(timeout)
 
     def clean(self, body: bytes, key: Key | None = None) -> bytes:
-        """The endpoint's bytes without the key of the request, which it may repeat anywhere."""
+        """Remove the key of the request from the endpoint's bytes, which may repeat it anywhere."""
         cleaned = (key or self._key).out_of(body)
         if cleaned is not body and not self._was_echoed:
             self._was_echoed = True
             log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
         return cleaned
 
-    async def status_of(self, url: str, timeout_s: float) -> int | None:
-        """The status with which a URL of the endpoint answers, without a key: 0 where nothing
-        listens, None where no answer comes in time. Raises `HostError`."""
+    async def fetch_status(self, url: str, timeout_s: float) -> int | None:
+        """Ask a URL of the endpoint for its status, without a key.
+
+        0 if nothing listens there; None if no answer comes in time. Raises `HostError`.
+        """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
@@ -396,20 +415,20 @@ class Transport:
         except TimeoutError:
             return None
         except (aiohttp.ClientError, OSError) as error:
-            failure = await self._of_the_connection(error, self._key)
+            failure = await self._connection_failure(error, self._key)
             if isinstance(failure, HostError):
                 raise failure from error
             return 0 if failure.is_by_load else None
 
     async def prepare(self, path: str, timeout_s: float) -> Prepared:
-        """URL, headers and secrets of a request to `path`, which may have a query."""
+        """Prepare a request to `path`, which may have a query: URL, headers and secrets."""
         if self._preparer is None:
             return Prepared(self._make_url(path), self._headers, b"", self._key)
-        async with _ready_within(timeout_s):
+        async with _limit_preparation(timeout_s):
             return await self._preparer.prepare(path, None)
 
     async def renew(self, rejected: Prepared) -> bool:
-        """Whether a request that was rejected (401) would now be prepared otherwise."""
+        """Renew the credentials after a 401; returns whether a retry would send different ones."""
         return self._preparer is not None and await self._preparer.renew(rejected)
 
     async def forward(
@@ -420,9 +439,9 @@ class Transport:
         *,
         silence_s: float,
     ) -> aiohttp.ClientResponse:
-        """Send any other request; its response is for `read` or `parts`. Raises as `post` does.
+        """Send any other request; `read` or `parts` read its response. Raises as `post` does.
 
-        It may take any time, but for a silence of more than `silence_s`.
+        There is no total time limit; it fails after `silence_s` seconds without data.
         """
         url, headers, _, key = prepared
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
@@ -432,7 +451,7 @@ class Transport:
             )
 
     async def read(self, response: aiohttp.ClientResponse, key: Key) -> bytes:
-        """The whole body of a response; raises what it says if its status is an error."""
+        """Read the whole body of a response. Raises the `ModelError` that its status reports."""
         async with self._failures(key), response:
             if not 200 <= response.status < 300:
                 raise await self._refusal(response, key)
@@ -441,7 +460,7 @@ class Transport:
     async def parts(
         self, response: aiohttp.ClientResponse, key: Key
     ) -> AsyncGenerator[bytes, None]:
-        """The body of a response, of any length."""
+        """Read the body of a response, of any length, in parts."""
         async with self._failures(key):
             async for part in response.content.iter_any():
                 yield part
@@ -451,7 +470,7 @@ class Transport:
         try:
             yield
         except (aiohttp.ClientError, OSError) as error:
-            raise await self._of_the_connection(error, key) from error
+            raise await self._connection_failure(error, key) from error
 
     async def close(self) -> None:
         """Release all connections."""
@@ -465,65 +484,82 @@ class Transport:
     async def _refusal(
         self, response: aiohttp.ClientResponse, key: Key, request: bytes = b""
     ) -> ModelError:
-        """The error of a response whose status is one; `request` is the body that was sent."""
+        """The error that a response reports by its status; `request` is the body that was sent."""
         body = b"".join([part async for part in read_parts(response)])
         headers = {name.lower(): key.out_of_text(value) for name, value in response.headers.items()}
         body = self.clean(body, key)
         error = refusal_of(response.status, headers, body, request)
         error.reply = response.status, body
         if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
-            return self._refusal_of_the_proxy(response.status, response.reason or "")
-        if self._proxy and response.status in _OF_GATEWAYS:
+            return self._proxy_refusal(response.status, response.reason or "")
+        if self._proxy and response.status in _GATEWAY_STATUSES:
             error.args = (f"{error} (by way of {self._proxy.description})",)
         return error
 
-    def _refusal_of_the_proxy(self, status: int, reason: str) -> ModelError:
+    def _proxy_refusal(self, status: int, reason: str) -> ModelError:
         proxy = self._proxy.description if self._proxy else "a proxy"
         message = f"{proxy}: HTTP {status} {reason}".strip()
         if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
             message += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
         return ModelError("connection", message, was_sent=False, is_lasting=True)
 
-    async def _of_the_connection(
+    async def _connection_failure(
         self, error: aiohttp.ClientError | OSError, key: Key
     ) -> ModelError | HostError:
-        """The error for a connection that failed or was cut, or a response that is no HTTP or too
-        large."""
+        """The failure of a connection, or of a response that is no HTTP or too large."""
         if isinstance(error, aiohttp.ClientHttpProxyError):
-            return self._refusal_of_the_proxy(error.status, error.message)
-        cause: BaseException = error
-        is_unresolved = False
-        while isinstance(cause, aiohttp.ClientConnectorError):
-            is_unresolved = is_unresolved or isinstance(cause, aiohttp.ClientConnectorDNSError)
-            cause = cause.os_error
-        unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-        was_sent = not isinstance(error, unsent)
-        message = ""
-        if isinstance(error, aiohttp.ClientConnectorError) and is_of_tls(cause):
+            return self._proxy_refusal(error.status, error.message)
+        cause, is_unresolved = _find_cause(error)
+        if isinstance(error, aiohttp.ClientConnectorError) and is_tls_failure(cause):
             port = None if self._proxy else error.port
-            message = await describe_failure(cause, error.host, port)
-        elif isinstance(cause, OSError):
-            if cause.errno in HOST_ERRNOS:
-                return HostError(f"model call: {describe(cause.errno)}")
-            # asyncio puts an address where the system's words belong; look-ups of names have none.
-            number = cause.errno or 0
-            message = (os.strerror(number) if number > 0 else cause.strerror) or ""
-        message = message or ": ".join(filter(None, (type(cause).__name__, str(cause))))
+            message = await describe_tls_failure(cause, error.host, port)
+        elif isinstance(cause, OSError) and cause.errno in HOST_ERRNOS:
+            return HostError(f"model call: {describe(cause.errno)}")
+        else:
+            message = _describe_cause(cause)
         if is_unresolved:
             message = f"its name cannot be resolved ({message})"
-        of_the_way = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
-        if self._proxy and isinstance(error, of_the_way):
+        if self._proxy and isinstance(error, _PROXY_UNREACHED):
             message = f"{self._proxy.description}: {message}. Correct it, {self._proxy.instead}"
         elif self._proxy:
             message += f" (by way of {self._proxy.description})"
-        message = key.out_of_text(message)
-        is_lasting = is_unresolved or isinstance(cause, ssl.SSLError)
-        return ModelError("connection", message, was_sent=was_sent, is_lasting=is_lasting)
+        return ModelError(
+            "connection",
+            key.out_of_text(message),
+            was_sent=not isinstance(error, _UNSENT),
+            is_lasting=is_unresolved or isinstance(cause, ssl.SSLError),
+        )
+
+
+class _Cause(NamedTuple):
+    """The error of the system or of TLS behind a failed connection."""
+
+    error: BaseException
+    is_unresolved: bool
+    """The name of the host could not be resolved."""
+
+
+def _find_cause(error: BaseException) -> _Cause:
+    is_unresolved = False
+    while isinstance(error, aiohttp.ClientConnectorError):
+        is_unresolved = is_unresolved or isinstance(error, aiohttp.ClientConnectorDNSError)
+        error = error.os_error
+    return _Cause(error, is_unresolved)
+
+
+def _describe_cause(cause: BaseException) -> str:
+    text: str | None = ""
+    if isinstance(cause, OSError):
+        # asyncio replaces the system's text by the address, so it is looked up by its number.
+        # Look-ups of names have no such number and keep their own text.
+        number = cause.errno or 0
+        text = os.strerror(number) if number > 0 else cause.strerror
+    return text or ": ".join(filter(None, (type(cause).__name__, str(cause))))
 
 
 @contextlib.asynccontextmanager
-async def _ready_within(timeout_s: float) -> AsyncIterator[None]:
-    """Limits the time for credentials. Raises `ModelError("timeout")`."""
+async def _limit_preparation(timeout_s: float) -> AsyncIterator[None]:
+    """Limit the time to get credentials. Raises `ModelError("timeout")`."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -534,6 +570,7 @@ async def _ready_within(timeout_s: float) -> AsyncIterator[None]:
 
 
 def is_expired(error: ModelError) -> bool:
-    """Whether credentials were rejected; AWS says 403 of those that have expired."""
-    is_of_aws = error.kind == "forbidden" and "expired" in str(error).lower()
-    return error.kind == "auth" or is_of_aws
+    """Whether the endpoint rejected the credentials, perhaps because they have expired."""
+    # AWS answers expired credentials with a 403.
+    is_aws = error.kind == "forbidden" and "expired" in str(error).lower()
+    return error.kind == "auth" or is_aws

@@ -1,4 +1,4 @@
-"""The Anthropic messages dialect. Bodies are ours for the reasons given in `openai_chat`."""
+"""The Anthropic messages dialect. As in `openai_chat`, bodies are written here, not by an SDK."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agent.messages.message import Message, ToolCall, Usage
 from agent.models.dialects.dialect import (
     Dialect,
     Growing,
-    extra_of,
-    incomplete,
+    incomplete_body,
+    make_extra,
     merge,
     read_ending,
     to_body,
@@ -29,57 +29,57 @@ from agent.models.parsing import (
     text_or_none,
 )
 from agent.models.usage import (
-    counts_beside,
+    add_plain_counts,
+    find_usage,
     hour_writes_in,
     read_usage,
     reported_cost,
-    usage_of_reply,
 )
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 # Streams of the Anthropic messages dialect.
 #
-# Other servers speak it, too, and some number their blocks otherwise: all of them 0, a start for
-# each token, text for the block of a call. What a part says decides where it belongs, and the
-# index only where that leaves a choice.
+# Other servers speak it, too, and some number their blocks differently: all of them 0, a start for
+# each token, text for the block of a call. So the content of a part decides to which block it
+# belongs, and the index only if several are possible.
 
 _INPUT = "partial_json"
-"""Where a block holds the text of its input until it is whole."""
+"""The field in which a block holds the text of its input until it is whole."""
 
-_TEXT_OF_BLOCK: Mapping[str, str] = {
+_DELTA_BLOCKS: Mapping[str, str] = {
     "text_delta": "text",
     "thinking_delta": "thinking",
     "signature_delta": "thinking",
     "citations_delta": "text",
 }
-"""Deltas that belong to blocks of one type only, and that type."""
+"""The type of block to which a delta belongs, for deltas of one type of block only."""
 
 _NEEDS_NO_START = frozenset({"text_delta", "thinking_delta"})
-"""Deltas that say all that a block of their own would have said at its start."""
+"""Deltas that can begin a block, since the start of such a block has no further content."""
 
 _HAVE_NO_INPUT = frozenset({"text", "thinking", "redacted_thinking"})
-"""Types of blocks that an input cannot belong to."""
+"""Types of blocks that have no input."""
 
-_KNOWN_DELTAS = frozenset({*_TEXT_OF_BLOCK, "input_json_delta"})
+_KNOWN_DELTAS = frozenset({*_DELTA_BLOCKS, "input_json_delta"})
 _DELTA_FIELDS = frozenset({"type", "text", "thinking", "signature", "citation", _INPUT})
 _DELTA_EVENT_FIELDS = frozenset({"type", "delta", "usage"})
-"""What is put together by rules of its own; all else is merged as it comes."""
+"""Fields with rules of their own; all other fields are merged as they come."""
 
 
 class MessagesAssembly:
     """Puts one message together from its events; see `Assembly`."""
 
     def __init__(self, on_delta: StreamHandler) -> None:
-        self._tell = on_delta
+        self._emit = on_delta
         self._message: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
         self._blocks: list[_Block] = []
-        """In the order in which they began."""
+        """The blocks in the order in which they began."""
         self._latest: dict[int | None, _Block] = {}
-        """The latest block with an index."""
+        """The latest block by its index."""
         self._flaw = ""
-        """Why the message cannot be put together; "" if it can."""
+        """The reason why the message cannot be put together; "" if it can."""
         self.has_reason = False
         self.is_over = False
 
@@ -94,16 +94,16 @@ class MessagesAssembly:
                 self.has_reason = bool(self._message.get("stop_reason"))
                 merge(self._message, unknown_in(part, _DELTA_EVENT_FIELDS))
             case {"type": "content_block_start", "content_block": dict(block)}:
-                self._begin(_index_of(part), block)
+                self._begin(_block_index(part), block)
             case {"type": "content_block_delta", "delta": dict(delta)}:
-                self._add_delta(_index_of(part), delta)
+                self._add_delta(_block_index(part), delta)
             case {"type": "content_block_stop"}:
-                if (stopped := self._latest.get(_index_of(part))) is not None:
+                if (stopped := self._latest.get(_block_index(part))) is not None:
                     self._stop(stopped)
             case {"type": "message_stop"}:
                 self._take_head({}, part.get("usage"))
                 self.is_over = True
-            case {"type": "error"}:  # without an `error` in it, which would have been seen before
+            case {"type": "error"}:  # without a field `error`, which the stream reader looks for
                 self._message["error"] = dict(part)
                 self.is_over = True
             case {"type": "message", "content": list()}:
@@ -114,11 +114,11 @@ class MessagesAssembly:
     def finish(self) -> bytes:
         """See `Assembly.finish`."""
         if self._flaw:
-            return to_body(incomplete(self._flaw, {**self._message, "usage": self._usage}))
+            return to_body(incomplete_body(self._flaw, {**self._message, "usage": self._usage}))
         blocks = self._blocks
         if len(self._latest) == len(blocks) and None not in self._latest:
-            blocks = [block for _, block in sorted(self._latest.items(), key=_place_of)]
-        content = [_built(block) for block in blocks]
+            blocks = [block for _, block in sorted(self._latest.items(), key=_sort_key)]
+        content = [_build(block) for block in blocks]
         return to_body({**self._message, "content": content, "usage": self._usage or None})
 
     def _take_head(self, fields: Mapping[str, Any], usage: Any) -> None:
@@ -127,13 +127,13 @@ class MessagesAssembly:
             update_counts(self._usage, usage)
 
     def _take_whole(self, message: Mapping[str, Any]) -> None:
-        """Take the blocks of a message that comes in one piece."""
+        """Add the blocks of a message that comes in one piece."""
         for block in objects_among(message.get("content")):
             self._begin(len(self._blocks), block)
             self._stop(self._blocks[-1])
 
     def _begin(self, n: int | None, fields: Mapping[str, Any]) -> None:
-        """Begin a block; a start for each token continues the one before."""
+        """Begin a block, or continue one if a server sends a start for each token."""
         last = self._latest.get(n)
         if last is not None and not last.is_stopped and _continues(last, fields):
             kind = str(fields["type"])
@@ -141,36 +141,36 @@ class MessagesAssembly:
                 last.fields["input"] = fields["input"]
             elif text := _text(fields, kind):
                 last.append(kind, text)
-                self._tell_start(fields)
+                self._emit_start(fields)
             return
         self.has_reason = False
         block = self._latest[n] = _Block(fields)
         self._blocks.append(block)
-        self._tell_start(fields)
+        self._emit_start(fields)
 
     def _stop(self, block: _Block) -> None:
         if not block.is_stopped and block.fields.get("type") == "tool_use":
-            self._tell_call("tool_use_stop", block.fields)
+            self._emit_call("tool_use_stop", block.fields)
         block.is_stopped = True
 
-    def _tell_start(self, block: Mapping[str, Any]) -> None:
-        """Mostly a block is empty at its start; some servers send all of it there."""
+    def _emit_start(self, block: Mapping[str, Any]) -> None:
+        """Pass on the content of a block's start: mostly nothing, at some servers all of it."""
         if block.get("type") == "tool_use":
-            self._tell_call("tool_use_start", block)
+            self._emit_call("tool_use_start", block)
             if given := block.get("input"):
                 text = given if isinstance(given, str) else json.dumps(given)
-                self._tell_input(block, text)
+                self._emit_input(block, text)
         elif text := _text(block, "thinking"):
-            self._tell({"type": "thinking_delta", "text": text})
+            self._emit({"type": "thinking_delta", "text": text})
         elif block.get("type") == "text" and (text := _text(block, "text")):
-            self._tell({"type": "text_delta", "text": text})
+            self._emit({"type": "text_delta", "text": text})
 
     def _add_delta(self, n: int | None, delta: Mapping[str, Any]) -> None:
         kind = _text(delta, "type")
         block = self._latest.get(n)
-        of_type = _TEXT_OF_BLOCK.get(kind)
-        if block is None or (of_type is not None and block.fields.get("type") != of_type):
-            block = self._own_block(n, kind, of_type)
+        block_type = _DELTA_BLOCKS.get(kind)
+        if block is None or (block_type is not None and block.fields.get("type") != block_type):
+            block = self._find_block(n, kind, block_type)
         elif kind == "input_json_delta" and block.fields.get("type") in _HAVE_NO_INPUT:
             block = None
         if block is None:
@@ -182,14 +182,14 @@ class MessagesAssembly:
             case "text_delta":
                 if text := _text(delta, "text"):
                     block.append("text", text)
-                    self._tell({"type": "text_delta", "text": text})
+                    self._emit({"type": "text_delta", "text": text})
             case "thinking_delta":
                 if text := _text(delta, "thinking"):
                     block.append("thinking", text)
-                    self._tell({"type": "thinking_delta", "text": text})
+                    self._emit({"type": "thinking_delta", "text": text})
             case "input_json_delta":
                 given = delta.get(_INPUT)
-                # Some servers send the object itself, as they do where nothing is streamed.
+                # Some servers send the object itself, as in replies that are not streamed.
                 text = (
                     _text(delta, _INPUT)
                     if given is None or isinstance(given, str)
@@ -198,10 +198,10 @@ class MessagesAssembly:
                 if text:
                     block.append(_INPUT, text)
                     if block.fields.get("type") == "tool_use":
-                        self._tell_input(block.fields, text)
+                        self._emit_input(block.fields, text)
             case "signature_delta":
                 known, text = _text(block.fields, "signature"), _text(delta, "signature")
-                # It comes in one piece, in several, or again as at the start of its block.
+                # It comes in one piece, in several, or repeats the start of its block.
                 block.fields["signature"] = text if text.startswith(known) else known + text
             case "citations_delta":
                 if not isinstance(block.fields.get("citations"), list):
@@ -211,69 +211,68 @@ class MessagesAssembly:
                 self._add_unknown(block, kind, delta)
 
     def _add_unknown(self, block: _Block, kind: str, delta: Mapping[str, Any]) -> None:
-        """Add a delta of a kind that is not known here: what it is named after comes in pieces."""
-        grows = kind.removesuffix("_delta")
+        """Add a delta of an unknown kind: the field after which it is named comes in pieces."""
+        growing_field = kind.removesuffix("_delta")
         for key, value in delta.items():
-            if key == grows and isinstance(value, str):
+            if key == growing_field and isinstance(value, str):
                 block.append(key, value)
             elif key != "type":
                 block.fields[key] = value
 
-    def _own_block(self, n: int | None, kind: str, of_type: str | None) -> _Block | None:
-        """The block for a delta whose index names none, or one of another type; None for none.
+    def _find_block(self, n: int | None, kind: str, block_type: str | None) -> _Block | None:
+        """Find the block for a delta whose index `n` names no block, or one of another type.
 
-        A text or a thought continues the last block if that is of its type and has this index, and
-        is a block of its own otherwise.
+        A text or a thought continues the last block if that has its type and was begun for this
+        index; if not, it begins a block. None if there is no block for the delta.
         """
-        if of_type is None:
+        if block_type is None:
             return None
         last = self._blocks[-1] if self._blocks else None
-        if last is not None and last.fields.get("type") == of_type and last.beside == n:
+        if last is not None and last.fields.get("type") == block_type and last.beside == n:
             return last
         if kind not in _NEEDS_NO_START:
             return next(
-                (b for b in reversed(self._blocks) if b.fields.get("type") == of_type), None
+                (b for b in reversed(self._blocks) if b.fields.get("type") == block_type), None
             )
-        block = _Block({"type": of_type, of_type: ""})
+        block = _Block({"type": block_type, block_type: ""})
         block.beside = n
         self._blocks.append(block)
         self._latest.setdefault(n, block)
         return block
 
-    def _tell_call(
+    def _emit_call(
         self, kind: Literal["tool_use_start", "tool_use_stop"], block: Mapping[str, Any]
     ) -> None:
         tool_id, tool_name = str(block.get("id") or ""), str(block.get("name") or "")
-        self._tell({"type": kind, "tool_id": tool_id, "tool_name": tool_name})
+        self._emit({"type": kind, "tool_id": tool_id, "tool_name": tool_name})
 
-    def _tell_input(self, block: Mapping[str, Any], text: str) -> None:
+    def _emit_input(self, block: Mapping[str, Any], text: str) -> None:
         tool_id = str(block.get("id") or "")
-        self._tell({"type": "tool_use_delta", "tool_id": tool_id, "tool_input": text})
+        self._emit({"type": "tool_use_delta", "tool_id": tool_id, "tool_input": text})
 
 
 class _Block(Growing):
-    """One block as far as it is known."""
+    """One block as far as it has arrived."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
         self.is_stopped = False
         self.beside: int | None = -1
-        """The index for which the parts of this block were sent, if that began no such block; -1
-        for a block that began by itself."""
+        """The index of the deltas that began this block without a start; -1: it had a start."""
 
 
-def _index_of(part: Mapping[str, Any]) -> int | None:
+def _block_index(part: Mapping[str, Any]) -> int | None:
     index = part.get("index")
     return index if isinstance(index, int) else None
 
 
-def _place_of(entry: tuple[int | None, _Block]) -> int:
-    """Where a block stands among others that all have numbers of their own."""
+def _sort_key(entry: tuple[int | None, _Block]) -> int:
+    """The index of a block; all blocks have different ones."""
     return entry[0] or 0
 
 
 def _continues(block: _Block, start: Mapping[str, Any]) -> bool:
-    """Whether a start with the index of an open block says no more than that it goes on."""
+    """Whether a start with the index of an open block only continues that block."""
     kind = block.fields.get("type")
     if kind != start.get("type"):
         return False
@@ -282,8 +281,8 @@ def _continues(block: _Block, start: Mapping[str, Any]) -> bool:
     return kind in ("text", "thinking")
 
 
-def _built(block: Growing) -> dict[str, Any]:
-    """The block as a whole reply has it; an input that is not a JSON object stays text."""
+def _build(block: Growing) -> dict[str, Any]:
+    """Build the block as in a whole reply; an input that is not a JSON object stays text."""
     built = block.build()
     text = built.pop(_INPUT, "")
     if text.strip():
@@ -303,24 +302,27 @@ def _text(fields: Mapping[str, Any], key: str) -> str:
 API = "anthropic_messages"
 
 _VERSION = "2026-10-21"
-"""Of the API; version 2 of Anthropic's own client sends it, and the key as a bearer token."""
+"""The version of the API that version 2 of Anthropic's client uses, with a bearer token."""
 
 _SAMPLING_VERSION = "2023-06-01"
-"""The version that still takes what later ones refuse; the client of its time sent `x-api-key`."""
+"""The last version that accepts the fields of `_SAMPLING`; its key is in `x-api-key`."""
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k"})
 
-_FIELDS_OF_KINDS: Mapping[str, frozenset[str]] = {
+_BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     "text": frozenset({"text", "citations"}),
     "thinking": frozenset({"thinking", "signature"}),
     "redacted_thinking": frozenset({"data"}),
     "tool_use": frozenset({"id", "name", "input", "caller"}),
     "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
 }
-"""What belongs to one kind of block. The API refuses it in any other ("Extra inputs are not
-permitted"); fields that no kind here has are sent back as they came."""
+"""The fields of each kind of block.
 
-_FIELDS_OF_ANY_KIND = frozenset().union(*_FIELDS_OF_KINDS.values())
+The API refuses them in any other kind ("Extra inputs are not permitted"). Fields of no kind are
+sent back as they came.
+"""
+
+_ALL_BLOCK_FIELDS = frozenset().union(*_BLOCK_FIELDS.values())
 
 _REPLY_FIELDS = frozenset(
     {"id", "type", "role", "model", "content", "stop_reason", "usage", "error"}
@@ -333,11 +335,11 @@ _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
     "cache_creation_input_tokens": (),
     "output_tokens_details": ("thinking_tokens",),
 }
-"""What is read of a reply; all else is kept as it came."""
+"""Counts that are read; all others are stored as they came."""
 
 
-def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
-    """The version of the API that is meant, and the key in the header that goes with it."""
+def make_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The headers with the API's version, and with the key in the form of that version."""
     samples = settings.temperature is not None or settings.top_p is not None
     if samples or _SAMPLING.intersection(settings.extra_body or {}):
         return {"x-api-key": api_key, "anthropic-version": _SAMPLING_VERSION}
@@ -345,7 +347,7 @@ def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
-    """The JSON body of one request; the system message travels beside the others."""
+    """The JSON body of one request; the system message has its own field."""
     body: dict[str, Any] = {
         "model": settings.name,
         "max_tokens": settings.reply_bound,
@@ -369,29 +371,28 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
 
 
 _MARKED = frozenset({"text", "tool_use", "tool_result"})
-"""Types of blocks, of those that are sent from here, that can have a cache mark."""
+"""Types of blocks that can have a cache mark."""
 
 
 def _mark_cache(body: dict[str, Any]) -> None:
-    """Mark what the next request repeats. A mark keeps all before it.
-
-    The API puts the tools before the system message, which all conversations of a run have in
-    common. The last message has the second mark if there are tools, so that each turn reads what
-    the one before wrote: otherwise the whole history is paid for in full each turn. Without tools
-    there is mostly no further turn. Blank texts and thoughts cannot be marked.
-    """
+    """Add cache marks to parts that the next request repeats; a mark covers all before it."""
+    # The first mark: tools and system message, which all conversations of a run have in common.
+    # The API puts the tools first.
     mark = {"cache_control": {"type": "ephemeral"}}
     if (body.get("system") or "").strip():
         body["system"] = [{"type": "text", "text": body["system"], **mark}]
     elif "tools" in body:
         body["tools"][-1].update(mark)
+    # The second mark: the last message, so that the next turn reads the history from the cache and
+    # does not pay for all of it again. Without tools there is mostly no further turn.
     if "tools" not in body or not body["messages"]:
         return
     last = body["messages"][-1]
     content = last["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    # Blank texts and thoughts cannot be marked.
     if blocks and blocks[-1].get("type") in _MARKED and not _is_blank(blocks[-1]):
-        # The blocks of replies are those of the record: they are not to change.
+        # Blocks of replies belong to the record, so they are copied.
         last["content"] = [*blocks[:-1], {**blocks[-1], **mark}]
 
 
@@ -405,9 +406,10 @@ def _effort(effort: str | None) -> dict[str, Any]:
 
 
 def to_api_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """User and assistant messages in turns; what one role says in a row becomes one message.
+    """Convert messages into alternating ones of user and assistant, without the system message.
 
-    An assistant message with nothing in it is left out: it would be refused.
+    Successive messages of one role become one. Empty assistant messages are left out, since the API
+    refuses them.
     """
     turns: list[tuple[str, list[dict[str, Any]]]] = []
     for message in messages:
@@ -423,13 +425,13 @@ def to_api_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _content(role: str, blocks: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if role == "assistant":  # its blank ones are gone already
+    if role == "assistant":  # its blank blocks are gone already
         return blocks
-    said = [block for block in blocks if not _is_blank(block)] or blocks[:1]
-    if len(said) == 1 and said[0]["type"] == "text":
-        text: str = said[0]["text"]
+    sent = [block for block in blocks if not _is_blank(block)] or blocks[:1]
+    if len(sent) == 1 and sent[0]["type"] == "text":
+        text: str = sent[0]["text"]
         return text
-    return said
+    return sent
 
 
 def _user_block(message: Message) -> dict[str, Any]:
@@ -444,14 +446,14 @@ def _user_block(message: Message) -> dict[str, Any]:
 
 
 def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
-    """The blocks as they came where they came from this API, else the same said in its words.
+    """The blocks of an assistant message: verbatim if this API wrote them, or else built anew.
 
-    Reasoning of another API is left out: thinking without its signature is refused.
+    Reasoning of another API is left out, since this API refuses thinking without its signature.
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        sent = (own for block in blocks["blocks"] for own in _own_blocks(block))
-        return [_with_object(block) for block in sent if not _is_blank(block)]
+        sent = (clean for block in blocks["blocks"] for clean in _clean_block(block))
+        return [_ensure_object_input(block) for block in sent if not _is_blank(block)]
     built: list[dict[str, Any]] = []
     if message["content"].strip():
         built.append({"type": "text", "text": message["content"]})
@@ -467,17 +469,16 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
     return built
 
 
-def _own_blocks(block: dict[str, Any]) -> list[dict[str, Any]]:
-    """A block with its own fields only; the text within a call is a block before it.
+def _clean_block(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Remove null fields and fields of other kinds from a block.
 
-    Some servers put what they say after a call into the block of the call, and null for all that a
-    block does not have.
+    Some servers put a text into the block of a call; it becomes a block before the call.
     """
     kind = block.get("type")
-    own = _FIELDS_OF_KINDS.get(str(kind))
-    if own is None:
+    allowed = _BLOCK_FIELDS.get(str(kind))
+    if allowed is None:
         return [block]
-    others = _FIELDS_OF_ANY_KIND - own
+    others = _ALL_BLOCK_FIELDS - allowed
     if others.isdisjoint(block) and None not in block.values():
         return [block]
     kept = {key: block[key] for key in block if key not in others and block[key] is not None}
@@ -488,11 +489,9 @@ def _own_blocks(block: dict[str, Any]) -> list[dict[str, Any]]:
     return [kept]
 
 
-def _with_object(block: dict[str, Any]) -> dict[str, Any]:
-    """Only objects are accepted as inputs, though some servers send others.
-
-    A stream that the token limit cut leaves one that is text.
-    """
+def _ensure_object_input(block: dict[str, Any]) -> dict[str, Any]:
+    """Replace an input that is no object by one, since the API accepts only objects."""
+    # Some servers send other inputs, and a stream cut by the token limit leaves a text.
     if "input" not in block or isinstance(block["input"], dict):
         return block
     given = block["input"]
@@ -501,12 +500,12 @@ def _with_object(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_blank(block: Mapping[str, Any]) -> bool:
-    """The API gives text blocks of white space and refuses to take them back."""
+    # The API sends text blocks of white space, but refuses to take them back.
     return block.get("type") == "text" and not str(block.get("text") or "").strip()
 
 
 def _input_object(arguments: str) -> dict[str, Any]:
-    """This API takes objects only."""
+    """The arguments of a call as an object, which the API demands."""
     parsed = input_object(arguments)
     return {RAW_ARGUMENTS: arguments} if parsed is None else parsed
 
@@ -523,8 +522,7 @@ def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:
 def read_reply(body: bytes) -> Completion:
     """Validate and normalise one reply body.
 
-    Raises `ModelError("malformed")` where the reply cannot be known to be complete; a missing
-    stop reason is how a cut reply looks.
+    Raises `ModelError("malformed")` if the reply may be incomplete: a cut reply has no stop reason.
     """
     reply = parse_object(body)
     blocks = reply.get("content")
@@ -532,7 +530,7 @@ def read_reply(body: bytes) -> Completion:
         raise ModelError("malformed", "the reply's content is not a list of blocks")
     message = read_blocks(blocks)
     ending = read_ending("stop_reason", reply.get("stop_reason"), message)
-    raw_usage, usage = usage_of_reply(reply), usage_in(reply)
+    raw_usage, usage = find_usage(reply), usage_in(reply)
     return Completion(
         message=message,
         finish_reason=ending.reason,
@@ -542,15 +540,15 @@ def read_reply(body: bytes) -> Completion:
         cost_usd=reported_cost(reply),
         hour_cache_writes=hour_writes_in(reply, usage),
         unknown_ending=ending.word,
-        extra=extra_of(
+        extra=make_extra(
             reply=unknown_in(reply, _REPLY_FIELDS) | dict(ending.unknown),
-            usage=counts_beside(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
+            usage=add_plain_counts(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
         ),
     )
 
 
 def read_blocks(blocks: Sequence[dict[str, Any]]) -> Message:
-    """The message that content blocks make up, kept verbatim where it alone would say less."""
+    """Build the message from content blocks; it holds them verbatim if they have further data."""
     texts, thoughts = [], []
     calls: list[ToolCall] = []
     for block in blocks:
@@ -575,7 +573,7 @@ def read_blocks(blocks: Sequence[dict[str, Any]]) -> Message:
 
 
 def _is_plain(blocks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the blocks are one text at most, then calls, with nothing else to them."""
+    """Whether the blocks are at most one text, then calls, without further fields."""
     plain = ({"type", "text"}, {"type", "id", "name", "input"})
     kinds = [block.get("type") for block in blocks]
     return kinds[1:].count("text") == 0 and all(
@@ -586,22 +584,20 @@ def _is_plain(blocks: Sequence[Mapping[str, Any]]) -> bool:
 
 def _read_call(block: Mapping[str, Any]) -> ToolCall:
     given = block.get("input")
-    # A missing input is recorded as null, as the API has it.
+    # A missing input is recorded as null.
     given = "null" if given is None else given
     return make_call(block.get("id"), block.get("name"), given)
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
-    """The token counts in a reply's body.
-
-    Here `input_tokens` excludes what went through the cache; the record's includes it.
-    """
-    return read_usage(usage_of_reply(reply), is_fresh=True)
+    """The token counts in a reply's body."""
+    # In this API `input_tokens` excludes cache reads and writes; records include them.
+    return read_usage(find_usage(reply), is_fresh=True)
 
 
 DIALECT = Dialect(
     path="/v1/messages",
-    headers=headers_of,
+    headers=make_headers,
     body=request_body,
     read=read_reply,
     usage=usage_in,

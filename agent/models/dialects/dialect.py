@@ -1,4 +1,4 @@
-"""A dialect: how an API has its requests written and its replies read; all of them by name."""
+"""A dialect: the form of an API's requests and replies. This module finds all dialects by name."""
 
 from __future__ import annotations
 
@@ -20,71 +20,70 @@ from agent.models.parsing import load_object, text_or_none
 from agent.models.providers import ONLY_RELAYED, Api
 from agent.models.usage import hour_writes_in, reported_cost
 
-# A reply that arrives in parts: passing them on and putting them together.
+# A reply that arrives in parts: they are passed on and put together.
 #
-# An assembly gives the very body that the endpoint would have sent in one piece. So there is one
-# way to read a reply, and records do not depend on streaming.
+# An assembly builds the body that the endpoint would have sent in one piece. So there is one way to
+# read a reply, and records do not depend on streaming.
 
 
 class Assembly(Protocol):
     """Puts one streamed reply together."""
 
     has_reason: bool
-    """The parts so far say why the reply ended; only counts of tokens may follow."""
+    """The parts so far say why the reply ended; only token counts may follow."""
     is_over: bool
-    """The stream has said that nothing more follows."""
+    """The stream has announced its end."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take the next part, which may also be a whole reply."""
         ...
 
     def finish(self) -> bytes:
-        """The body of the whole reply.
+        """Build the body of the whole reply.
 
-        If the stream was cut, it reads as cut. If a part cannot be understood, it is an error that
-        says so: a reply never has less than its stream.
+        The body of a cut stream reads as a cut reply. If a part cannot be understood, the body is
+        an error that says so, so that a reply never has less than its stream.
         """
         ...
 
 
-def incomplete(reason: str, reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a reply that cannot be put together; `reply` says what it cost."""
+def incomplete_body(reason: str, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """The body for a reply that cannot be put together; `reply` has its token counts."""
     costs = {key: reply[key] for key in ("id", "model", "usage") if reply.get(key)}
     return {**costs, "error": {"code": "malformed_stream", "message": reason}}
 
 
 class Growing:
-    """A JSON object whose texts arrive in parts: adding to a text must not copy what is there."""
+    """A JSON object whose texts arrive in parts; appending to a text does not copy it."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = dict(fields)
         self._texts: dict[str, list[str]] = {}
 
     def append(self, key: str, text: str) -> None:
-        """Add to the text under `key`; one that was there from the start is its beginning."""
+        """Append to the text under `key`, which may have begun as one of `fields`."""
         if key not in self._texts:
             start = self.fields.get(key)
             self._texts[key] = [start] if isinstance(start, str) else []
         self._texts[key].append(text)
 
     def build(self) -> dict[str, Any]:
-        """The object as it is now."""
+        """Build the object from its fields and texts so far."""
         return self.fields | {key: "".join(parts) for key, parts in self._texts.items()}
 
 
 def to_body(reply: Mapping[str, Any]) -> bytes:
-    """The body; where parts held halves of an emoji, escaped to ASCII, which joins them."""
+    """Write a reply as JSON."""
     try:
         return orjson.dumps(reply)
     except TypeError:
+        # Parts held halves of an emoji: escaped to ASCII, they are one again.
         return json.dumps(reply).encode()
 
 
 def update_counts(known: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Add the counts of a part to those of the parts before it.
-
-    Later counts are totals and win; but some servers leave out or zero what they said before.
-    """
+    """Update the counts of earlier parts by the counts of a part, which are totals."""
+    # Some servers later leave out, or set to zero, counts that they gave before.
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(known.get(key), dict):
             update_counts(known[key], value)
@@ -93,29 +92,29 @@ def update_counts(known: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 class Dialect(NamedTuple):
-    """Requests and replies of one API."""
+    """The functions that write requests and read replies of one API."""
 
     path: str
-    """Of a request, below the root of the endpoint."""
+    """The path of requests, from the root of the endpoint."""
     headers: Callable[[ModelSettings, str], dict[str, str]]
-    """Of every request, with the key in them."""
+    """Makes the headers of every request, with the key."""
     body: Callable[[ModelSettings, Request], dict[str, Any]]
-    """Of one request, to be sent as JSON."""
+    """Makes the body of one request, to be sent as JSON."""
     read: Callable[[bytes], Completion]
     """Reads the body of a reply; raises `ModelError`."""
     usage: Callable[[Mapping[str, Any]], Usage | None]
-    """The token counts in such a body, even if other parts of it are wrong."""
+    """Reads the token counts in the body of a reply, even if other parts of it are wrong."""
     assembly: Callable[[StreamHandler], Assembly]
-    """Puts a streamed reply together, and passes its parts to the handler."""
+    """Makes the assembly of a streamed reply; it passes the parts to the handler."""
 
 
 def base_url_at(api: str, root: str) -> str:
-    """The base URL of an API on a server whose root is `root`: clients of some add the version."""
+    """The base URL of an API on a server with this root; for some APIs clients add the version."""
     return root if dialect_of(api).path.startswith("/v1") else f"{root}/v1"
 
 
 RELAYED = get_args(Api)
-"""All dialects, by their names in `ModelSettings.api`."""
+"""The names of all dialects, as in `ModelSettings.api`; agents' calls can be in any of them."""
 
 DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
 """The dialects of our own requests."""
@@ -123,7 +122,7 @@ DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
 
 @cache
 def dialect_of(api: str) -> Dialect:
-    """The dialect that `ModelSettings.api` names; its module is imported by the first call."""
+    """Find the dialect that `ModelSettings.api` names; the first call imports its module."""
     if api not in RELAYED:
         raise ValueError(f"no such API: {api!r}")
     dialect = import_module(f"agent.models.dialects.{api}").DIALECT
@@ -134,7 +133,10 @@ def dialect_of(api: str) -> Dialect:
 def read_asked(
     settings: ModelSettings, body: bytes, request: Mapping[str, Any] | None = None
 ) -> Completion:
-    """The reply to a request of ours; see `read_reply`. `request` is its body, if at hand."""
+    """Read the reply to a request of this program; see `read_reply`.
+
+    `request` is the body of the request; None if it is not at hand.
+    """
     completion = read_reply(settings.api, body)
     if not settings.token_ids:
         return completion
@@ -144,16 +146,16 @@ def read_asked(
 
 
 def read_reply(api: str, body: bytes) -> Completion:
-    """What the body of a reply says in the dialect `api`.
+    """Read the body of a reply in the dialect `api`.
 
-    Raises `ModelError`, which has what was charged for the reply where the body says that.
+    Raises `ModelError`, which has the cost of the reply if the body reports it.
     """
     dialect = dialect_of(api)
     try:
         return dialect.read(body)
     except ModelError as error:
         if error.kind == "malformed":
-            error = _explained(error, body)
+            error = _explain(error, body)
         with suppress(ModelError):
             reply = load_object(body)
             error.paid = _paid(dialect, reply)
@@ -169,32 +171,32 @@ def is_usable(api: str, body: bytes) -> bool:
         return False
 
 
-def paid_in(api: str, body: bytes) -> Completion | None:
-    """What the body of a reply that cannot be used says that it cost; None if it says nothing."""
+def read_paid(api: str, body: bytes) -> Completion | None:
+    """Read the cost of a reply that cannot be used; None if its body has no token counts."""
     with suppress(ModelError):
         return _paid(dialect_of(api), load_object(body))
     return None
 
 
-def _explained(error: ModelError, body: bytes) -> ModelError:
-    """The error that the body itself reports, else the error with a quote of the body."""
+def _explain(error: ModelError, body: bytes) -> ModelError:
+    """Replace an error by the one that the body reports, or else add a quote of the body."""
     try:
         reply = load_object(body)
     except ModelError:
-        return error  # it has the quote already
+        return error  # its message has the quote already
     if reply.get("error"):
-        return error  # it is that error
+        return error  # it is the error of the body already
     if (reported := find_error(reply)) is not None:
         return error_behind_200(reported, "a 200 reply")
     return ModelError("malformed", f"{error}: {quote(body)}")
 
 
 _OUTPUTS = ("choices", "content", "output", "candidates")
-"""Where the APIs have what a model has written."""
+"""The fields in which APIs put the output of the model."""
 
 
 def _paid(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
-    """The reply without its text, None if its body has no token counts."""
+    """Read a reply without its text, for its cost; None if its body has no token counts."""
     usage = dialect.usage(reply)
     if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
         return None
@@ -209,35 +211,37 @@ def _paid(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
     )
 
 
-# Why a reply ended, in the same words for every API.
+# The reasons why replies end, in the same words for every API.
 
 
 class ReplyEnding(NamedTuple):
-    """Why a reply ended."""
+    """The reason why a reply ended."""
 
     reason: FinishReason
     unknown: Mapping[str, Any]
-    """The API's own word under its own name, if the table of words lacks it, or if the reply has
-    no call although it says so; else empty."""
+    """The API's word for the reason, under the API's name for it, if the word is doubtful.
+
+    The table lacks such a word, or it speaks of calls although the reply has none. Else empty.
+    """
 
     @property
     def word(self) -> str | None:
-        """The word, if it is in `unknown`."""
+        """The doubtful word; None if there is none."""
         return next(iter(self.unknown.values()), None)
 
 
 def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
-    """Read the word with which an API says why `message` ended; `field` is where it stood.
+    """Read the word in `field` with which an API says why `message` ended.
 
-    A word that the table of words lacks counts as a usual end, and is kept; so does one that
-    speaks of calls where the reply has a text alone: its server has lost the calls. Raises
-    `ModelError("malformed")` if there is no word, which is how a cut reply looks, if the word says
-    that the server broke the reply off, or if the reply has nothing beside an unknown word.
+    A word that the table lacks counts as a usual end, but is reported in `unknown`. So is a word
+    that speaks of calls although the reply has only a text. Raises `ModelError("malformed")` if
+    there is no word, since a cut reply looks so, if the word says that the server broke the reply
+    off, or if the reply is empty but for an unknown word.
     """
     ending = ending_of(word)
     has_calls = bool(message.get("tool_calls"))
     is_empty = not (has_calls or message["content"].strip())
-    if ending == "tool_calls" and not (has_calls or is_empty):
+    if ending == "tool_calls" and not (has_calls or is_empty):  # the server has lost the calls
         return ReplyEnding("stop", {field: word})
     if ending is not None and ending != "cut" and ending != "open":
         return ReplyEnding(ending, {})
@@ -248,15 +252,15 @@ def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
     return ReplyEnding("tool_calls" if has_calls else "stop", {field: word})
 
 
-# The fields of a reply that are not read: kept as they came, whole or in parts.
+# The fields of a reply that are not read: they are stored as they came, whole or in parts.
 #
 # Parts are merged by one rule. Objects are merged field by field. Lists of tokens (`token_ids`,
-# and all in `logprobs`) are joined; of other lists, one that begins with what is there takes its
-# place, and any other is added to it. Texts that are known to come in pieces are joined. Of
-# anything else the last that says something counts.
+# and all lists in `logprobs`) are joined. Another list replaces the earlier one if it begins with
+# it, and is appended if it does not. Texts that are known to come in pieces are joined. Of any
+# other values the last one that is not empty counts.
 
 _TOKENS = frozenset({"logprobs", "token_ids", "completion_token_ids", "output_token_ids"})
-"""Where each part of a stream brings the tokens of that part."""
+"""Fields in which each part of a stream has only the tokens of that part."""
 
 _PIECES = frozenset(
     {
@@ -266,7 +270,7 @@ _PIECES = frozenset(
         ("custom", "input"),
     }
 )
-"""Texts that come in pieces, by the object that they belong to."""
+"""Texts that come in pieces: (object, field)."""
 
 
 def unknown_in(fields: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
@@ -279,7 +283,7 @@ def unknown_in(fields: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
 def uncounted_in(usage: Any, known: Mapping[str, Collection[str]]) -> dict[str, Any]:
     """Counts of usage beyond the `known` ones, except zeros.
 
-    `known` has the names of counts, and for one that is an object those of its own.
+    `known` has the names of the counts; for an object of counts, also the names in it.
     """
     if not isinstance(usage, dict):
         return {}
@@ -294,16 +298,19 @@ def uncounted_in(usage: Any, known: Mapping[str, Collection[str]]) -> dict[str, 
     return uncounted
 
 
-def extra_of(**parts: Any) -> dict[str, Any] | None:
-    """The parts that are not empty, None if all are; see `Completion.extra`."""
+def make_extra(**parts: Any) -> dict[str, Any] | None:
+    """Collect the parts that are not empty; None if all are. See `Completion.extra`."""
     return {name: part for name, part in parts.items() if part} or None
 
 
 def merge(kept: dict[str, Any], given: Mapping[str, Any], place: str = "") -> None:
-    """Add a part to what came before, by the rule above. `place` is the object that both are."""
+    """Merge a part into the earlier parts `kept`, by the rule above.
+
+    `place` is the name of the object that both belong to; "" for the outermost one.
+    """
     for key, value in given.items():
         before = kept.get(key)
-        # All within an object of tokens belongs to them.
+        # Everything inside an object of tokens is merged as tokens.
         inside = place if place in _TOKENS else key
         if isinstance(value, dict):
             kept[key] = before if isinstance(before, dict) else {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.dialects.dialect import (
     Dialect,
     Growing,
-    extra_of,
+    make_extra,
     read_ending,
     to_body,
     unknown_in,
@@ -20,7 +21,7 @@ from agent.models.parsing import make_call, object_of, parse_object, text_or_non
 from agent.models.usage import count_or_none, read_total
 from batch_trajectories.basics.exact_json import objects_among
 
-# Streams of Gemini's generateContent: each part is a reply that holds what is new.
+# Streams of Gemini's generateContent: each part is a reply with the new content.
 
 _TEXT_FIELDS = frozenset({"text", "thought", "thoughtSignature"})
 
@@ -29,15 +30,15 @@ class GeminiAssembly:
     """Puts one reply together from its parts; see `Assembly`."""
 
     def __init__(self, on_delta: StreamHandler) -> None:
-        self._tell = on_delta
+        self._emit = on_delta
         self._reply: dict[str, Any] = {}
         self._candidates: dict[int, _Candidate] = {}
         self.has_reason = False
         self.is_over = False
-        """Always false: nothing but the end of the connection says so."""
+        """Always False: only the end of the connection ends the stream."""
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """See `Assembly.add`. The counts of the last part are totals."""
+        """See `Assembly.add`."""
         for key, value in part.items():
             if key == "usageMetadata" and isinstance(value, dict):
                 self._reply[key] = {**self._reply.get(key, {}), **value}
@@ -49,23 +50,23 @@ class GeminiAssembly:
             self._candidates.setdefault(place, _Candidate()).add(candidate)
             self.has_reason = all(one.has_reason for one in self._candidates.values())
             if not place:
-                self._tell_parts(candidate)
+                self._emit_parts(candidate)
 
     def finish(self) -> bytes:
         """See `Assembly.finish`."""
         whole = [self._candidates[n].build() for n in sorted(self._candidates)]
         return to_body({**({"candidates": whole} if whole else {}), **self._reply})
 
-    def _tell_parts(self, candidate: Mapping[str, Any]) -> None:
+    def _emit_parts(self, candidate: Mapping[str, Any]) -> None:
         content = candidate.get("content")
         for part in objects_among(content.get("parts")) if isinstance(content, dict) else ():
             if isinstance(text := part.get("text"), str) and text:
                 kind = "thinking_delta" if part.get("thought") else "text_delta"
-                self._tell({"type": kind, "text": text})  # type: ignore[typeddict-item] # of two
+                self._emit({"type": kind, "text": text})  # type: ignore[typeddict-item]
 
 
 class _Candidate:
-    """One candidate as far as it is known."""
+    """One candidate as far as it has arrived."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
@@ -74,7 +75,7 @@ class _Candidate:
 
     @property
     def has_reason(self) -> bool:
-        """Whether it is said why the candidate ended."""
+        """Whether the parts so far say why the candidate ended."""
         return bool(self._fields.get("finishReason"))
 
     def add(self, given: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ class _Candidate:
             self._add_part(part)
 
     def _add_part(self, part: Mapping[str, Any]) -> None:
-        """Texts that follow each other are one, up to a signature, which ends a text."""
+        # Successive texts are one text, up to a signature, which ends a text.
         last = self._parts[-1].fields if self._parts else {}
         text = part.get("text")
         continues = (
@@ -121,7 +122,7 @@ _REPLY_FIELDS = frozenset(
     {"candidates", "usageMetadata", "modelVersion", "responseId", "promptFeedback", "error"}
 )
 _CANDIDATE_FIELDS = frozenset({"content", "finishReason", "index"})
-"""What is read of each, or says nothing of the reply. All else is kept as it came."""
+"""Fields that are read, or tell nothing about the reply; all others are stored as they came."""
 
 _COUNTS = (
     "promptTokenCount",
@@ -134,14 +135,14 @@ _COUNTS = (
 _PLAIN_PART = frozenset({"text", "thought", "functionCall"})
 
 
-def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
-    """The key."""
+def make_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The headers with the key."""
     del settings
     return {"x-goog-api-key": api_key}
 
 
 def request_body(settings: ModelSettings, request: Request) -> NoReturn:
-    """Refuse the call."""
+    """Raise `ModelError`: this program writes no requests in this dialect."""
     del request
     raise ModelError(
         "bad_request", f"the API {API} only relays the calls of agents; use gemini:{settings.name}"
@@ -151,14 +152,14 @@ def request_body(settings: ModelSettings, request: Request) -> NoReturn:
 def read_reply(body: bytes) -> Completion:
     """Validate and normalise one reply body.
 
-    Raises `ModelError("malformed")` where the reply cannot be known to be complete; a missing
-    finish reason is how a cut reply looks.
+    Raises `ModelError("malformed")` if the reply may be incomplete: a cut reply has no finish
+    reason.
     """
     reply = parse_object(body)
     candidates = reply.get("candidates")
     blocked = object_of(reply, "promptFeedback").get("blockReason")
     if not candidates and blocked:
-        return _completion(reply, Message(role="assistant", content=""), "refusal", {}, (), {})
+        return _completion(reply, Message(role="assistant", content=""), finish_reason="refusal")
     if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
         raise ModelError("malformed", "the reply has no candidates")
     candidate = candidates[0]
@@ -167,16 +168,24 @@ def read_reply(body: bytes) -> Completion:
     finish_reason = ending.reason
     if finish_reason == "stop" and "tool_calls" in message:
         finish_reason = "tool_calls"
-    return _completion(reply, message, finish_reason, candidate, candidates[1:], ending.unknown)
+    return _completion(
+        reply,
+        message,
+        finish_reason=finish_reason,
+        candidate=candidate,
+        others=candidates[1:],
+        unknown=ending.unknown,
+    )
 
 
 def _completion(
     reply: Mapping[str, Any],
     message: Message,
+    *,
     finish_reason: FinishReason,
-    candidate: Mapping[str, Any],
-    others: Sequence[Any],
-    unknown: Mapping[str, Any],
+    candidate: Mapping[str, Any] = MappingProxyType({}),
+    others: Sequence[Any] = (),
+    unknown: Mapping[str, Any] = MappingProxyType({}),
 ) -> Completion:
     usage = usage_in(reply)
     return Completion(
@@ -185,17 +194,17 @@ def _completion(
         usage=usage,
         model=text_or_none(reply.get("modelVersion")),
         response_id=text_or_none(reply.get("responseId")),
-        extra=extra_of(
+        extra=make_extra(
             reply=unknown_in(reply, _REPLY_FIELDS),
             choice={**unknown_in(candidate, _CANDIDATE_FIELDS), **unknown},
             choices=list(others),
-            usage=_counts_beside(reply, usage),
+            usage=_differing_counts(reply, usage),
         ),
     )
 
 
 def read_parts(parts: Any) -> Message:
-    """The message that the parts of a content make up, kept verbatim where it says less alone."""
+    """Build the message from the parts of a content; it holds them verbatim if they have more."""
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ModelError("malformed", "the parts of the content are not a list of objects")
     texts: list[str] = []
@@ -217,15 +226,19 @@ def read_parts(parts: Any) -> Message:
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
-    """The token counts in a reply's body; here the output excludes the reasoning."""
+    """The token counts in a reply's body."""
+    # In this API the output excludes the reasoning; records include it.
     raw = reply.get("usageMetadata")
     if not isinstance(raw, dict):
         return None
-    given, said, reasoning, of_tools, total = (count_or_none(raw.get(name)) for name in _COUNTS)
-    if said is None and reasoning is None and given is None:
+    counts = (count_or_none(raw.get(name)) for name in _COUNTS)
+    given, written, reasoning, tool_input, total = counts
+    if written is None and reasoning is None and given is None:
         return None
     given, made = read_total(
-        given if given is None else given + (of_tools or 0), (said or 0) + (reasoning or 0), total
+        given if given is None else given + (tool_input or 0),
+        (written or 0) + (reasoning or 0),
+        total,
     )
     return Usage(
         input_tokens=given,
@@ -236,17 +249,17 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     )
 
 
-def _counts_beside(reply: Mapping[str, Any], usage: Usage | None) -> dict[str, Any]:
-    """The counts as they came if the usage says something else; see `agent.models.usage`."""
+def _differing_counts(reply: Mapping[str, Any], usage: Usage | None) -> dict[str, Any]:
+    """The counts as they came, if their sum differs from the total; see `agent.models.usage`."""
     raw = object_of(reply, "usageMetadata")
     total = count_or_none(raw.get("totalTokenCount"))
-    said = sum(count_or_none(raw.get(name)) or 0 for name in _COUNTS[:-1])
-    return {} if usage is None or not total or total == said else dict(raw)
+    counted = sum(count_or_none(raw.get(name)) or 0 for name in _COUNTS[:-1])
+    return {} if usage is None or not total or total == counted else dict(raw)
 
 
 DIALECT = Dialect(
     path=PATH,
-    headers=headers_of,
+    headers=make_headers,
     body=request_body,
     read=read_reply,
     usage=usage_in,

@@ -1,7 +1,7 @@
 """The OpenAI chat dialect: OpenAI, OpenRouter, vLLM, Ollama, llama.cpp, DeepSeek and others.
 
-Request and reply bodies are ours: to build the typed parameters of an SDK costs more than all the
-rest of a call and grows with the history, and its reply objects let incomplete replies through.
+Bodies are written and read here, not by an SDK: its typed parameters cost more than all the rest of
+a call and grow with the history, and its reply objects accept incomplete replies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agent.messages.message import Message, ToolCall, Usage, split_inline_reason
 from agent.models.dialects.dialect import (
     Dialect,
     Growing,
-    extra_of,
-    incomplete,
+    incomplete_body,
+    make_extra,
     merge,
     read_ending,
     to_body,
@@ -29,7 +29,7 @@ from agent.models.dialects.dialect import (
     unknown_in,
     update_counts,
 )
-from agent.models.dialects.token_ids import request_fields, without_outer_newlines
+from agent.models.dialects.token_ids import request_fields, trim_messages
 from agent.models.endpoint_words import ending_of
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
@@ -43,20 +43,20 @@ from agent.models.parsing import (
     text_or_none,
 )
 from agent.models.usage import (
-    counts_beside,
+    add_plain_counts,
+    find_usage,
     hour_writes_in,
     read_usage,
     reported_cost,
-    usage_of_reply,
 )
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 # Streams of the OpenAI chat dialect.
 #
-# Servers differ in how they send tool calls: with an index, with one index for all, with ids
-# alone or with neither, with the role, name or id repeated in each part, with a name in pieces,
-# and with arguments in one piece or many, or after an empty object.
+# Servers send tool calls in many ways: with an index, with one index for all, with ids alone or
+# with neither; with the role, name or id repeated in each part; with a name in pieces; and with
+# arguments in one piece or many, or after an empty object.
 
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_FIELDS = frozenset({"name", "arguments"})
@@ -65,10 +65,10 @@ _PLAIN_CHOICE = _STREAMED_CHOICE_FIELDS | {"logprobs"}  # which is mostly there,
 _PART_FIELDS = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "error", "obfuscation"}
 )
-"""What is put together by rules of its own, or says nothing; all else is merged as it comes."""
+"""Fields with rules of their own, or without meaning; all others are merged as they come."""
 
 _MAX_OTHERS = 127
-"""Further choices of one reply that are kept, which is all that OpenAI gives."""
+"""Maximum further choices of one reply that are stored: OpenAI sends no more."""
 
 THOUGHTS = (
     "reasoning_content",
@@ -81,28 +81,28 @@ THOUGHTS = (
 """Fields of a message in which servers put its reasoning, mostly as a text; OpenAI has none."""
 
 _TEXTS = (*THOUGHTS, "content", "refusal")
-"""Within one part, reasoning comes first."""
+"""Fields of a part with text, in the order in which they are passed on: reasoning comes first."""
 _DELTA_FIELDS = frozenset(
     {"role", "type", "tool_calls", "reasoning_details", "thinking_blocks", *_TEXTS}
 )
 _DETAIL_TEXTS = {"reasoning.text": "text", "reasoning.summary": "summary"}
-"""Kinds of reasoning details that arrive in parts, and the field that grows."""
+"""Kinds of reasoning details that arrive in parts, each with the field that grows."""
 
 
 class ChatAssembly:
     """Puts one `chat.completion` together from its chunks; see `Assembly`."""
 
     def __init__(self, on_delta: StreamHandler) -> None:
-        self._tell = on_delta
+        self._emit = on_delta
         self._reply: dict[str, Any] = {}
         self._choice: dict[str, Any] = {}
         self._has_choice = False
         self._others: dict[int, ChatAssembly] = {}
         self._message = Growing({"role": "assistant"})
         self._content: list[Growing] = []
-        """Thoughts and texts of a content in parts; empty where it is a text."""
+        """Thoughts and texts of a content in parts; empty if the content is a text."""
         self._unknown: dict[str, Any] = {}
-        """Fields of the message that are not known here."""
+        """Unknown fields of the message."""
         self._details: list[Growing] = []
         self._blocks: list[Growing] = []
         self._calls: list[_Call] = []
@@ -110,9 +110,9 @@ class ChatAssembly:
         self._by_id: dict[str, _Call] = {}
         self._finish_reason: Any = None
         self._flaw = ""
-        """Why the reply cannot be put together; "" if it can."""
+        """The reason why the reply cannot be put together; "" if it can."""
         self._goes_on = False
-        """Something followed a finish reason, so that none is taken for the end."""
+        """Content followed a finish reason, so none is taken for the end of the reply."""
         self.has_reason = False
         self.is_over = False
 
@@ -149,7 +149,7 @@ class ChatAssembly:
             self._reply["usage"] = dict(usage) if isinstance(usage, dict) else usage
 
     def _update_reason(self) -> None:
-        """Several choices have ended once each of them has."""
+        # A reply of several choices has ended once each of them has.
         self.has_reason = (
             self._finish_reason is not None
             and ending_of(self._finish_reason) != "open"
@@ -158,14 +158,14 @@ class ChatAssembly:
         )
 
     def _add_whole(self, message: Mapping[str, Any]) -> None:
-        """Take a message in one piece: instead of all parts, or after them, as some servers do."""
+        """Add a whole message, which some servers send in place of the parts, or after them."""
         texts = {key: value for key in _TEXTS if (value := _text_of(message.get(key)))}
         before = self._message.build()
         if len(before) == 1 and not (self._calls or self._content or self._details):
             self._add_delta(message)
             return
         for key, text in texts.items():
-            if key not in before:  # the parts have left it out
+            if key not in before:  # the parts lack this text
                 self._message.append(key, text)
             elif before[key] != text:
                 self._flaw = "the parts of the stream say something else than the whole message"
@@ -176,17 +176,17 @@ class ChatAssembly:
             self._flaw = "the parts of the stream have other calls than the whole message in it"
 
     def finish(self) -> bytes:
-        """See `Assembly.finish`. The calls end here: nothing in the stream marks their ends."""
+        """See `Assembly.finish`."""
         self._sort_calls()
         self._calls = [call for call in self._calls if not call.is_empty]
         if any(not (call.is_named or call.is_custom) for call in self._calls):
             self._flaw = self._flaw or "arguments for a call that has no name"
         if self._flaw:
-            return to_body(incomplete(self._flaw, self._reply))
+            return to_body(incomplete_body(self._flaw, self._reply))
         if self._finish_reason is not None:
-            for call in self._calls:
-                self._tell({"type": "tool_use_stop", "tool_id": call.id, "tool_name": call.name})
-        return to_body(self._built())
+            for call in self._calls:  # nothing in the stream marks the end of a call
+                self._emit({"type": "tool_use_stop", "tool_id": call.id, "tool_name": call.name})
+        return to_body(self._build())
 
     def _sort_calls(self) -> None:
         """Put the calls in the order of their indices, if each has one of its own."""
@@ -194,10 +194,10 @@ class ChatAssembly:
         if len(by_index) == len(self._calls):
             self._calls = [call for _, call in sorted(by_index, key=lambda one: int(one[0]))]
 
-    def _built(self) -> dict[str, Any]:
+    def _build(self) -> dict[str, Any]:
         message = self._message.build() | self._unknown
         if self._content:
-            message["content"] = [_built_part(part) for part in self._content]
+            message["content"] = [_build_part(part) for part in self._content]
         if self._details:
             message["reasoning_details"] = [detail.build() for detail in self._details]
         if self._blocks:
@@ -207,11 +207,11 @@ class ChatAssembly:
         whole = {**self._choice, "message": message, "finish_reason": self._finish_reason}
         choices = [whole] if self._has_choice else []
         for index, other in self._others.items():
-            choices += [{"index": index, **choice} for choice in other._built()["choices"]]
+            choices += [{"index": index, **choice} for choice in other._build()["choices"]]
         return {**self._reply, "choices": choices}
 
     def _add_other(self, index: Any, choice: Mapping[str, Any]) -> None:
-        """Take a part of a further choice, where the user's own fields ask for several."""
+        """Add a part of a further choice, if `extra_body` asks for several choices."""
         if isinstance(index, int) and index not in self._others and len(self._others) < _MAX_OTHERS:
             self._others[index] = ChatAssembly(lambda _: None)
         if isinstance(index, int) and index in self._others:
@@ -232,22 +232,20 @@ class ChatAssembly:
         ]
         for block in objects_among(delta.get("thinking_blocks")):
             self._add_block(block)
-        # Some servers say the same thought under two or three names.
+        # Some servers send the same thought in two or three fields.
         named = next((texts[key] for key in THOUGHTS if key in texts), "")
         thought = named or "".join(details) or thought
         if thought:
-            self._tell({"type": "thinking_delta", "text": thought})
+            self._emit({"type": "thinking_delta", "text": thought})
         for key in ("content", "refusal"):
             if key in texts:
-                self._tell({"type": "text_delta", "text": texts[key]})
+                self._emit({"type": "text_delta", "text": texts[key]})
         if parts := delta.get("tool_calls"):
             self._add_calls(parts)
 
     def _add_content(self, content: Any, text: str) -> str:
-        """Take a part of a content that is a list; returns the new thought.
-
-        Until there are several parts, or one that is no text, a content is a text.
-        """
+        """Add a part of a content that is a list; returns the new thought."""
+        # Until there are several parts, or one that is no text, the content is a text.
         thought = thought_in(content)
         parts = content if isinstance(content, list) else [content or ""]
         if not self._content and len(parts) < 2 and all(map(is_text, parts)):
@@ -259,8 +257,10 @@ class ChatAssembly:
         return thought
 
     def _add_part(self, part: Any, *, is_first: bool) -> None:
-        """Take a part of a content: the first one of a chunk may continue a text or a thought, and
-        a part that is neither is kept as it is."""
+        """Add a part of a content; the first part of a chunk may continue a text or a thought.
+
+        A part that is neither is stored as it is.
+        """
         if isinstance(part, dict) and is_thought(part):
             kind, piece = "thinking", thought_text(part)
         elif is_text(part):
@@ -276,13 +276,18 @@ class ChatAssembly:
         self._content[-1].append(kind, piece)
 
     def _add_detail(self, detail: Mapping[str, Any]) -> str:
-        """Take a part of `reasoning_details`; returns its text."""
+        """Add a part of `reasoning_details`; returns its text."""
         key = _DETAIL_TEXTS.get(str(detail.get("type")))
         if key is None:
             self._details.append(Growing(detail))
             return ""
         grown = next(
-            (one for one in reversed(self._details) if _place(one.fields) == _place(detail)), None
+            (
+                one
+                for one in reversed(self._details)
+                if _detail_key(one.fields) == _detail_key(detail)
+            ),
+            None,
         )
         if grown is None:
             grown = Growing({})
@@ -295,7 +300,8 @@ class ChatAssembly:
         return text
 
     def _add_block(self, part: Mapping[str, Any]) -> None:
-        """Take a part of `thinking_blocks`: nothing but a signature marks the end of one."""
+        """Add a part of `thinking_blocks`."""
+        # Only a signature marks the end of a block.
         last = self._blocks[-1].fields if self._blocks else {"signature": True}
         if last.get("signature") or last.get("type") != part.get("type") or "data" in part:
             self._blocks.append(Growing({}))
@@ -305,7 +311,7 @@ class ChatAssembly:
             block.append("thinking", _text_of(part["thinking"]))
 
     def _add_calls(self, parts: Any) -> None:
-        """Take the parts of calls in one chunk; two with a name in one chunk are two calls."""
+        """Add the parts of calls in one chunk; two parts with a name in it are two calls."""
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             self._flaw = "the tool_calls of a part are not a list of objects"
             return
@@ -313,18 +319,18 @@ class ChatAssembly:
         for part in parts:
             given = part.get("function")
             function: Mapping[str, Any] = given if isinstance(given, dict) else {}
-            name, arguments = function.get("name"), _arguments_of(function.get("arguments"))
-            call = self._find(part)
+            name, arguments = function.get("name"), _read_arguments(function.get("arguments"))
+            call = self._find_call(part)
             is_new = call is None or (bool(name) and call in begun)
             if not is_new and call is not None and (name or part.get("id")):
-                is_new = _is_another(call, part, name, arguments)
+                is_new = _begins_another(call, part, name, arguments)
             if is_new or call is None:
-                call = self._begin(part)
+                call = self._begin_call(part)
             if name:
                 begun.append(call)
-            self._add_to(call, part, function, arguments)
+            self._extend_call(call, part, function, arguments)
 
-    def _add_to(
+    def _extend_call(
         self, call: _Call, part: Mapping[str, Any], function: Mapping[str, Any], arguments: str
     ) -> None:
         if not call.id and part.get("id"):
@@ -340,16 +346,14 @@ class ChatAssembly:
             is_new = not call.name
             call.add_to_name(str(name))
             if is_new and call.name:
-                self._tell({"type": "tool_use_start", "tool_id": call.id, "tool_name": call.name})
+                self._emit({"type": "tool_use_start", "tool_id": call.id, "tool_name": call.name})
         if arguments and call.add_arguments(arguments):
-            self._tell({"type": "tool_use_delta", "tool_id": call.id, "tool_input": arguments})
+            self._emit({"type": "tool_use_delta", "tool_id": call.id, "tool_input": arguments})
 
-    def _find(self, part: Mapping[str, Any]) -> _Call | None:
-        """The call that a part names by its index or its id, else the latest one; None for none.
-
-        Some servers give all calls one index, and others one id: what tells calls apart counts. An
-        id alone begins no call, for some servers invent one for every part.
-        """
+    def _find_call(self, part: Mapping[str, Any]) -> _Call | None:
+        """Find the call that a part names by its index or id, else the latest one; None if none."""
+        # Some servers give all calls the same index, others the same id: whatever differs counts.
+        # An id alone begins no call, since some servers invent one for every part.
         index, id = part.get("index"), part.get("id")
         by_index = None if index is None else self._by_index.get(repr(index))
         if not id:
@@ -366,7 +370,7 @@ class ChatAssembly:
             return by_index
         return self._calls[-1] if self._calls else None
 
-    def _begin(self, part: Mapping[str, Any]) -> _Call:
+    def _begin_call(self, part: Mapping[str, Any]) -> _Call:
         call = _Call(len(self._calls))
         self._calls.append(call)
         if (index := part.get("index")) is not None:
@@ -375,20 +379,20 @@ class ChatAssembly:
 
 
 class _Call:
-    """One tool call as far as it is known."""
+    """One tool call as far as it has arrived."""
 
     def __init__(self, place: int) -> None:
         self.place = place
         self.id = ""
         self.name = ""
         self.is_named = False
-        """A part gave it a name, which may be empty: models write such calls, too."""
+        """A part had a name for it, perhaps an empty one, since models write such calls, too."""
         self.arguments: list[str] = []
         self.unknown: dict[str, Any] = {}
         self.unknown_of_function: dict[str, Any] = {}
 
     def add_to_name(self, name: str) -> None:
-        """Take a name, or a piece of one: some servers repeat it, or all of it so far."""
+        """Add a name or a piece of it; some servers repeat the name, or all of it so far."""
         self.is_named = True
         if name.startswith(self.name):
             self.name = name
@@ -396,11 +400,12 @@ class _Call:
             self.name += name
 
     def add_arguments(self, text: str) -> bool:
-        """Take a piece of the arguments; False if it says what is known.
-
-        Some servers begin with an empty object, and send the real arguments after it.
-        """
-        if len(self.arguments) == 1 and self.arguments[0] in _NONE and text.lstrip()[:1] == "{":
+        """Add a piece of the arguments; returns False if it only repeats them."""
+        if (
+            len(self.arguments) == 1
+            and self.arguments[0] in _EMPTY_ARGUMENTS
+            and text.lstrip()[:1] == "{"
+        ):
             self.arguments.clear()
         elif text[0] == "{" and self._is_repeated_by(text):
             is_more = len(text) > sum(map(len, self.arguments))
@@ -410,25 +415,25 @@ class _Call:
         return True
 
     def _is_repeated_by(self, text: str) -> bool:
-        """Whether a piece says all that is known so far: no JSON repeats its own beginning."""
+        """Whether a piece repeats all arguments so far; no JSON repeats its own beginning."""
         known = "".join(self.arguments)
         if not known or not text.startswith(known):
             return False
-        return len(known) >= _TELLING or (known == text and self.has_whole_arguments())
+        return len(known) >= _MIN_REPEATED_CHARS or (known == text and self.has_whole_arguments())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was said of it but an id."""
+        """Whether the parts gave nothing but an id."""
         return not (self.name or self.arguments or self.unknown or self.unknown_of_function)
 
     @property
     def is_custom(self) -> bool:
-        """Whether its tool takes free text."""
+        """Whether the call is one of a tool that takes free text."""
         return isinstance(self.unknown.get("custom"), dict) and not (self.name or self.arguments)
 
     def has_whole_arguments(self) -> bool:
-        """Whether the arguments so far are a JSON value, to which nothing can be added."""
-        if not self.arguments or self.arguments[-1].rstrip()[-1:] not in _ENDS_OF_VALUES:
+        """Whether the arguments so far are a complete JSON value."""
+        if not self.arguments or self.arguments[-1].rstrip()[-1:] not in _VALUE_ENDS:
             return False
         try:
             orjson.loads("".join(self.arguments))
@@ -444,21 +449,21 @@ class _Call:
         return {"id": self.id, "type": "function", "function": function, **self.unknown}
 
 
-_NONE = ("{}", "null")
-"""What some servers begin with, before the arguments themselves."""
+_EMPTY_ARGUMENTS = ("{}", "null")
+"""Arguments that some servers send before the real ones."""
 
-_TELLING = 3
-"""So many characters at the beginning of an object stand nowhere else in it."""
+_MIN_REPEATED_CHARS = 3
+"""Length from which on the beginning of an object cannot stand elsewhere in it."""
 
-_ENDS_OF_VALUES = tuple('}]"')
-"""Last characters of a JSON value that arguments can be."""
+_VALUE_ENDS = tuple('}]"')
+"""Last characters of the JSON values that arguments can be."""
 
 
-def _is_another(call: _Call, part: Mapping[str, Any], name: Any, arguments: str) -> bool:
-    """Whether a part with a name or an id begins a call of its own, although `call` was found.
+def _begins_another(call: _Call, part: Mapping[str, Any], name: Any, arguments: str) -> bool:
+    """Whether a part with a name or an id begins another call, although `call` was found for it.
 
-    It does if its id is another, or if the arguments so far are a whole JSON value. A name before
-    any argument continues the name.
+    It does if its id differs, or if the arguments so far are a whole JSON value. A name before any
+    argument continues the name.
     """
     id = part.get("id")
     has_other_id = bool(id) and bool(call.id) and id != call.id
@@ -477,20 +482,20 @@ def _is_another(call: _Call, part: Mapping[str, Any], name: Any, arguments: str)
     return name != call.name or call.has_whole_arguments()
 
 
-def _place(detail: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What two parts of one reasoning detail have in common."""
+def _detail_key(detail: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The fields that are equal in all parts of one reasoning detail."""
     return detail.get("type"), detail.get("index")
 
 
 def thought_in(content: Any) -> str:
     """The reasoning in a content that is a list of parts, as Mistral's models write it."""
-    if isinstance(content, str):
-        return ""  # as nearly always
+    if isinstance(content, str):  # nearly always
+        return ""
     return "".join(thought_text(part) for part in objects_among(content) if is_thought(part))
 
 
 def is_text(part: Any) -> bool:
-    """Whether a part of a content is text, and nothing else."""
+    """Whether a part of a content is a text and no thought."""
     if isinstance(part, dict):
         return isinstance(part.get("text"), str) and not is_thought(part)
     return isinstance(part, str)
@@ -508,18 +513,16 @@ def thought_text(value: Any) -> str:
     if isinstance(value, list):
         return "".join(map(thought_text, value))
     if isinstance(value, dict):
-        return next(
-            (text for key in _TEXTS_OF_THOUGHT if (text := thought_text(value.get(key)))), ""
-        )
+        return next((text for key in _THOUGHT_TEXTS if (text := thought_text(value.get(key)))), "")
     return ""
 
 
-_TEXTS_OF_THOUGHT = ("thinking", "reasoning", "text", "content", "summary")
+_THOUGHT_TEXTS = ("thinking", "reasoning", "text", "content", "summary")
 """Fields of a part of reasoning that hold its text."""
 
 
-def _built_part(part: Growing) -> dict[str, Any]:
-    """A part of a content in the form of Mistral: a thought is a list of texts."""
+def _build_part(part: Growing) -> dict[str, Any]:
+    """Build a part of a content in Mistral's form, in which a thought is a list of texts."""
     built = part.build()
     if built.get("type") != "thinking" or not isinstance(built.get("thinking"), str):
         return built
@@ -534,7 +537,7 @@ def _text_at(key: str, delta: Mapping[str, Any]) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """Text as it is, or that of a list of parts, without the thoughts in it."""
+    """The text of a value: a text, or a list of parts, whose thoughts are left out."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -549,8 +552,8 @@ def _is_thought(part: Any) -> bool:
     return not isinstance(part, dict) or is_thought(part)
 
 
-def _arguments_of(value: Any) -> str:
-    """Some servers send the object itself, as they do where nothing is streamed."""
+def _read_arguments(value: Any) -> str:
+    # Some servers send the object itself, as in replies that are not streamed.
     if value is None or isinstance(value, str):
         return value or ""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -561,7 +564,7 @@ API = "openai_chat"
 _REASONING_FIELDS = (*THOUGHTS, "reasoning_details")
 
 _VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
-"""What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
+"""Fields that are sent back verbatim; LiteLLM puts signed thoughts of other APIs into them."""
 
 _THOUGHT_FIELDS = frozenset(_VERBATIM_FIELDS)
 
@@ -570,7 +573,7 @@ _MESSAGE_FIELDS = frozenset({"role", "type", "content", "tool_calls", "refusal",
 _PLAIN_MESSAGE = frozenset({"role", "content", "tool_calls", "refusal", "reasoning_content"})
 _CHOICE_FIELDS = frozenset({"index", "message", "finish_reason"})
 _REPLY_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "error"})
-"""What is read of each, or says nothing of the reply. All else is kept as it came."""
+"""Fields that are read, or tell nothing about the reply; all others are stored as they came."""
 
 _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "cost"), ()),
@@ -589,18 +592,22 @@ _NOT_SENT = frozenset(
         "function_call",
     }
 )
-"""Fields of a message that describe it: they are kept, and no endpoint wants them back. Calls are
-sent from where they are recorded."""
+"""Unknown fields of a message that are not sent back: they only describe it, or are its calls.
 
-_PAYS = (("OpenAI-Organization", "OPENAI_ORG_ID"), ("OpenAI-Project", "OPENAI_PROJECT_ID"))
-"""Headers, and the variables that OpenAI's own clients read them from."""
+Calls are sent from `Message.tool_calls`.
+"""
+
+_PAYER_HEADERS = (("OpenAI-Organization", "OPENAI_ORG_ID"), ("OpenAI-Project", "OPENAI_PROJECT_ID"))
+"""Headers, each with the variable from which OpenAI's own clients read it."""
 
 
-def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
-    """The key, and at OpenAI who pays, where a key belongs to several organizations or projects."""
+def make_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
+    """The headers with the key, and at OpenAI with the organization and project that pay."""
     headers = {"Authorization": f"Bearer {api_key}"}
     if is_openai(settings):
-        headers |= {header: os.environ[name] for header, name in _PAYS if os.environ.get(name)}
+        headers |= {
+            header: os.environ[name] for header, name in _PAYER_HEADERS if os.environ.get(name)
+        }
     return headers
 
 
@@ -613,9 +620,9 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         ),
     }
     if not is_openai(settings):
-        body["messages"] = _with_objects(body["messages"], request.messages)
+        body["messages"] = _ensure_object_arguments(body["messages"], request.messages)
     if settings.token_ids:
-        body["messages"] = without_outer_newlines(body["messages"])
+        body["messages"] = trim_messages(body["messages"])
     if settings.takes_cache_key:
         body["prompt_cache_key"] = request.conversation or cache_key(request.messages)
     if request.tools:
@@ -637,24 +644,24 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     return body
 
 
-def _with_objects(views: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The `views` of `messages`, with an object for arguments that are none.
-
-    vLLM, SGLang and templates parse the arguments in a history, and refuse the request where they
-    cannot. Only failed calls are looked at.
-    """
+def _ensure_object_arguments(
+    views: list[dict[str, Any]], messages: Sequence[Message]
+) -> list[dict[str, Any]]:
+    """Replace arguments that are no object by one, in `views`, the API form of `messages`."""
+    # vLLM, SGLang and templates parse the arguments in a history, and refuse a request if they
+    # cannot. Only calls that failed can have such arguments.
     failed = {message["tool_call_id"] for message in messages if message.get("is_error")}
     if not failed:
         return views
     return [
-        {**view, "tool_calls": [_with_object(call, failed) for call in view["tool_calls"]]}
+        {**view, "tool_calls": [_ensure_object(call, failed) for call in view["tool_calls"]]}
         if "tool_calls" in view
         else view
         for view in views
     ]
 
 
-def _with_object(call: ToolCall, failed: Container[str]) -> ToolCall:
+def _ensure_object(call: ToolCall, failed: Container[str]) -> ToolCall:
     arguments = call["function"]["arguments"]
     if call["id"] not in failed or input_object(arguments) is not None:
         return call
@@ -674,10 +681,8 @@ def _is_openai(base_url: str) -> bool:
 
 
 def cache_key(messages: Sequence[Message]) -> str:
-    """The same for all turns of a conversation that has no id.
-
-    With neither, OpenAI goes by the prompt's first tokens, which a whole run has in common.
-    """
+    """A cache key that all turns of a conversation have in common, for one that has no id."""
+    # Without a key, OpenAI uses the prompt's first tokens, which a whole run has in common.
     opening = []
     for message in messages:
         opening.append(message["content"])
@@ -701,12 +706,12 @@ def to_api_messages(
     *,
     blank_reasoning: bool = False,
 ) -> list[dict[str, Any]]:
-    """The messages in the form of this API, with roles in an order that every server takes."""
+    """Convert messages to the form of this API, with roles in an order that each server accepts."""
     views: list[dict[str, Any]] = []
     for message in messages:
         view = to_api(message, reasoning_field)
         if views and _is_continued(views[-1], view["role"]):
-            view = _joined(views.pop(), view)
+            view = _join_messages(views.pop(), view)
         views.append(view)
     for view in views if blank_reasoning else ():
         if view["role"] == "assistant" and not view.keys() & set(_REASONING_FIELDS):
@@ -720,21 +725,21 @@ def _is_continued(earlier: Mapping[str, Any], role: str) -> bool:
     return is_speech and earlier["role"] == role
 
 
-def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Two user messages are paragraphs; an assistant continues where it was interrupted."""
+def _join_messages(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    # Two user messages are paragraphs; an assistant continues where it was interrupted.
     between = "\n\n" if later["role"] == "user" else ""
-    said = [content for content in (earlier["content"], later["content"]) if content]
+    contents = [content for content in (earlier["content"], later["content"]) if content]
     joined = {**earlier, **later}
     for key in earlier.keys() & later.keys() & _THOUGHT_FIELDS:
-        joined[key] = _both(earlier[key], later[key])
-    if any(isinstance(content, list) for content in said):
-        return {**joined, "content": [part for one in said for part in _as_parts(one)]}
-    content = between.join(said)
+        joined[key] = _join_thoughts(earlier[key], later[key])
+    if any(isinstance(content, list) for content in contents):
+        return {**joined, "content": [part for one in contents for part in _as_parts(one)]}
+    content = between.join(contents)
     return {**joined, "content": content or later["content"]}
 
 
-def _both(earlier: Any, later: Any) -> Any:
-    """Two thoughts of one field, in the form that they have; the later one if they have none."""
+def _join_thoughts(earlier: Any, later: Any) -> Any:
+    """Join two thoughts of one field; the later one alone if they have no common form."""
     if isinstance(earlier, str) and isinstance(later, str):
         return "\n\n".join(filter(None, (earlier, later)))
     if isinstance(earlier, list) and isinstance(later, list):
@@ -747,19 +752,19 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def to_api(message: Message, reasoning_field: str | None = "reasoning_content") -> dict[str, Any]:
-    """One recorded message in the form of this API; the record is not altered.
+    """Convert one recorded message to the form of this API; the record is not altered.
 
-    Reasoning goes back in the field that it came in, verbatim, so that signed or encrypted
-    thoughts stay valid and no server sees a field that it does not know itself. Reasoning from
-    elsewhere goes as `reasoning_field`, and nowhere where that is None.
+    Reasoning goes back verbatim, in the field in which it came: signed or encrypted thoughts stay
+    valid, and no server sees a field that it does not know. Reasoning from another API goes into
+    `reasoning_field`; None: it is left out.
     """
     match message["role"]:
         case "assistant":
             view: dict[str, Any] = {"role": "assistant", "content": message["content"]}
             if calls := message.get("tool_calls"):
                 view["tool_calls"] = calls
-                # As OpenAI says it: some templates show no calls, and LiteLLM shows the model a
-                # sentence of its own, where there is an empty text beside them.
+                # None, as OpenAI has it. Beside an empty text some templates show no calls, and
+                # LiteLLM shows the model a sentence of its own.
                 view["content"] = message["content"] or None
             blocks = message.get("provider_blocks")
             if blocks is not None and blocks["api"] == API:
@@ -781,8 +786,8 @@ def to_api(message: Message, reasoning_field: str | None = "reasoning_content") 
 def read_reply(body: bytes) -> Completion:
     """Validate and normalise one reply body.
 
-    Raises `ModelError("malformed")` where any part is missing without which the reply cannot be
-    known to be complete; a missing finish reason is how a cut reply looks.
+    Raises `ModelError("malformed")` if the reply may be incomplete: a cut reply has no finish
+    reason.
     """
     reply = parse_object(body)
     choices = reply.get("choices")
@@ -799,7 +804,7 @@ def read_reply(body: bytes) -> Completion:
     finish_reason = ending.reason
     if isinstance(raw.get("refusal"), str) and not message["content"].strip():
         message["content"], finish_reason = raw["refusal"], "refusal"
-    raw_usage = usage_of_reply(reply)
+    raw_usage = find_usage(reply)
     usage = read_usage(raw_usage)
     return Completion(
         message=message,
@@ -810,17 +815,17 @@ def read_reply(body: bytes) -> Completion:
         cost_usd=reported_cost(reply),
         unknown_ending=ending.word,
         hour_cache_writes=hour_writes_in(reply, usage),
-        extra=extra_of(
+        extra=make_extra(
             reply=unknown_in(reply, _REPLY_FIELDS),
             choice=unknown_in(choice, _CHOICE_FIELDS) | dict(ending.unknown),
             choices=choices[1:],
-            usage=counts_beside(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
+            usage=add_plain_counts(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
         ),
     )
 
 
 def read_message(raw: Mapping[str, Any]) -> Message:
-    """An assistant message of this API. Raises `ModelError("malformed")`."""
+    """Read an assistant message of this API. Raises `ModelError("malformed")`."""
     given = raw.get("content")
     received, thought = flat_text(given), thought_in(given)
     inline, text = split_inline_reasoning(received)
@@ -832,7 +837,7 @@ def read_message(raw: Mapping[str, Any]) -> Message:
             raise ModelError("malformed", "the reply's tool_calls are not a list")
         message["tool_calls"] = [_read_call(call) for call in calls]
     elif isinstance(call := raw.get("function_call"), dict) and call.get("name"):
-        # The form that came before `tool_calls`; some servers still answer in it.
+        # The form before `tool_calls`, which some servers still use.
         message["tool_calls"] = [make_call("", call["name"], call.get("arguments"))]
     verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
     verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
@@ -846,12 +851,12 @@ def read_message(raw: Mapping[str, Any]) -> Message:
 
 
 def _join_reasoning(raw: Mapping[str, Any], *inside: str | None) -> str:
-    """All reasoning of one message, joined by blank lines. What is said twice is one thought.
+    """Join all reasoning of one message by blank lines; thoughts that are repeated count once.
 
-    `inside` are thoughts from within its content.
+    `inside` are the thoughts in its content.
     """
-    if raw.keys() <= _PLAIN_MESSAGE and not any(inside):
-        return thought_text(raw.get("reasoning_content")).strip()  # as mostly
+    if raw.keys() <= _PLAIN_MESSAGE and not any(inside):  # mostly
+        return thought_text(raw.get("reasoning_content")).strip()
     sources: list[Sequence[str | None]] = [
         [thought_text(raw[key])] for key in THOUGHTS if key in raw
     ]
@@ -861,25 +866,23 @@ def _join_reasoning(raw: Mapping[str, Any], *inside: str | None) -> str:
         sources.append([thought_text(block) for block in objects_among(blocks)])
     sources += [[thought] for thought in inside]
     texts = [[part.strip() for part in parts if part and part.strip()] for parts in sources]
-    return "\n\n".join(_without_repeats([parts for parts in texts if parts]))
+    return "\n\n".join(_remove_repeats([parts for parts in texts if parts]))
 
 
-def _without_repeats(sources: Sequence[Sequence[str]]) -> Sequence[str]:
-    """The parts of thoughts from several fields, less those that only repeat others.
-
-    Servers mirror a thought in a second field, whole or in parts, and with other white space.
-    """
+def _remove_repeats(sources: Sequence[Sequence[str]]) -> Sequence[str]:
+    """The parts of thoughts from several fields, without parts that only repeat others."""
+    # Servers mirror a thought in a second field, whole or in parts, and with other white space.
     if len(sources) < 2:
         return sources[0] if sources else ()
     kept: dict[str, str] = {}
     for parts in sources:
         before = dict(kept)
         for part in parts:
-            text = _squeezed(part)
+            text = _remove_white_space(part)
             if any(text in known for known in before):
                 continue
             for known in before:
-                if known in text:  # the part says all of that, and more
+                if known in text:  # the part contains that thought
                     kept.pop(known, None)
             kept[text] = part
     return list(kept.values())
@@ -889,7 +892,7 @@ def _detail_text(detail: Mapping[str, Any]) -> str:
     return thought_text(detail.get("summary") or detail.get("content") or detail.get("text"))
 
 
-def _squeezed(text: str) -> str:
+def _remove_white_space(text: str) -> str:
     return "".join(text.split())
 
 
@@ -906,27 +909,27 @@ def _read_call(call: Any) -> ToolCall:
 
 
 def _read_custom_call(call: Mapping[str, Any]) -> ToolCall:
-    """The call of a tool whose input is free text, which only agents' own requests can offer."""
+    """Read the call of a tool that takes free text, which only requests of agents can offer."""
     custom = object_of(call, "custom")
     return make_call(call.get("id"), custom.get("name"), {"input": custom.get("input")})
 
 
-def unknown_of_call(call: ToolCall) -> dict[str, Any]:
-    """What a call holds beyond what every API has; `add_to_call` puts it back."""
+def unknown_call_fields(call: ToolCall) -> dict[str, Any]:
+    """The fields of a call that not every API has; `restore_call_fields` puts them back."""
     unknown = unknown_in(call, _CALL_FIELDS)
-    if of_function := unknown_in(call["function"], _FUNCTION_FIELDS):
-        unknown["function"] = of_function
+    if in_function := unknown_in(call["function"], _FUNCTION_FIELDS):
+        unknown["function"] = in_function
     return unknown
 
 
-def add_to_call(call: ToolCall, unknown: Mapping[str, Any]) -> None:
-    """Give a call what `unknown_of_call` said of it."""
+def restore_call_fields(call: ToolCall, unknown: Mapping[str, Any]) -> None:
+    """Give a call the fields that `unknown_call_fields` took from it."""
     call["function"].update(unknown.get("function", {}))
     call.update(unknown_in(unknown, _CALL_FIELDS))  # type: ignore[typeddict-item]
 
 
 def flat_text(content: Any) -> str:
-    """Content as text: parts of a list are joined by newlines, as their servers mean them."""
+    """The text of a content; the parts of a list are joined by newlines."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -942,12 +945,12 @@ def flat_text(content: Any) -> str:
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     """The token counts in a reply's body."""
-    return read_usage(usage_of_reply(reply))
+    return read_usage(find_usage(reply))
 
 
 DIALECT = Dialect(
     path="/chat/completions",
-    headers=headers_of,
+    headers=make_headers,
     body=request_body,
     read=read_reply,
     usage=usage_in,

@@ -1,8 +1,8 @@
-"""The Responses dialect of OpenAI. Bodies are ours for the reasons given in `openai_chat`.
+"""The Responses dialect of OpenAI. As in `openai_chat`, bodies are written here, not by an SDK.
 
-Nothing is kept at the endpoint: every request brings the whole conversation, and thoughts travel
-with it in encrypted form. Reasoning models show their thoughts only if `extra_body` asks
-for {"reasoning": {"summary": "auto"}}.
+Nothing is stored at the endpoint: every request has the whole conversation, with thoughts in
+encrypted form. Reasoning models show their thoughts only if `extra_body` asks for {"reasoning":
+{"summary": "auto"}}.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from agent.messages.message import Message, ToolCall, Usage, split_inline_reason
 from agent.models.dialects.dialect import (
     Dialect,
     ReplyEnding,
-    extra_of,
-    incomplete,
+    incomplete_body,
+    make_extra,
     read_ending,
     to_body,
     uncounted_in,
     unknown_in,
 )
-from agent.models.dialects.openai_chat import cache_key, headers_of, is_openai
+from agent.models.dialects.openai_chat import cache_key, is_openai, make_headers
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
@@ -35,19 +35,19 @@ from agent.models.parsing import (
     text_or_none,
 )
 from agent.models.usage import (
-    counts_beside,
+    add_plain_counts,
+    find_usage,
     hour_writes_in,
     read_usage,
     reported_cost,
-    usage_of_reply,
 )
 from batch_trajectories.basics.exact_json import objects_among
 
 # Streams of the Responses dialect.
 #
-# Their last event brings the whole reply. Some servers leave items out of it: those are taken
-# from the events before, and from their parts where no event brought an item whole. A stream
-# without a last event was cut.
+# The last event of a stream has the whole reply. Some servers leave items out of it. These are
+# taken from earlier events, or from their parts if no event had them whole. A stream without a
+# last event was cut.
 
 _ENDS = frozenset(
     {
@@ -58,16 +58,17 @@ _ENDS = frozenset(
         "response.done",
     }
 )
-"""Types of the events that end a stream; `response.done` is that of OpenRouter and of relays."""
+"""Types of events that end a stream; OpenRouter and other relays send `response.done`."""
 
 _STATUSES = frozenset({"completed", "incomplete", "failed"})
+"""Statuses of a reply that has ended."""
 
 
 class ResponsesAssembly:
-    """Finds one reply among its events; see `Assembly`."""
+    """Builds one reply from its events; see `Assembly`."""
 
     def __init__(self, on_delta: StreamHandler) -> None:
-        self._tell = on_delta
+        self._emit = on_delta
         self._reply: dict[str, Any] = {}
         self._items: dict[int, _Item] = {}
         self._places: dict[str, tuple[Any, ...]] = {}
@@ -81,9 +82,9 @@ class ResponsesAssembly:
                 "type": "response.output_text.delta" | "response.refusal.delta" as kind,
                 "delta": str(text),
             }:
-                item = self._item(part, "message")
-                item.add(_TEXT_OF[kind], part.get("content_index"), text)
-                self._tell_text("text_delta", text, part.get("output_index"))
+                item = self._find_item(part, "message")
+                item.add(_DELTA_PARTS[kind], part.get("content_index"), text)
+                self._emit_text("text_delta", text, part.get("output_index"))
             case {
                 "type": "response.reasoning_summary_text.delta"
                 | "response.reasoning_text.delta" as kind,
@@ -91,12 +92,12 @@ class ResponsesAssembly:
             }:
                 keys = ("output_index", "type", "summary_index", "content_index")
                 index = part.get("summary_index", part.get("content_index"))
-                self._item(part, "reasoning").add(_TEXT_OF[kind], index, text)
-                self._tell_text("thinking_delta", text, *map(part.get, keys))
+                self._find_item(part, "reasoning").add(_DELTA_PARTS[kind], index, text)
+                self._emit_text("thinking_delta", text, *map(part.get, keys))
             case {"type": "response.function_call_arguments.delta", "delta": str(text)}:
-                item = self._item(part, "function_call")
+                item = self._find_item(part, "function_call")
                 item.add("arguments", None, text)
-                self._tell_input(item, text)
+                self._emit_input(item, text)
             case {"type": "response.output_item.added", "item": dict(fields)}:
                 self._begin(part, fields)
             case {"type": "response.output_item.done", "item": dict(fields)}:
@@ -119,17 +120,17 @@ class ResponsesAssembly:
         items = [item for _, item in sorted(self._items.items())]
         if not all(item.has_begun for item in items):
             known = _texts_in([given, [item.whole for item in items]])
-            # Parts for a wrong index are no item if another one says the same.
+            # Parts for a wrong index are no item if another item repeats their text.
             items = [item for item in items if item.has_begun or not item.is_repeated_in(known)]
         if any(not item.has_begun and item.fields["type"] == "function_call" for item in items):
-            return to_body(incomplete("arguments for a call that never began", self._reply))
-        is_less = not given or (isinstance(given, list) and len(given) < len(items))
-        output = [item.build() for item in items] if is_less else given
+            return to_body(incomplete_body("arguments for a call that never began", self._reply))
+        is_incomplete = not given or (isinstance(given, list) and len(given) < len(items))
+        output = [item.build() for item in items] if is_incomplete else given
         if isinstance(output, list) and self._reply:
             known = _texts_in(output)
             missing = [item for item in items if not item.is_repeated_in(known)]
             if missing and len(output) != len(items):
-                return to_body(incomplete("its end lacks what its parts said", self._reply))
+                return to_body(incomplete_body("its end lacks what its parts said", self._reply))
             if missing:
                 output = [
                     item.build_from_parts(end) if item in missing else end
@@ -137,8 +138,8 @@ class ResponsesAssembly:
                 ]
         return to_body({**self._reply, "output": output})
 
-    def _item(self, part: Mapping[str, Any], kind: str) -> _Item:
-        """The item that a part belongs to, by its index, else the latest one of its kind."""
+    def _find_item(self, part: Mapping[str, Any], kind: str) -> _Item:
+        """Find the item of a part by its index, else the latest of its kind; begin one if none."""
         n = part.get("output_index")
         if not isinstance(n, int):
             latest = [m for m, item in self._items.items() if item.fields.get("type") == kind]
@@ -147,15 +148,15 @@ class ResponsesAssembly:
             self._items[n] = _Item({"type": kind})
         return self._items[n]
 
-    def _tell_text(
+    def _emit_text(
         self, kind: Literal["text_delta", "thinking_delta"], text: str, *place: Any
     ) -> None:
-        """Texts of different places are paragraphs, as they are in the record."""
+        # Texts of different places become paragraphs, as in the record.
         if not text:
             return
         between = "\n\n" if self._places.get(kind, place) != place else ""
         self._places[kind] = place
-        self._tell({"type": kind, "text": between + text})
+        self._emit({"type": kind, "text": between + text})
 
     def _begin(self, part: Mapping[str, Any], fields: Mapping[str, Any]) -> _Item:
         n = part.get("output_index")
@@ -166,7 +167,7 @@ class ResponsesAssembly:
         elif not item.has_begun:
             item.fields = {**item.fields, **fields}
         if not item.has_begun and fields.get("type") == "function_call":
-            self._tell({"type": "tool_use_start", "tool_id": item.id, "tool_name": item.name})
+            self._emit({"type": "tool_use_start", "tool_id": item.id, "tool_name": item.name})
         item.has_begun = True
         return item
 
@@ -179,11 +180,11 @@ class ResponsesAssembly:
         if fields.get("type") == "function_call":
             arguments = fields.get("arguments")
             if not item.is_passed_on and isinstance(arguments, str):
-                self._tell_input(item, arguments)
-            self._tell({"type": "tool_use_stop", "tool_id": item.id, "tool_name": item.name})
+                self._emit_input(item, arguments)
+            self._emit({"type": "tool_use_stop", "tool_id": item.id, "tool_name": item.name})
 
     def _open_item(self, fields: Mapping[str, Any]) -> int:
-        """The place of the item that an end without an index belongs to."""
+        """The index of the item to which an end without an index belongs."""
         kind = fields.get("type")
         open_items = (
             n
@@ -192,19 +193,19 @@ class ResponsesAssembly:
         )
         return next(open_items, len(self._items))
 
-    def _tell_input(self, item: _Item, text: str) -> None:
+    def _emit_input(self, item: _Item, text: str) -> None:
         if text and item.has_begun:
             item.is_passed_on = True
-            self._tell({"type": "tool_use_delta", "tool_id": item.id, "tool_input": text})
+            self._emit({"type": "tool_use_delta", "tool_id": item.id, "tool_input": text})
 
 
-_TEXT_OF: Mapping[str, str] = {
+_DELTA_PARTS: Mapping[str, str] = {
     "response.output_text.delta": "output_text",
     "response.refusal.delta": "refusal",
     "response.reasoning_summary_text.delta": "summary_text",
     "response.reasoning_text.delta": "reasoning_text",
 }
-"""By the type of an event, the type of the part of an item that it adds to."""
+"""The type of the part of an item to which an event adds text, by the type of the event."""
 
 _LISTS: Mapping[str, str] = {
     "output_text": "content",
@@ -212,7 +213,7 @@ _LISTS: Mapping[str, str] = {
     "summary_text": "summary",
     "reasoning_text": "content",
 }
-"""By the type of a part, the list of an item that it stands in."""
+"""The list of an item that holds a part, by the type of the part."""
 
 
 def _texts_in(value: Any) -> list[str]:
@@ -225,15 +226,15 @@ def _texts_in(value: Any) -> list[str]:
 
 
 class _Item:
-    """One item of the output as far as it is known."""
+    """One item of the output as far as it has arrived."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = dict(fields)
         self.whole: dict[str, Any] | None = None
-        """The item as an event brought it at its end."""
+        """The whole item, from an event at its end; None before."""
         self.has_begun = False
         self.is_passed_on = False
-        """The handler got the arguments of the call."""
+        """The handler has received the arguments of the call."""
         self._texts: dict[tuple[str, Any], list[str]] = {}
 
     @property
@@ -247,34 +248,34 @@ class _Item:
         return str(self.fields.get("name") or "")
 
     def add(self, kind: str, index: Any, text: str) -> None:
-        """Add to the part of this type at `index`, or to the arguments."""
+        """Append text to the part of this type at `index`, or to the arguments."""
         place = (kind, index if isinstance(index, int) else 0)
         self._texts.setdefault(place, []).append(text)
 
     def is_repeated_in(self, known: Sequence[str]) -> bool:
-        """Whether the `known` texts have all that the parts of this item say."""
+        """Whether the `known` texts contain all text of the parts of this item."""
         texts = ["".join(pieces) for pieces in self._texts.values()]
-        return all(any(_says(one, text) for one in known) for text in texts)
+        return all(any(_contains(one, text) for one in known) for text in texts)
 
     def build_from_parts(self, end: Any) -> Any:
-        """The item as its parts have it, if its `end` only leaves out what they say.
+        """Build the item from its parts, if its `end` only leaves out text that they have.
 
-        An end that says something else is what the API means to be the reply.
+        Otherwise returns `end`: for the API, it is the reply.
         """
         whole = {} if self.whole is None else self.whole
         if self.is_repeated_in(_texts_in(whole)):
             return whole
         built = self._build({**self.fields, **whole, **(end if isinstance(end, dict) else {})})
-        said = _texts_in(built)
-        is_less = all(any(_says(one, text) for one in said) for text in _texts_said(end))
-        return built if is_less else end
+        known = _texts_in(built)
+        is_incomplete = all(any(_contains(one, text) for one in known) for text in _own_texts(end))
+        return built if is_incomplete else end
 
     def build(self) -> dict[str, Any]:
-        """The item; from its parts if no event brought it whole."""
+        """Build the item; from its parts if no event had it whole."""
         return self._build(self.fields) if self.whole is None else self.whole
 
     def _build(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The item with these fields, and the texts of its parts."""
+        """Build the item with these fields, and with the texts of its parts."""
         built = dict(fields)
         for key in {_LISTS[kind] for kind, _ in self._texts if kind in _LISTS}:
             built[key] = [part for part in built.get(key) or () if not _is_text_part(part)]
@@ -288,12 +289,12 @@ class _Item:
 
 
 def _is_text_part(part: Any) -> bool:
-    """Whether a part of an item is a text; the parts that an event announced are empty there."""
+    """Whether a part of an item is a text; in announced items such parts are empty."""
     return isinstance(part, dict) and part.get("type") in _LISTS
 
 
-def _texts_said(item: Any) -> list[str]:
-    """What an item says to a reader: its texts, or the arguments of its call."""
+def _own_texts(item: Any) -> list[str]:
+    """The texts of an item, or the arguments of its call."""
     if not isinstance(item, dict):
         return []
     parts = [part for key in ("content", "summary") for part in objects_among(item.get(key))]
@@ -301,23 +302,23 @@ def _texts_said(item: Any) -> list[str]:
     return [text for text in (*texts, item.get("arguments")) if isinstance(text, str)]
 
 
-def _says(text: str, part: str) -> bool:
-    """Whether a text holds another one, whatever the white space: some servers strip it, or write
-    arguments again."""
+def _contains(text: str, part: str) -> bool:
+    """Whether a text contains another one, apart from white space."""
+    # Some servers strip white space, or write arguments again.
     return part in text or "".join(part.split()) in "".join(text.split())
 
 
 API = "openai_responses"
 
 _DOES_NOT_REASON = re.compile(r"(?:^|/)(?:gpt-3|gpt-4|chatgpt)|-chat")
-"""Names of models that refuse to be asked for encrypted thoughts, since they have none."""
+"""Names of models that refuse requests for encrypted thoughts, since they do not reason."""
 
 _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"type", "id", "status", "role", "content"}),
     "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
     "output_text": frozenset({"type", "text"}),
 }
-"""What an item or a part may hold that the record holds too, or that is never needed again."""
+"""Fields of items and parts that the record has, too, or that are never needed again."""
 
 
 _REPLY_FIELDS = frozenset(
@@ -364,11 +365,11 @@ _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
     "input_tokens_details": ("cached_tokens", "cache_write_tokens"),
     "output_tokens_details": ("reasoning_tokens",),
 }
-"""What is read of a reply, or known already; all else is kept as it came."""
+"""Fields and counts that are read or known already; all others are stored as they came."""
 
 
 def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
-    """The JSON body of one request; the system message travels beside the others."""
+    """The JSON body of one request; the system message has its own field."""
     messages = list(request.messages)
     body: dict[str, Any] = {
         "model": settings.name,
@@ -380,10 +381,10 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         body["prompt_cache_key"] = request.conversation or cache_key(messages)
     if messages and messages[0]["role"] == "system":
         body["instructions"] = messages.pop(0)["content"]
-    keeps = KeptThoughts(
+    accepted = AcceptedThoughts(
         stored=(settings.extra_body or {}).get("store") is True, readable=not is_openai(settings)
     )
-    body["input"] = to_api_items(messages, keeps)
+    body["input"] = to_api_items(messages, accepted)
     if request.tools:
         body["tools"] = [_tool_to_api(tool) for tool in request.tools]
         if request.tool_choice == "none":
@@ -396,12 +397,12 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     if settings.reasoning_effort is not None:
         body["reasoning"] = {"effort": settings.reasoning_effort}
     body["stream"] = request.on_delta is not None
-    _merge(body, settings.extra_body or {})
+    _add_extra(body, settings.extra_body or {})
     return body
 
 
 def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """This API makes schemas strict where nothing is said, and then refuses or rewrites ours."""
+    # By default this API makes schemas strict, and then refuses or rewrites ours.
     function = tool["function"]
     return {
         "type": "function",
@@ -412,37 +413,37 @@ def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _merge(body: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Put the user's own fields in. Who asks there for summaries still means the effort."""
+def _add_extra(body: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """Add the fields of `extra_body`; a summary asked for there keeps the effort of the options."""
     ours, theirs = body.get("reasoning"), extra.get("reasoning")
     body.update(extra)
     if isinstance(ours, dict) and isinstance(theirs, Mapping):
         body["reasoning"] = {**ours, **theirs}
 
 
-class KeptThoughts(NamedTuple):
-    """Which thoughts without encrypted content an endpoint takes back."""
+class AcceptedThoughts(NamedTuple):
+    """The kinds of thoughts without encrypted content that an endpoint accepts in a history."""
 
     stored: bool = False
-    """All of them: it stores replies and finds thoughts by their ids."""
+    """It accepts all: it stores replies and finds thoughts by their ids."""
     readable: bool = True
-    """Those whose text it sent (`content`), as vLLM reads it; OpenAI itself refuses them."""
+    """It accepts thoughts whose text it sent (`content`), as vLLM does; OpenAI itself does not."""
 
 
-_OF_ANY_SERVER = KeptThoughts()
+_USUALLY_ACCEPTED = AcceptedThoughts()
 
 
 def to_api_items(
-    messages: Sequence[Message], keeps: KeptThoughts = _OF_ANY_SERVER
+    messages: Sequence[Message], accepted: AcceptedThoughts = _USUALLY_ACCEPTED
 ) -> list[dict[str, Any]]:
-    """The messages as items of this API; the record is not altered."""
-    return [item for message in messages for item in _items(message, keeps)]
+    """Convert messages to items of this API; the record is not altered."""
+    return [item for message in messages for item in _items(message, accepted)]
 
 
-def _items(message: Message, keeps: KeptThoughts) -> list[dict[str, Any]]:
+def _items(message: Message, accepted: AcceptedThoughts) -> list[dict[str, Any]]:
     match message["role"]:
         case "assistant":
-            return _assistant_items(message, keeps)
+            return _assistant_items(message, accepted)
         case "tool":
             id, output = message["tool_call_id"], message["content"]
             return [{"type": "function_call_output", "call_id": id, "output": output}]
@@ -450,15 +451,15 @@ def _items(message: Message, keeps: KeptThoughts) -> list[dict[str, Any]]:
             return [{"role": role, "content": message["content"]}]
 
 
-def _assistant_items(message: Message, keeps: KeptThoughts) -> list[dict[str, Any]]:
-    """The items as they came where they came from this API, else the same said in its words.
+def _assistant_items(message: Message, accepted: AcceptedThoughts) -> list[dict[str, Any]]:
+    """The items of an assistant message: verbatim if this API wrote them, or else built anew.
 
     Reasoning of another API is left out: it is neither encrypted nor known to the endpoint.
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        kept = _without_lost_thoughts(_without_open_thought(blocks["blocks"]), keeps)
-        return [_without_nulls(_without_logprobs(item)) for item in kept]
+        kept = _remove_lost_thoughts(_remove_open_thought(blocks["blocks"]), accepted)
+        return [_remove_nulls(_remove_logprobs(item)) for item in kept]
     items: list[dict[str, Any]] = []
     if message["content"]:
         items.append({"role": "assistant", "content": message["content"]})
@@ -469,19 +470,16 @@ def _assistant_items(message: Message, keeps: KeptThoughts) -> list[dict[str, An
     return items
 
 
-def _without_lost_thoughts(
-    items: list[dict[str, Any]], keeps: KeptThoughts
+def _remove_lost_thoughts(
+    items: list[dict[str, Any]], accepted: AcceptedThoughts
 ) -> list[dict[str, Any]]:
-    """The items without thoughts that the endpoint cannot take back.
-
-    What follows one goes without its id: by the id OpenAI knows that a thought came before it, and
-    refuses the item without the thought.
-    """
+    """Remove thoughts that the endpoint does not accept, and the ids of items after them."""
+    # By the id of an item OpenAI knows that a thought preceded it, and refuses the item without it.
     kept: list[dict[str, Any]] = []
     is_lost = False
     for item in items:
         if item.get("type") == "reasoning":
-            if _is_taken_back(item, keeps):
+            if _is_accepted(item, accepted):
                 kept.append(item)
             else:
                 is_lost = True
@@ -492,21 +490,21 @@ def _without_lost_thoughts(
     return kept
 
 
-def _is_taken_back(thought: Mapping[str, Any], keeps: KeptThoughts) -> bool:
-    if thought.get("encrypted_content") or keeps.stored:
+def _is_accepted(thought: Mapping[str, Any], accepted: AcceptedThoughts) -> bool:
+    if thought.get("encrypted_content") or accepted.stored:
         return True
-    return keeps.readable and any(_texts(thought.get("content")))
+    return accepted.readable and any(_texts(thought.get("content")))
 
 
-def _without_nulls(item: dict[str, Any]) -> dict[str, Any]:
-    """Self-hosted servers write null for what an item does not have; OpenAI refuses some of it."""
+def _remove_nulls(item: dict[str, Any]) -> dict[str, Any]:
+    # Self-hosted servers write null for fields that an item does not have; OpenAI refuses some.
     if None not in item.values():
         return item
     return {key: item[key] for key in item if item[key] is not None}
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """They describe what was said, and can be many times as long."""
+def _remove_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    # Log-probabilities can be many times as long as the text.
     parts = item.get("content")
     if not isinstance(parts, list) or not any(p.get("logprobs") for p in objects_among(parts)):
         return item
@@ -517,8 +515,8 @@ def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": shown}
 
 
-def _without_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A reply cut while it reasoned: a thought that leads to nothing is refused."""
+def _remove_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # The API refuses a thought at the end, as in a reply that was cut while the model reasoned.
     ends = (n for n, item in enumerate(items, 1) if item.get("type") != "reasoning")
     return items[: max(ends, default=0)]
 
@@ -526,8 +524,8 @@ def _without_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_reply(body: bytes) -> Completion:
     """Validate and normalise one reply body.
 
-    Raises `ModelError`: "malformed" where the reply cannot be known to be complete, and what the
-    endpoint says itself where it failed.
+    Raises `ModelError`: "malformed" if the reply may be incomplete, or the error that the endpoint
+    reports.
     """
     _raise_if_failed(body)
     reply = parse_object(body)
@@ -535,14 +533,14 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
         raise ModelError("malformed", "the reply's output is not a list of items")
     message = read_output(output)
-    ending = _why_ended(reply, message)
+    ending = _read_ending(reply, message)
     finish_reason = ending.reason
     if finish_reason == "stop":
         if any(part.get("type") == "refusal" for item in output for part in _parts(item)):
             finish_reason = "refusal"
         elif "tool_calls" in message:
             finish_reason = "tool_calls"
-    raw_usage = usage_of_reply(reply)
+    raw_usage = find_usage(reply)
     usage = read_usage(raw_usage)
     return Completion(
         message=message,
@@ -553,9 +551,9 @@ def read_reply(body: bytes) -> Completion:
         cost_usd=reported_cost(reply),
         hour_cache_writes=hour_writes_in(reply, usage),
         unknown_ending=ending.word,
-        extra=extra_of(
+        extra=make_extra(
             reply=unknown_in(reply, _REPLY_FIELDS) | dict(ending.unknown),
-            usage=counts_beside(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
+            usage=add_plain_counts(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
         ),
     )
 
@@ -567,11 +565,11 @@ def conversation_of(reply: Mapping[str, Any]) -> str:
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     """The token counts in a reply's body."""
-    return read_usage(usage_of_reply(reply))
+    return read_usage(find_usage(reply))
 
 
 def _raise_if_failed(body: bytes) -> None:
-    """A reply that failed says why; anything else is left to `parse_object`."""
+    """Raise the error that a failed reply reports; `parse_object` checks all other bodies."""
     try:
         reply = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -585,8 +583,8 @@ def _raise_if_failed(body: bytes) -> None:
     raise error_behind_200({"error": given}, "a reply that failed")
 
 
-def _why_ended(reply: Mapping[str, Any], message: Message) -> ReplyEnding:
-    """What the endpoint says of it; a complete reply may still turn out to end in calls."""
+def _read_ending(reply: Mapping[str, Any], message: Message) -> ReplyEnding:
+    """Read why a reply ended; a completed one may still turn out to end in calls."""
     status = reply.get("status")
     if status == "completed":
         return ReplyEnding("stop", {})
@@ -597,14 +595,14 @@ def _why_ended(reply: Mapping[str, Any], message: Message) -> ReplyEnding:
 
 
 def read_output(output: list[dict[str, Any]]) -> Message:
-    """The message that the items make up, kept verbatim where it alone would say less."""
+    """Build the message from items; it holds them verbatim if they have further data."""
     texts, thoughts = [], []
     calls: list[ToolCall] = []
     for item in output:
         match item.get("type"):
             case "message":
-                said = (part.get("text") or part.get("refusal") for part in _parts(item))
-                texts.append("".join(text for text in said if isinstance(text, str)))
+                parts = (part.get("text") or part.get("refusal") for part in _parts(item))
+                texts.append("".join(text for text in parts if isinstance(text, str)))
             case "reasoning":
                 thoughts += _texts(item.get("summary")) + _texts(item.get("content"))
             case "function_call":
@@ -624,9 +622,9 @@ def read_output(output: list[dict[str, Any]]) -> Message:
 
 
 def _parts(item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a message item, none of any other; some servers send the text itself."""
+    """The parts of a message item; empty for any other item."""
     content = item.get("content") if item.get("type") == "message" else []
-    if isinstance(content, str):
+    if isinstance(content, str):  # some servers send the text itself
         return [{"type": "output_text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise ModelError("malformed", "the content of the reply's message is not a list of parts")
@@ -644,7 +642,7 @@ def _read_call(item: Mapping[str, Any]) -> ToolCall:
 
 
 def _read_other_call(kind: str, item: Mapping[str, Any]) -> ToolCall:
-    """The call of a tool that only agents' own requests can offer, such as one with free text."""
+    """Read the call of a tool that only requests of agents can offer, as one with free text."""
     if kind == "custom_tool_call":
         return make_call(item["call_id"], item.get("name"), {"input": item.get("input")})
     given = {k: v for k, v in item.items() if k not in ("type", "id", "status", "call_id")}
@@ -652,7 +650,7 @@ def _read_other_call(kind: str, item: Mapping[str, Any]) -> ToolCall:
 
 
 def _is_plain(item: Mapping[str, Any]) -> bool:
-    """Whether a message has nothing to it but one text, and a call nothing but itself."""
+    """Whether a message is only one text, or a call has no further fields."""
     parts = _parts(item)
     return len(parts) <= 1 and all(
         {key for key, value in one.items() if value}
@@ -663,7 +661,7 @@ def _is_plain(item: Mapping[str, Any]) -> bool:
 
 DIALECT = Dialect(
     path="/responses",
-    headers=headers_of,
+    headers=make_headers,
     body=request_body,
     read=read_reply,
     usage=usage_in,

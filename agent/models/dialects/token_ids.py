@@ -1,9 +1,9 @@
-"""Token ids and log-probabilities of the chat dialect: how they are asked for, and where they come.
+"""Asks for token ids and log-probabilities in the chat dialect, and takes them out of replies.
 
 vLLM has `prompt_token_ids` in the reply, or in the first part of a stream, and `token_ids` in the
 choice. SGLang has both in the choice, the reply's as `meta_info.output_token_logprobs`, and refuses
-them in streams: other programs' streams are asked for in one piece there. Others have at most
-log-probabilities, beside the texts of the tokens.
+them in streams: there a stream for another program is asked for in one piece. Other servers have at
+most log-probabilities, beside the texts of the tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIELDS = (
     "return_meta_info",
     "return_prompt_token_ids",
 )
-"""All fields of a request that ask for them."""
+"""All fields of a request that ask for token ids or log-probabilities."""
 
 _ASK_FOR_IDS = ("return_token_ids", "return_meta_info", "return_prompt_token_ids")
 
@@ -45,12 +45,12 @@ _GIVEN_FOR = {
     "meta_info": ("return_meta_info",),
     "logprobs": ("logprobs",),
 }
-"""Fields of replies, and those of requests that ask for them."""
+"""Fields of replies, each with the fields of requests that ask for it."""
 
 _TEXTS: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-"""Texts of tokens by id, for each endpoint and model; no larger than their vocabularies."""
+"""Texts of tokens by id, for each (endpoint, model); never larger than the vocabularies."""
 
-_OF_TOKEN = frozenset({"token", "logprob", "bytes", "top_logprobs"})
+_TOKEN_FIELDS = frozenset({"token", "logprob", "bytes", "top_logprobs"})
 
 
 _SGLANG = "sglang"
@@ -61,7 +61,7 @@ def _server(settings: ModelSettings) -> str:
 
 
 def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
-    """The fields that ask for tokens; known providers get only those of OpenAI's API."""
+    """The fields that ask for tokens; known providers get only the fields of OpenAI's API."""
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 0}
     if provider_at(settings.base_url or "") is not None:
         return fields
@@ -73,12 +73,10 @@ def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
     return fields
 
 
-def without_outer_newlines(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages of a request, texts of assistants without the newlines around them.
-
-    Parsers of vLLM leave the newlines between thought, text and calls in the text. Templates write
-    their own, so that with both the prompt would not begin with what was sampled.
-    """
+def trim_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Remove the newlines around the texts of assistants from the messages of a request."""
+    # Parsers of vLLM leave the newlines between thought, text and calls in the text, and templates
+    # write newlines, too. With both, the prompt would differ from the tokens that were sampled.
     return [
         {**message, "content": _trimmed(message)} if _is_trimmed(message) else message
         for message in messages
@@ -101,18 +99,18 @@ def asks_for_ids(body: Mapping[str, Any]) -> bool:
 
 
 def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of another program's request, made to ask as ours do; its own fields win."""
+    """Make the body of another program's request ask for tokens; fields that it has win."""
     streams = bool(body.get("stream")) and _server(settings) != _SGLANG
     fields = request_fields(settings, streams=streams)
     missing = {name: value for name, value in fields.items() if not body.get(name)}
-    asking = {**body, **missing, "messages": without_outer_newlines(body["messages"])}
+    asking = {**body, **missing, "messages": trim_messages(body["messages"])}
     if not streams:
         asking = {key: asking[key] for key in asking.keys() - {"stream", "stream_options"}}
     return asking
 
 
 def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a reply without the tokens that `request` did not ask for."""
+    """Remove the tokens that `request` did not ask for from the body of a reply."""
     hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(request.get, asks))}
     fields = {key: value for key, value in reply.items() if key not in hidden}
     if isinstance(choices := reply.get("choices"), list):
@@ -126,7 +124,7 @@ def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict
 
 
 def part_without_tokens(event: bytes, data: str, request: Mapping[str, Any]) -> bytes:
-    """An event of a stream, with this data, without the tokens that `request` did not ask for."""
+    """Remove the tokens that `request` did not ask for from an event of a stream with `data`."""
     if not any(f'"{field}"' in data for field in _GIVEN_FOR):
         return event
     part = exact_json.loads_part(data)
@@ -138,10 +136,10 @@ def part_without_tokens(event: bytes, data: str, request: Mapping[str, Any]) -> 
 def with_tokens(
     completion: Completion, settings: ModelSettings, request: Mapping[str, Any] | None = None
 ) -> Completion:
-    """The completion with the tokens of its `extra` packed as `tokens`.
+    """Move the tokens in a completion's `extra` to `tokens`, packed.
 
-    What cannot be packed without loss stays in `extra` as it came. `request` is the body of the
-    request, if it is at hand.
+    Data that cannot be packed without loss stays in `extra`. `request` is the body of the request;
+    None if it is not at hand.
     """
     extra = completion.extra or {}
     reply, choice = dict(extra.get("reply", {})), dict(extra.get("choice", {}))
@@ -169,7 +167,7 @@ def with_tokens(
 def _take_ids(fields: dict[str, Any], key: str, known: bytes | None = None) -> bytes | None:
     """Move a list of ids out of `fields`; None, and nothing is moved, if there is none.
 
-    Nor is one moved that differs from the `known` ids of the same tokens.
+    A list that differs from `known`, the ids of the same tokens, is not moved either.
     """
     ids = fields.get(key)
     if not isinstance(ids, list):
@@ -185,7 +183,7 @@ def _take_ids(fields: dict[str, Any], key: str, known: bytes | None = None) -> b
 
 
 def _take_meta_info(choice: dict[str, Any]) -> Sampled:
-    """Move [log-probability, id, text or null] for each token out of SGLang's `meta_info`."""
+    """Move the tokens out of SGLang's `meta_info`: [log-probability, id, text or null] for each."""
     meta = object_of(choice, "meta_info")
     listed = meta.get("output_token_logprobs")
     if not isinstance(listed, list) or not listed:
@@ -205,9 +203,9 @@ def _take_meta_info(choice: dict[str, Any]) -> Sampled:
 
 
 def _take_logprobs(choice: dict[str, Any], sampled: Sampled, texts: dict[int, str]) -> Sampled:
-    """Take the choice's `logprobs` into `sampled`; they stay if they say more than it can hold.
+    """Copy the choice's `logprobs` to `sampled`; they are removed if that holds all their data.
 
-    Texts of tokens with ids are added to `texts`.
+    Texts of tokens that have ids are added to `texts`.
     """
     logprobs, ids = choice.get("logprobs"), sampled.completion
     if not isinstance(logprobs, dict):
@@ -217,25 +215,25 @@ def _take_logprobs(choice: dict[str, Any], sampled: Sampled, texts: dict[int, st
         return sampled
     try:
         packed = pack_logprobs([token["logprob"] for token in content])
-        said = [token["token"] for token in content]
+        token_texts = [token["token"] for token in content]
         is_all = all(_is_held(token, has_ids=ids is not None) for token in content)
     except (struct.error, OverflowError, TypeError, AttributeError, LookupError):
         return sampled
     has_others = ids is not None and len(ids) != len(packed)
     if has_others or sampled.logprobs not in (None, packed):
         return sampled
-    if not all(isinstance(text, str) for text in said):
+    if not all(isinstance(text, str) for text in token_texts):
         return sampled
     if is_all:
         del choice["logprobs"]
     if ids is not None:
-        texts.update(zip(unpack_ids(ids), said, strict=True))
-    return sampled._replace(logprobs=packed, texts=said if ids is None else None)
+        texts.update(zip(unpack_ids(ids), token_texts, strict=True))
+    return sampled._replace(logprobs=packed, texts=token_texts if ids is None else None)
 
 
 def _is_held(token: Mapping[str, Any], *, has_ids: bool) -> bool:
-    """Whether an entry holds nothing but a log-probability and an id or text."""
-    if not token.keys() <= _OF_TOKEN or token.get("top_logprobs"):
+    """Whether an entry has no more data than a log-probability and an id or a text."""
+    if not token.keys() <= _TOKEN_FIELDS or token.get("top_logprobs"):
         return False
     if has_ids:
         return True
