@@ -249,10 +249,10 @@ class EndpointConfig(BaseModel):
         replication = None
         if self.base_urls:
             replication = Replication(
-                tuple(root_of(url, self._api or "") for url in self.base_urls),
-                self.health_path,
-                self.replica_max_in_flight,
-                self.replica_rpm,
+                urls=tuple(root_of(url, self._api or "") for url in self.base_urls),
+                health_path=self.health_path,
+                max_in_flight=self.replica_max_in_flight,
+                rpm=self.replica_rpm,
             )
         arguments = dict(self.client_options)
         if self.client is not None and self.base_url is not None:

@@ -83,10 +83,10 @@ class PriceConfig(BaseModel):
     def to_price(self) -> Price:
         """For `ModelSettings`."""
         return Price(
-            self.input,
-            self.output,
-            self.input if self.cache_read is None else self.cache_read,
-            self.input if self.cache_write is None else self.cache_write,
+            input=self.input,
+            output=self.output,
+            cache_read=self.input if self.cache_read is None else self.cache_read,
+            cache_write=self.input if self.cache_write is None else self.cache_write,
         )
 
 

@@ -111,10 +111,17 @@ def keep_dataset(
     if source.plain_file is not None and not columns and rows_file is None and only is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
-    files = _digests_of(source)
-    key = _key_of(source, files, columns, rows_file, only)
+    recipe = _Recipe(
+        source=source,
+        files=_digests_of(source),
+        columns=columns,
+        kind=rows,
+        rows_file=rows_file,
+        only=only,
+    )
+    key = recipe.key()
     if rows_file is not None and rows_file.is_ours and not fresh:
-        key = _key_of_first_start(run_dir, key, source, files, columns, rows, only)
+        key = recipe.key_of_first_start(run_dir) or key
     stem, revision = _known(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
         from batch_trajectories.dataset.source import revision_of
@@ -127,55 +134,8 @@ def keep_dataset(
         path = run_dir / f"{file_stem}.jsonl"
         if note and _is_as_written(path, note):
             return KeptDataset(path, note)
-    note = {
-        "source": source.name,
-        "revision": revision,
-        "columns": dict(columns),
-        **({"kind": rows} if rows_file else {}),
-        "files": files,
-    }
-    left_out: set[str] = set()
-    source_rows = rows_of_source(source, left_out, revision)
-
-    writer = _Writer(
-        source=source,
-        renaming=Renaming(columns, rows_file),
-        rules=rules,
-        max_samples=max_samples,
-        only=only,
-    )
-
-    def write(directory: Path) -> KeptDataset:
-        path, written = writer.write(source_rows, directory, stem)
-        if _sizes_and_times(source) != before:
-            path.unlink()
-            raise DatasetError(
-                f"{source.name}: changed while it was read; run the same command again"
-            )
-        if only is not None:
-            written[ONLY] = only.to_json()
-        replace_json(path.with_suffix(".json"), note | written)
-        if left_out:
-            say(describe_left_out(source.name, left_out))
-        return KeptDataset(path, note | written)
-
-    if writes:
-        try:
-            make_directory(run_dir, is_inside=False, parents=True)
-            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
-                for leftover in run_dir.glob(".dataset-*.tmp"):
-                    leftover.unlink()  # of a start that was killed; it may fill the disk
-                return write(run_dir)
-        except OSError as error:
-            raise storage_error(run_dir, error) from error
-    directory = Path(mkdtemp(prefix="batch-trajectories-"))
-    try:
-        dataset = write(directory)
-    except BaseException:
-        rmtree(directory, ignore_errors=True)
-        raise
-    finalize(dataset, rmtree, directory, ignore_errors=True)
-    return dataset
+    writer = _Writer(recipe, rules, max_samples, revision=revision, before=before, say=say)
+    return writer.write_in_run(run_dir, stem) if writes else writer.write_temporary(stem)
 
 
 def rows_of_source(
@@ -238,25 +198,134 @@ def remove_other_kept(run_dir: Path, path: Path) -> None:
             file.unlink()
 
 
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """Everything that decides which rows a dataset has, and in which form."""
+
+    source: DataSource
+    files: list[dict[str, Any]]
+    """Names, sizes and hashes of the source's files."""
+    columns: Mapping[str, str]
+    """New names of columns, with the old ones."""
+    kind: str | None
+    """The value of `--rows`."""
+    rows_file: RowsFile | None
+    only: RowFilter | None
+
+    def key(self) -> str:
+        """12 hex digits over what is read and how. Where local files are does not count."""
+        place = self.source.name if self.source.hub else self.files
+        decides = [_FORMAT, place, sorted(self.columns.items())]
+        if self.rows_file is not None:
+            decides.append(self.rows_file.digest)
+        if self.only is not None:
+            decides.append(self.only.digest)
+        return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+
+    def key_of_first_start(self, run_dir: Path) -> str | None:
+        """The key under which an earlier version stored the same source; None without such files.
+
+        A version may make other rows of a kind; a run keeps the rows of its first start.
+        """
+        key = self.key()
+        if any(run_dir.glob(f"dataset-{key}*.json")):
+            return key
+        run = _read(run_dir / RUN_FILE) or {}
+        kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
+        for path in sorted(run_dir.glob("dataset-*.json")):
+            if self._has_made(_read(path) or {}, kind_of_run):
+                return path.stem.split("-")[1][: len(key)]
+        return None
+
+    def _has_made(self, stored: Mapping[str, Any], kind_of_run: str | None) -> bool:
+        """Whether a description is of rows that were made of the same source in the same way."""
+        return (
+            (not self.source.hub or stored.get("source") == self.source.name)
+            and stored.get("kind", kind_of_run) == self.kind
+            and stored.get("columns") == dict(self.columns)
+            and stored.get("files") == self.files
+            and stored.get(ONLY, {}).get("digest") == (self.only and self.only.digest)
+        )
+
+    def describe(self, revision: str | None) -> dict[str, Any]:
+        """The description that is stored beside the rows, without facts of the written file."""
+        return {
+            "source": self.source.name,
+            "revision": revision,
+            "columns": dict(self.columns),
+            **({"kind": self.kind} if self.rows_file else {}),
+            "files": self.files,
+        }
+
+
 class _Writer:
-    """Writes rows until there are enough that can be used."""
+    """Writes the rows of a recipe until there are enough that can be used."""
 
     def __init__(
         self,
-        source: DataSource,
-        renaming: Renaming,
+        recipe: _Recipe,
         rules: RowRules,
         max_samples: int | None,
-        only: RowFilter | None,
+        *,
+        revision: str | None,
+        before: list[tuple[int, int]],
+        say: Callable[[str], object],
     ) -> None:
-        self._only = only
-        self._source = source
-        self._renaming = renaming
+        """`before` are the `_sizes_and_times` of the source before its files were hashed."""
+        self._recipe = recipe
+        self._source = recipe.source
+        self._only = recipe.only
+        self._renaming = Renaming(recipe.columns, recipe.rows_file)
         self._rules = rules
         self._max_samples = max_samples
+        self._revision = revision
+        self._before = before
+        self._say = say
 
-    def write(self, rows: Iterator[Row], directory: Path, stem: str) -> tuple[Path, dict[str, Any]]:
-        """Write the rows; return the file, and what its description says of it."""
+    def write_in_run(self, run_dir: Path, stem: str) -> KeptDataset:
+        """Write the dataset into a run directory, which no other process may do meanwhile."""
+        try:
+            make_directory(run_dir, is_inside=False, parents=True)
+            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
+                for leftover in run_dir.glob(".dataset-*.tmp"):
+                    leftover.unlink()  # of a start that was killed; it may fill the disk
+                return self._write(run_dir, stem)
+        except OSError as error:
+            raise storage_error(run_dir, error) from error
+
+    def write_temporary(self, stem: str) -> KeptDataset:
+        """Write the dataset into a temporary directory, which goes with the returned object."""
+        directory = Path(mkdtemp(prefix="batch-trajectories-"))
+        try:
+            dataset = self._write(directory, stem)
+        except BaseException:
+            rmtree(directory, ignore_errors=True)
+            raise
+        finalize(dataset, rmtree, directory, ignore_errors=True)
+        return dataset
+
+    def _write(self, directory: Path, stem: str) -> KeptDataset:
+        """Write the rows, then their description."""
+        left_out: set[str] = set()
+        rows = rows_of_source(self._source, left_out, self._revision)
+        path, written = self._write_rows(rows, directory, stem)
+        if _sizes_and_times(self._source) != self._before:
+            path.unlink()
+            raise DatasetError(
+                f"{self._source.name}: changed while it was read; run the same command again"
+            )
+        if self._only is not None:
+            written[ONLY] = self._only.to_json()
+        note = self._recipe.describe(self._revision) | written
+        replace_json(path.with_suffix(".json"), note)
+        if left_out:
+            self._say(describe_left_out(self._source.name, left_out))
+        return KeptDataset(path, note)
+
+    def _write_rows(
+        self, rows: Iterator[Row], directory: Path, stem: str
+    ) -> tuple[Path, dict[str, Any]]:
+        """Write the rows; return the file, and the facts of it that its description has."""
         path = directory / f"{stem}.jsonl"
         temporary = temporary_for(path)
         digest = blake2b(digest_size=32)
@@ -366,54 +435,6 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
                 f"{path}: cannot read the dataset: {error.strerror or error}"
             ) from error
     return digests
-
-
-def _key_of(
-    source: DataSource,
-    files: list[dict[str, Any]],
-    columns: Mapping[str, str],
-    rows_file: RowsFile | None,
-    only: RowFilter | None,
-) -> str:
-    """12 hex digits over what is read and how. Where local files are does not count."""
-    decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
-    if rows_file is not None:
-        decides.append(rows_file.digest)
-    if only is not None:
-        decides.append(only.digest)
-    return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
-
-
-def _key_of_first_start(
-    run_dir: Path,
-    key: str,
-    source: DataSource,
-    files: list[dict[str, Any]],
-    columns: Mapping[str, str],
-    rows: str | None,
-    only: RowFilter | None,
-) -> str:
-    """The key of what an earlier version made of the same source; else `key`.
-
-    A version may make other rows of a kind; those of the first start count for a run.
-    """
-    if any(run_dir.glob(f"dataset-{key}*.json")):
-        return key
-    run = _read(run_dir / RUN_FILE) or {}
-    kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
-    for path in sorted(run_dir.glob("dataset-*.json")):
-        earlier = _read(path) or {}
-        place = earlier.get("source") if source.hub else None
-        made_from = (
-            place,
-            earlier.get("kind", kind_of_run),
-            earlier.get("columns"),
-            earlier.get("files"),
-        )
-        wanted = (source.name if source.hub else None, rows, dict(columns), files)
-        if (*made_from, earlier.get(ONLY, {}).get("digest")) == (*wanted, only and only.digest):
-            return path.stem.split("-")[1][: len(key)]
-    return key
 
 
 def _known(run_dir: Path, key: str) -> tuple[str, str | None]:

@@ -372,8 +372,13 @@ class Inflight:
                 if _REPLY in line and (reply := reply_in(entry["event"])) is not None:
                     self.paid_usd += reply.get("cost_usd") or 0.0
                 tasks.add(key)
-                order = entry["deal"], entry["position"]
-                place = JournalPosition(*order, segment, offset, len(line))
+                place = JournalPosition(
+                    assignment=entry["deal"],
+                    position=entry["position"],
+                    segment=segment,
+                    offset=offset,
+                    length=len(line),
+                )
                 self._places.setdefault(key, []).append(place)
             elif key is None and line.endswith(b"\n") and not self._read_only:
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
@@ -639,7 +644,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         entry = read_object(line)
         entry["deal"], entry["position"] = int(entry["deal"]), int(entry["position"])
         task_key(entry["task"], entry["input_digest"])
-        is_event = isinstance(entry["event"]["kind"], str)
+        has_kind = isinstance(entry["event"]["kind"], str)
     except (KeyError, TypeError, ValueError):
         return None
-    return entry if is_event else None
+    return entry if has_kind else None
