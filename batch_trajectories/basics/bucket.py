@@ -30,9 +30,9 @@ _SILENT_S = 30
 
 _TRIES = 3
 _PAUSE_S = 1.0
-_AT_A_TIME = 16
+_READ_AHEAD = 16
 _CHUNK_BYTES = 8 << 20
-_SHOWN = 300
+_MAX_MESSAGE_CHARS = 300
 
 _QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s)\"']*")
 """A URL with a query; that of Azure may be a signature."""
@@ -88,7 +88,7 @@ class Bucket:
         try:
             self._store = from_url(url, **more)
         except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def create(self, name: str, content: bytes) -> bool:
         """Create an object; False if there is one of this name. Raises `BucketFailed`."""
@@ -97,11 +97,11 @@ class Bucket:
         except self._obstore.exceptions.AlreadyExistsError as error:
             # Also said of other conflicts: two writes at once, a container that is removed.
             if self.read(name) is None:
-                said = self._failed(error)
+                said = self._to_error(error)
                 raise BucketFailed(f"{said} (a conflict: there is no such object)") from None
             return False
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
         return True
 
     def read(self, name: str) -> bytes | None:
@@ -111,7 +111,7 @@ class Bucket:
         except FileNotFoundError:
             return None
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def after(self, directory: str, name: str) -> Iterator[tuple[str, bytes]]:
         """The objects of a directory whose names sort after `name`, in order.
@@ -123,12 +123,12 @@ class Bucket:
             found = self._obstore.list(self._store, prefix=directory, offset=begin)
             listed = found.collect()
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
         # Azure also lists the name from which it begins.
         paths = sorted(path for path in (str(entry["path"]) for entry in listed) if path > begin)
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            for first in range(0, len(paths), _AT_A_TIME):
-                few = paths[first : first + _AT_A_TIME]
+        with ThreadPoolExecutor(_READ_AHEAD) as pool:
+            for first in range(0, len(paths), _READ_AHEAD):
+                few = paths[first : first + _READ_AHEAD]
                 for path, content in zip(few, pool.map(self.read, few), strict=True):
                     if content is None:
                         raise BucketFailed(f"{self.url}/{path}: it was removed")
@@ -141,17 +141,17 @@ class Bucket:
         try:
             listed = self._obstore.list(self._store).collect()
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
-        return sorted(map(_stored, listed))
+            raise self._to_error(error) from None
+        return sorted(map(_to_stored_file, listed))
 
     def file(self, name: str) -> StoredFile | None:
         """An object; None if there is none. Raises `BucketFailed`."""
         try:
-            return _stored(self._obstore.head(self._store, name))
+            return _to_stored_file(self._obstore.head(self._store, name))
         except FileNotFoundError:
             return None
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def bring(self, file: StoredFile, path: Path) -> bool:
         """Write an object to a path; False if it is another one by now.
@@ -165,13 +165,13 @@ class Bucket:
         except (FileNotFoundError, exceptions.PreconditionError):
             return False
         except (exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
         with path.open("wb") as target:
             while True:
                 try:
                     chunk = next(chunks, None)
                 except (exceptions.BaseError, OSError, ValueError) as error:
-                    raise self._failed(error) from None
+                    raise self._to_error(error) from None
                 if chunk is None:
                     return True
                 target.write(chunk)
@@ -181,7 +181,7 @@ class Bucket:
         try:
             self._obstore.put(self._store, name, content)
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are not there do not matter. Raises `BucketFailed`."""
@@ -191,15 +191,15 @@ class Bucket:
             except FileNotFoundError:
                 continue
             except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-                raise self._failed(error) from None
+                raise self._to_error(error) from None
 
-    def _failed(self, error: Exception) -> BucketFailed:
+    def _to_error(self, error: Exception) -> BucketFailed:
         """The error without the library's repetitions, and without what may be secret."""
         said = str(error).partition("Debug source")[0]
         if answer := _ANSWER.search(said):
             named = ": ".join(filter(None, answer.groups()))
             said = f"{said.partition('<')[0].strip().rstrip(':')}: {named}"
-        said = clip(" ".join(_QUERY.sub(r"\1?…", said).split()), max_chars=_SHOWN)
+        said = clip(" ".join(_QUERY.sub(r"\1?…", said).split()), max_chars=_MAX_MESSAGE_CHARS)
         return BucketFailed(f"{self.url}: {said}")
 
 
@@ -214,7 +214,7 @@ def patiently(call: Callable[[], T]) -> T:
     return call()
 
 
-def _stored(meta: Any) -> StoredFile:
+def _to_stored_file(meta: Any) -> StoredFile:
     version = meta["e_tag"] or f"{meta['size']}-{meta['last_modified'].timestamp()}"
     return StoredFile(str(meta["path"]), int(meta["size"]), str(version))
 
@@ -252,9 +252,9 @@ def bring_all(url: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(directory.with_name(f"{directory.name}.lock")):
         bucket, files = files_at(url)
-        note = _note_of(directory)
-        had: dict[str, str] = _read(note)["files"]
-        there = {_checked(url, file.name): file for file in files}
+        note = _note_path(directory)
+        had: dict[str, str] = _read_note(note)["files"]
+        there = {_check_name(url, file.name): file for file in files}
         for name in had.keys() - there.keys():
             (directory / name).unlink(missing_ok=True)
         has = {name: version for name, version in had.items() if name in there}
@@ -269,32 +269,32 @@ def bring_all(url: str, directory: Path) -> None:
                     raise BucketFailed(f"{url}: {name} changed while it was brought; try again")
                 new.replace(path)
                 has[name] = there[name].version
-                _write(note, has, is_whole=False)
+                _write_note(note, has, is_whole=False)
                 work.advance(there[name].size)
-        _write(note, has, is_whole=True)
+        _write_note(note, has, is_whole=True)
 
 
 def is_whole(directory: Path) -> bool:
     """Whether `bring_all` has brought all files of a directory."""
-    return bool(_read(_note_of(directory))["is_whole"])
+    return bool(_read_note(_note_path(directory))["is_whole"])
 
 
-def _note_of(directory: Path) -> Path:
+def _note_path(directory: Path) -> Path:
     """The version of each of its files, and whether they were all there once."""
     return directory.with_name(f"{directory.name}.json")
 
 
-def _read(note: Path) -> dict[str, Any]:
+def _read_note(note: Path) -> dict[str, Any]:
     return orjson.loads(note.read_bytes()) if note.exists() else {"files": {}, "is_whole": False}
 
 
-def _write(note: Path, versions: dict[str, str], *, is_whole: bool) -> None:
+def _write_note(note: Path, versions: dict[str, str], *, is_whole: bool) -> None:
     new = note.with_suffix(".tmp")
     new.write_bytes(orjson.dumps({"files": versions, "is_whole": is_whole}))
     new.replace(note)
 
 
-def _checked(url: str, name: str) -> str:
+def _check_name(url: str, name: str) -> str:
     """The name, which must be that of a file inside. Raises `BucketFailed`."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:

@@ -31,11 +31,11 @@ _BRACES = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _DIGITS = 19
-_LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
+_LONG_INTEGER = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
 """Digits that can be an integer: not those of a fraction (0.0001239776611328125) or of a name."""
-_RUN = re.compile(rb"[0-9]+")
-_STEP = 6
-_FEW = 16
+_DIGIT_RUN = re.compile(rb"[0-9]+")
+_SAMPLE_STEP = 6
+_MIN_CHECKS = 16
 """Up to this many places, checking each is faster than scanning the whole text, however short."""
 _DIGITS_AS_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 
@@ -181,21 +181,21 @@ def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
 def _repeated_key(text: str, *, levels: int) -> str | None:
     keys: set[str] = set()
     at = text.index("{") + 1
-    while (at := _after_space(text, at)) < len(text) and text[at] == '"':
+    while (at := _skip_space(text, at)) < len(text) and text[at] == '"':
         key, at = _DECODER.raw_decode(text, at)
         if key in keys:
             return str(key)
         keys.add(key)
-        at = _after_space(text, _after_space(text, at) + 1)
+        at = _skip_space(text, _skip_space(text, at) + 1)
         value, end = _DECODER.raw_decode(text, at)
         has_more = levels > 1 and isinstance(value, dict)
         if has_more and (inner := _repeated_key(text[at:end], levels=levels - 1)) is not None:
             return inner
-        at = _after_space(text, end) + 1
+        at = _skip_space(text, end) + 1
     return None
 
 
-def _after_space(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return at if match is None else match.end()
 
@@ -257,13 +257,13 @@ def has_long_digits(text: str | bytes) -> bool:
     # Every sixth byte: a run of 19 digits shows at least three of them, and all 13 bytes from the
     # first of these to the last are digits, which is rare in floats. Scanning all bytes would cost
     # several times as much as reading the JSON.
-    sample = raw[::_STEP].translate(_DIGITS_AS_ZERO)
+    sample = raw[::_SAMPLE_STEP].translate(_DIGITS_AS_ZERO)
     at = sample.find(b"000")
-    looks = max(_FEW, len(raw) >> 8)
+    looks = max(_MIN_CHECKS, len(raw) >> 8)
     while at >= 0 and looks:
-        first = at * _STEP
-        if raw[first : first + 2 * _STEP + 1].isdigit() and _LONG.search(
-            raw, max(0, first - _STEP), first + 2 * _DIGITS
+        first = at * _SAMPLE_STEP
+        if raw[first : first + 2 * _SAMPLE_STEP + 1].isdigit() and _LONG_INTEGER.search(
+            raw, max(0, first - _SAMPLE_STEP), first + 2 * _DIGITS
         ):
             return True
         looks -= 1
@@ -278,9 +278,9 @@ def _holds_long_integer(raw: bytes) -> bool:
     digits = raw.translate(_DIGITS_AS_ZERO)
     at = digits.find(b"0" * _DIGITS)
     while at >= 0:
-        if _LONG.match(raw, at):
+        if _LONG_INTEGER.match(raw, at):
             return True
-        at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
+        at = digits.find(b"0" * _DIGITS, _DIGIT_RUN.match(raw, at).end())  # type: ignore[union-attr]
     return False
 
 
@@ -311,7 +311,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _refuse(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -327,7 +327,7 @@ def _integer_or_text(digits: str) -> int | str:
         return digits
 
 
-_exact_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
+_exact_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 _lenient_decoder = json.JSONDecoder(
     parse_float=_float_or_text, parse_int=_integer_or_text, parse_constant=str
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.validation import did_you_mean
 
 
-class Former(NamedTuple):
+class FormerOption(NamedTuple):
     """One such name."""
 
     advice: str
@@ -24,29 +24,31 @@ class Former(NamedTuple):
     """What all conversations have now, where the option affected the data."""
 
 
-def _without_reasoning(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _effort_none(values: Mapping[str, Any]) -> Mapping[str, Any]:
     is_set = str(values["reasoning_disabled"]).lower() in ("true", "yes", "on", "1")
     return {"reasoning_effort": "none"} if is_set else {}
 
 
-def _prefill(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _prefill_path(values: Mapping[str, Any]) -> Mapping[str, Any]:
     path = values["prefill_messages_file"]
     return {} if path is None or "prefill_messages" in values else {"prefill_messages": path}
 
 
-FORMER: Mapping[str, Former] = {
-    "api_key_env": Former(
+FORMER: Mapping[str, FormerOption] = {
+    "api_key_env": FormerOption(
         "use key_env", lambda values: {"key_env": values["api_key_env"]}, is_accepted=True
     ),
-    "batch_live_share": Former("calls are made live when 95 % of the tasks have ended"),
-    "blank_reasoning": Former("an endpoint that asks for blank reasoning gets it"),
-    "plan_step_turns": Former("a step of a plan has 5 replies", fixed=5),
-    "prefill_messages_file": Former("use prefill_messages=FILE", _prefill, is_accepted=True),
-    "preparation_attempts": Former("a preparation has 2 attempts", fixed=2),
-    "ray_scratch_dir": Former("set the variable TMPDIR where Ray starts on the nodes"),
-    "reasoning_disabled": Former("use reasoning_effort=none", _without_reasoning, is_accepted=True),
-    "resume": Former("the same command always resumes", is_accepted=True),
-    "web_search_url": Former("set the variable TAVILY_SEARCH_URL or BRAVE_SEARCH_URL"),
+    "batch_live_share": FormerOption("calls are made live when 95 % of the tasks have ended"),
+    "blank_reasoning": FormerOption("an endpoint that asks for blank reasoning gets it"),
+    "plan_step_turns": FormerOption("a step of a plan has 5 replies", fixed=5),
+    "prefill_messages_file": FormerOption(
+        "use prefill_messages=FILE", _prefill_path, is_accepted=True
+    ),
+    "preparation_attempts": FormerOption("a preparation has 2 attempts", fixed=2),
+    "ray_scratch_dir": FormerOption("set the variable TMPDIR where Ray starts on the nodes"),
+    "reasoning_disabled": FormerOption("use reasoning_effort=none", _effort_none, is_accepted=True),
+    "resume": FormerOption("the same command always resumes", is_accepted=True),
+    "web_search_url": FormerOption("set the variable TAVILY_SEARCH_URL or BRAVE_SEARCH_URL"),
 }
 
 FIXED = {name: former.fixed for name, former in FORMER.items() if former.fixed is not None}

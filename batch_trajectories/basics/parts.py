@@ -13,7 +13,7 @@ from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.basics.process import rare_garbage_collection
 
-_MOST = 8
+_MAX_PROCESSES = 8
 _REPORT_EVERY = 256
 
 R = TypeVar("R")
@@ -41,7 +41,7 @@ def in_parts(
     if a process dies.
     """
     amount = len(items) if amount is None else amount
-    parts = min(len(os.sched_getaffinity(0)), _MOST, len(items), amount // enough)
+    parts = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(items), amount // enough)
     with LongWork(doing, total=len(items)) as work, rare_garbage_collection():
         if parts < 2 or threading.active_count() > 1 or not hasattr(os, "fork"):
             meanwhile()
@@ -50,7 +50,7 @@ def in_parts(
         children = [_Child(do, items[first : first + size]) for first in range(0, len(items), size)]
         try:
             meanwhile()
-            return _results_of(children, work)
+            return _collect_results(children, work)
         finally:
             for child in children:
                 child.end()
@@ -65,7 +65,7 @@ class _Child:
         self._pid = os.fork()
         if not self._pid:
             self.pipe.close()
-            _do(do, items, theirs)
+            _run_child(do, items, theirs)
         theirs.close()
 
     def end(self) -> None:
@@ -74,7 +74,9 @@ class _Child:
         os.waitpid(self._pid, 0)
 
 
-def _do(do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Connection) -> NoReturn:
+def _run_child(
+    do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Connection
+) -> NoReturn:
     """The child: do a part, send the result or the error, and end without clean-up."""
     done = 0
 
@@ -96,7 +98,7 @@ def _do(do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Conne
         os._exit(1)
 
 
-def _results_of(children: list[_Child], work: LongWork) -> list[Any]:
+def _collect_results(children: list[_Child], work: LongWork) -> list[Any]:
     open_pipes = {child.pipe: child for child in children}
     while open_pipes:
         for pipe in wait(list(open_pipes)):

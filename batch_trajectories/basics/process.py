@@ -150,7 +150,7 @@ def log_to(path: Path, level: str) -> None:
 
 def log_through(send: Callable[..., None], level: str) -> None:
     """Log by messages "log" of `send`: warnings at once, others at `flush_log`."""
-    handler = _Sent(send)
+    handler = _SendingHandler(send)
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, handlers=[handler], force=True)
     _quieten()
 
@@ -161,7 +161,7 @@ def flush_log() -> None:
         handler.flush()
 
 
-class _Sent(logging.Handler):
+class _SendingHandler(logging.Handler):
     def __init__(self, send: Callable[..., None]) -> None:
         super().__init__()
         self._send = send
@@ -219,20 +219,20 @@ def leave_first_place() -> None:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    _wait_for_all(child, waited)
+    _run_as_init(child, waited)
 
 
-def _wait_for_all(child: int, waited: set[signal.Signals]) -> NoReturn:
+def _run_as_init(child: int, waited: set[signal.Signals]) -> NoReturn:
     """Pass signals on to `child`, reap all processes that end, and exit like `child`."""
     while True:
         info = signal.sigwaitinfo(waited)
         if info.si_signo == signal.SIGCHLD:
-            _collect(child)
+            _reap_children(child)
         elif info.si_code <= 0:  # sent by a process; those of a terminal reach the child, too
             os.kill(child, info.si_signo)
 
 
-def _collect(child: int) -> None:
+def _reap_children(child: int) -> None:
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)  # never fails: `child` exists
         if pid == 0:

@@ -10,7 +10,7 @@ _NUMBERS = r"\b(?=[a-fA-F-]*\d)[0-9a-fA-F-]{8,}\b|(?<!HTTP )(?<!\d)\d+"
 """Also hexadecimal ids; no HTTP status."""
 _VALUES = re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
 
-_LEFT_OUT = "[...]"
+_CUT_MARK = "[...]"
 
 
 def clip(text: str, *, max_chars: int) -> str:
@@ -41,7 +41,7 @@ def in_a_line(message: str, *, max_chars: int = 300) -> str:
     left -= len(last[0])
     for line in reversed(lines[1:-1]):
         if (left := left - len(line)) < 0:
-            last.append(_LEFT_OUT)
+            last.append(_CUT_MARK)
             break
         last.append(line)
     return " | ".join([first, *reversed(last)])
@@ -51,7 +51,7 @@ def _without_middle(line: str, max_chars: int) -> str:
     if len(line) <= max_chars:
         return line
     head = max_chars // 2
-    return f"{line[:head].rstrip()} {_LEFT_OUT} {line[head - max_chars :].lstrip()}"
+    return f"{line[:head].rstrip()} {_CUT_MARK} {line[head - max_chars :].lstrip()}"
 
 
 def valid_utf8(text: str) -> str:

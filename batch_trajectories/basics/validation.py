@@ -134,12 +134,12 @@ def mistakes_in(error: ValidationError) -> list[Mistake]:
     mistakes = []
     for mistake in error.errors(include_url=False):
         reason = _reason(mistake["type"], mistake["msg"], mistake.get("ctx", {}))
-        keys = tuple(key for key in map(str, mistake["loc"]) if not _OF_A_UNION.fullmatch(key))
+        keys = tuple(key for key in map(str, mistake["loc"]) if not _UNION_MEMBER.fullmatch(key))
         mistakes.append(Mistake(keys, reason, mistake["type"], mistake["input"]))
     return mistakes
 
 
-_OF_A_UNION = re.compile(r"(?:function-\w+|constrained-\w+|dict|list|tuple|set|nullable)\[.*\]")
+_UNION_MEMBER = re.compile(r"(?:function-\w+|constrained-\w+|dict|list|tuple|set|nullable)\[.*\]")
 """What pydantic puts among the keys: which of several types it has tried."""
 
 _REASONS = {
@@ -173,14 +173,14 @@ _REASONS = {
 }
 """Our words for what pydantic rejects, by its kinds; `{...}` are facts that it adds."""
 
-_OF_PYDANTIC = re.compile(r"(?:Value error, |(?:[A-Z]\w+ )+should (?=\w))")
+_PYDANTIC_PREFIX = re.compile(r"(?:Value error, |(?:[A-Z]\w+ )+should (?=\w))")
 
 
 def _reason(kind: str, message: str, facts: Mapping[str, Any]) -> str:
     if (words := _REASONS.get(kind)) is not None:
         whole = {k: int(v) for k, v in facts.items() if isinstance(v, float) and v.is_integer()}
         return words.format_map({**facts, **whole})
-    begins = _OF_PYDANTIC.match(message)
+    begins = _PYDANTIC_PREFIX.match(message)
     if begins is None:
         return message
     return ("must " if "should" in begins[0] else "") + message[begins.end() :]

@@ -76,14 +76,14 @@ class _Composer(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise _error(f"duplicate key {key.value!r}", key)
+                raise _error_at(f"duplicate key {key.value!r}", key)
             seen.add(key.value)
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if valid_utf8(node.value) != node.value:
-            raise _error("half of a surrogate pair (\\ud800 to \\udfff) is not text", node)
+            raise _error_at("half of a surrogate pair (\\ud800 to \\udfff) is not text", node)
         return node
 
 
@@ -108,43 +108,43 @@ class _Constructor(yaml.constructor.SafeConstructor):
         merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
         for source in reversed(sources):
             if not isinstance(source, yaml.MappingNode):
-                raise _error("`<<` merges a mapping, or a list of mappings", source)
+                raise _error_at("`<<` merges a mapping, or a list of mappings", source)
             self.flatten_mapping(source)
-            merged |= {_identity(key): (key, value) for key, value in source.value}
-        node.value = [*(merged | {_identity(key): (key, value) for key, value in own}).values()]
+            merged |= {_key_identity(key): (key, value) for key, value in source.value}
+        node.value = [*(merged | {_key_identity(key): (key, value) for key, value in own}).values()]
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except ValueError as error:  # such as the date 2026-02-30, or an integer of 5,000 digits
-            raise _error(f"not a value: {error}", node) from error
+            raise _error_at(f"not a value: {error}", node) from error
 
 
-def _identity(key: yaml.Node) -> Any:
+def _key_identity(key: yaml.Node) -> Any:
     """Tells the keys of mappings apart; a key that is no scalar is like no other."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
-def _error(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+def _error_at(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def read_yaml(path: Path, kind: str) -> Any:
     """The content of a YAML file, which errors call a `kind`. Raises `YamlFileError`."""
-    with _errors_of(str(path), kind):
+    with _translate_errors(str(path), kind):
         return construct(_compose(_read(path)))
 
 
 def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.Node | None]:
     """The bytes of a YAML file, and its nodes, which know their lines; errors call it `shown`."""
-    with _errors_of(shown, kind):
+    with _translate_errors(shown, kind):
         content = _read(path)
         node = _compose(content)
         construct(node)
         return content, node
 
 
-def line_of(path: Path, keys: Sequence[str]) -> int | None:
+def find_line(path: Path, keys: Sequence[str]) -> int | None:
     """The line where the value at these keys begins, or the last of them that is there.
 
     None without any of them. Dashes in keys are as underscores. Raises `OSError` and `YAMLError`.
@@ -182,7 +182,7 @@ def _compose(content: bytes) -> yaml.Node | None:
     try:
         loader = _Composer(text)
     except yaml.reader.ReaderError as error:
-        raise _at(
+        raise _error_after(
             f"the character U+{ord(text[error.position]):04X} is not allowed",
             text[: error.position],
         ) from error
@@ -192,7 +192,7 @@ def _compose(content: bytes) -> yaml.Node | None:
         loader.dispose()
 
 
-def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
+def _error_after(problem: str, before: str) -> yaml.MarkedYAMLError:
     """An error after the text `before`."""
     line = before.count("\n")
     column = len(before) - before.rfind("\n") - 1
@@ -201,7 +201,7 @@ def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
 
 
 @contextmanager
-def _errors_of(shown: str, kind: str) -> Iterator[None]:
+def _translate_errors(shown: str, kind: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -17,7 +17,7 @@ from batch_trajectories.config.endpoints import is_secret
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
 """Of options whose usual defaults are for conversations of this program."""
 
-_NOT_OF_AGENTS = (
+_UNUSED_BY_AGENTS = (
     "system_prompt",
     "temperature",
     "top_p",
@@ -61,10 +61,10 @@ def _read(value: Any) -> Any:
         loaded = loaded["agent"]  # as in a config file
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: must have `key: value` lines, such as command and speaks")
-    return {"name": path.stem, **with_programs(loaded, path.parent)}
+    return {"name": path.stem, **resolve_programs(loaded, path.parent)}
 
 
-def with_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """An agent that a file in `directory` holds: its `programs` are looked for there first."""
     programs = loaded.get("programs")
     if not isinstance(programs, list):
@@ -79,7 +79,7 @@ def check_options(agent: CommandAgent, given: Collection[str]) -> None:
     if "simulated_user" in given and not agent.continues:
         raise ValueError(f"simulated_user: {agent.why_one_message}")
     own = [name for name in AgentOptions.model_fields if name not in allowed]
-    for name in (*own, *_NOT_OF_AGENTS):
+    for name in (*own, *_UNUSED_BY_AGENTS):
         if name in given:
             raise ValueError(
                 f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "

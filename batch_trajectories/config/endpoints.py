@@ -98,7 +98,7 @@ def to_prices(prices: Prices) -> dict[str, Price]:
     return {name: price.to_price() for name, price in prices.items()}
 
 
-_WORDS = frozenset(
+_SECRET_WORDS = frozenset(
     {
         "apikey",
         "auth",
@@ -119,7 +119,7 @@ _WORDS = frozenset(
 )
 """Words of names whose values are credentials."""
 
-_ABOUT = frozenset(
+_LOCATION_WORDS = frozenset(
     {
         "endpoint",
         "env",
@@ -140,7 +140,7 @@ _ABOUT = frozenset(
 )
 """Last words of names that say where a credential is, such as `token_file`."""
 
-_PREFIX = (
+_KEY_START = (
     r"(?:^|[\s=:/\"'])(?:sk-|sk_|pk-|gsk_|xai-|hf_|nvapi-|csk-|fw_|ghp_|github_pat_|glpat-|AIza|ya29\."
     r"|AKIA|ASIA|ABSK|eyJ[A-Za-z0-9_-]{10,}\.|Bearer\s+\S|Basic\s+\S)"
 )
@@ -149,15 +149,15 @@ _PREFIX = (
 _LONG_WORD = r"[A-Za-z0-9+/_]{28,}"
 
 
-def names_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Whether what has this name is a credential, such as `api-key` or `aws_secret_key`."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower())
-    return words[-1] not in _ABOUT and not _WORDS.isdisjoint(words)
+    return words[-1] not in _LOCATION_WORDS and not _SECRET_WORDS.isdisjoint(words)
 
 
 def is_secret(value: str) -> bool:
     """Whether a text looks like a credential: it begins like one, or is long and random."""
-    if re.search(_PREFIX, value):
+    if re.search(_KEY_START, value):
         return True
     return any(
         re.search(r"\d", word) and re.search(r"[a-z]", word) and re.search(r"[A-Z]", word)

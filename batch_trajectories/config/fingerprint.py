@@ -71,13 +71,15 @@ def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str
     if renamed.get("models"):
         renamed.pop("model", None)  # a default that was not used
     if base_url is None and isinstance(renamed.get("models"), dict):
-        renamed["models"] = {_full(name): weight for name, weight in renamed["models"].items()}
+        renamed["models"] = {
+            _add_provider(name): weight for name, weight in renamed["models"].items()
+        }
     elif base_url is None and renamed.get("model"):
-        renamed["model"] = _full(renamed["model"])
+        renamed["model"] = _add_provider(renamed["model"])
     return renamed
 
 
-def _full(model: str) -> str:
+def _add_provider(model: str) -> str:
     prefix, colon, _ = model.partition(":")
     is_full = model == SCRIPTED or (colon and "/" not in prefix)
     return model if is_full else f"openrouter:{model}"
@@ -104,7 +106,7 @@ def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
     given = {"endpoints": {}, **FIXED, **_defaults(fields), **meaning}
     whole = {
-        name: _completed(value, fields[name].annotation) if name in fields else value
+        name: _fill_missing(value, fields[name].annotation) if name in fields else value
         for name, value in given.items()
     }
     if whole["agent"] is not None:
@@ -124,23 +126,23 @@ def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     }
 
 
-def _completed(value: Any, annotation: Any) -> Any:
+def _fill_missing(value: Any, annotation: Any) -> Any:
     """A JSON value with the defaults of the models that its type names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not isinstance(value, dict):
             return value
         fields = annotation.model_fields
         return {
-            name: _completed(item, fields[name].annotation) if name in fields else item
+            name: _fill_missing(item, fields[name].annotation) if name in fields else item
             for name, item in (_defaults(fields) | value).items()
         }
     parts = get_args(annotation)
     if get_origin(annotation) is dict and isinstance(value, dict):
-        return {name: _completed(item, parts[1]) for name, item in value.items()}
+        return {name: _fill_missing(item, parts[1]) for name, item in value.items()}
     if get_origin(annotation) is tuple and isinstance(value, list):
-        return [_completed(item, parts[0]) for item in value]
+        return [_fill_missing(item, parts[0]) for item in value]
     for part in parts:
-        value = _completed(value, part)
+        value = _fill_missing(value, part)
     return value
 
 

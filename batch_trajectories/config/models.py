@@ -65,7 +65,7 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     """
     limits = {}
     for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
-        named = [entry for entry in config.endpoints.values() if entry.is_of(settings)]
+        named = [entry for entry in config.endpoints.values() if entry.is_endpoint_of(settings)]
         ceiling = config.conversations
         in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
         if in_flight is not None:
@@ -101,7 +101,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
     settings = resolve_model(
         name,
         base_url=config.base_url,
-        api=config.api or _api_of_agent(config),
+        api=config.api or _agent_api(config),
         key_env=config.key_env,
         endpoints=_endpoints(config),
         prices=to_prices(config.prices),
@@ -184,7 +184,7 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
     return replace(setup, aliases=_aliases(config.agent, settings, endpoints))
 
 
-def _api_of_agent(config: RunConfig) -> Api | None:
+def _agent_api(config: RunConfig) -> Api | None:
     """The API of a server of the user's own, which nothing but the agent says."""
     if config.agent is None or config.base_url is None or provider_at(config.base_url):
         return None
@@ -295,7 +295,7 @@ def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None
 
 def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
     """The model and toolsets of a task; what is drawn depends on the seed and the task's id."""
-    setup = setups[_model_of(config, task)]
+    setup = setups[_choose_model(config, task)]
     distribution = config.toolset_percentages()
     if distribution is None:
         return setup
@@ -303,11 +303,11 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
 
     # Disabled toolsets are not in `setup` and cannot be drawn.
     left = {name: distribution[name] for name in setup.names()}
-    drawn_as = f"{config.seed}/{_drawn_as(config, task)}"
+    drawn_as = f"{config.seed}/{_draw_id(config, task)}"
     return setup.only(draw_toolsets(left, drawn_as) if left else ())
 
 
-def _model_of(config: RunConfig, task: Task) -> str:
+def _choose_model(config: RunConfig, task: Task) -> str:
     """That of the cascade, else the row's own, else one drawn by weight."""
     if config.escalate_after is not None:
         return task.model or next(iter(config.model_weights()))
@@ -317,11 +317,11 @@ def _model_of(config: RunConfig, task: Task) -> str:
     own = task.columns.get(MODEL_COLUMN)
     if isinstance(own, str):
         return own
-    draw = random.Random(f"{config.seed}/{_drawn_as(config, task)}/model")
+    draw = random.Random(f"{config.seed}/{_draw_id(config, task)}/model")
     names = sorted(weights)
     return draw.choices(names, [weights[name] for name in names])[0]
 
 
-def _drawn_as(config: RunConfig, task: Task) -> str:
+def _draw_id(config: RunConfig, task: Task) -> str:
     """The id that a task draws with; a branch uses its parent's, to draw the same."""
     return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

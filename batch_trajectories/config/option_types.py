@@ -42,19 +42,19 @@ AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
 LocalPath = Annotated[Path, BeforeValidator(local_path)]
 
 
-def shared_place(value: str) -> str:
+def url_or_absolute_path(value: str) -> str:
     """Return a URL as of `bucket_url`, or the absolute path of a directory. Raises `ValueError`."""
     return bucket_url(value) if is_url(value) else str(Path(value).absolute())
 
 
-def named(value: Any) -> Any:
+def refuse_empty(value: Any) -> Any:
     """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
     if value == "":
         raise ValueError("must not be empty")
     return value
 
 
-Place = Annotated[Path, BeforeValidator(named), AfterValidator(place_of)]
+Place = Annotated[Path, BeforeValidator(refuse_empty), AfterValidator(place_of)]
 """A path of this machine, or the URL of a bucket."""
 
 

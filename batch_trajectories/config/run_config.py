@@ -46,7 +46,7 @@ from batch_trajectories.config.option_types import (
     parse_resources,
     plain_name,
     running,
-    shared_place,
+    url_or_absolute_path,
 )
 from batch_trajectories.dataset.row import ColumnUse, RowRules
 from batch_trajectories.dataset.shards import plain_shard
@@ -325,7 +325,7 @@ class RunConfig(AgentOptions):
     max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
     rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
     tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
-    shared_limits: Annotated[str, AfterValidator(shared_place)] | None = running(
+    shared_limits: Annotated[str, AfterValidator(url_or_absolute_path)] | None = running(
         None, "Directory or URL by which runs share rpm, tpm and budgets (docs/scale.md)."
     )
     start_in_flight: PositiveInt = running(
@@ -365,7 +365,7 @@ class RunConfig(AgentOptions):
     log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
 
     @model_validator(mode="after")
-    def _has_images(self) -> Self:
+    def _check_image_options(self) -> Self:
         if not self.is_inside:
             if self.images is not None or self.workdir is not None:
                 name = "workdir" if self.images is None else "images"
@@ -406,7 +406,7 @@ class RunConfig(AgentOptions):
             raise ConfigError(str(error)) from error
 
     @model_validator(mode="after")
-    def _stops_in_time(self) -> Self:
+    def _check_samples(self) -> Self:
         """The options of samples that depend on others; a cascade gives them their defaults."""
         is_list = isinstance(self.models, tuple)
         if is_list != (self.escalate_after is not None):
@@ -447,7 +447,7 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_options_of_rows(cls, values: Any) -> Any:
+    def _add_row_options(cls, values: Any) -> Any:
         """Options that the rows file needs, unless they are given."""
         name = values.get("rows") if isinstance(values, dict) else None
         if not isinstance(name, str) or not name:
@@ -460,7 +460,7 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_limits_of_agents(cls, values: Any) -> Any:
+    def _add_agent_defaults(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("agent") is None:
             return values
         from batch_trajectories.config.agents import DEFAULTS
@@ -468,7 +468,7 @@ class RunConfig(AgentOptions):
         return {**DEFAULTS, **values}
 
     @model_validator(mode="after")
-    def _has_one_name_per_model(self) -> RunConfig:
+    def _normalize_model_names(self) -> RunConfig:
         """`openai/NAME` becomes `openai:NAME`, for the fingerprint, prices and rows."""
         if self.base_url is None:
             own, models = self.endpoints, self.models
@@ -484,7 +484,7 @@ class RunConfig(AgentOptions):
         return self
 
     @model_validator(mode="after")
-    def _goes_with_its_agent(self) -> RunConfig:
+    def _check_agent_options(self) -> RunConfig:
         if self.agent is not None:
             from batch_trajectories.config.agents import check_options
 
@@ -498,7 +498,7 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _holds_text(cls, values: Any) -> Any:
+    def _check_text(cls, values: Any) -> Any:
         for key, value in values.items() if isinstance(values, dict) else ():
             if not is_text(value):
                 raise ValueError(
@@ -507,7 +507,7 @@ class RunConfig(AgentOptions):
         return values
 
     @model_validator(mode="after")
-    def _selects_once(self) -> RunConfig:
+    def _check_selections(self) -> RunConfig:
         if self.models is not None and self.model:
             raise ValueError("model and models both name the model; give one of them")
         if isinstance(self.models, dict) and not any(self.models.values()):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256
 """Maximum rows of a batch; large rows come in smaller ones."""
 
-_PIECE_BYTES = 16 << 20
+_SLICE_BYTES = 16 << 20
 
 _READ_BYTES = 1 << 20
 """Of a column at a time. By default pyarrow reads all of it in a row group, which may be a file."""
@@ -42,13 +42,13 @@ class _NotJson(str):
 
 
 def parquet_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Read the rows of a Parquet file. See `rows_of`. Raises `DatasetError`."""
+    """Read the rows of a Parquet file. See `table_rows`. Raises `DatasetError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, buffer_size=_READ_BYTES) as file:
-            yield from rows_of(_batches_of(file), str(path), left_out)
+            yield from table_rows(_batches_of(file), str(path), left_out)
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"{path}: cannot read it as Parquet: {error}") from error
 
@@ -63,10 +63,10 @@ def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
 
 def rows_per_batch(row_bytes: int) -> int:
     """How many rows of this size make a batch."""
-    return max(1, min(BATCH_ROWS, _PIECE_BYTES // max(1, row_bytes)))
+    return max(1, min(BATCH_ROWS, _SLICE_BYTES // max(1, row_bytes)))
 
 
-def rows_of(
+def table_rows(
     tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
 ) -> Iterator[bytes | dict[str, Any]]:
     """The rows of tables, as what JSON can hold; one that cannot be read begins with `DAMAGED`.
@@ -77,13 +77,15 @@ def rows_of(
     schema = None
     names: dict[int, str] = {}
     done = 0
-    for table in chain.from_iterable(map(_pieces, tables)):
+    for table in chain.from_iterable(map(_slices, tables)):
         if table.schema != schema:
             schema = table.schema
             for name in schema.names:
                 if schema.names.count(name) > 1:
                     raise DatasetError(f"{place}: two columns have the name {name!r}")
-            left_out.update(name for field in schema for name in _bytes_in(field.type, field.name))
+            left_out.update(
+                name for field in schema for name in _byte_columns(field.type, field.name)
+            )
             names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
         columns = [
             _values(table.column(n), f"{place}: column {name!r}", done + 1)
@@ -96,18 +98,18 @@ def rows_of(
                 if cell is not _ABSENT
             }
             wrong = next((name for name, cell in named.items() if type(cell) is _NotJson), None)
-            yield named if wrong is None else _damaged(wrong, named[wrong])
+            yield named if wrong is None else _damaged_line(wrong, named[wrong])
         done += table.num_rows
 
 
-def _pieces(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBatch]:
-    """Slices of at most `_PIECE_BYTES`, or single rows: all rows as objects could fill memory."""
-    rows = max(1, table.num_rows * _PIECE_BYTES // max(1, table.nbytes))
+def _slices(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBatch]:
+    """Slices of at most `_SLICE_BYTES`, or single rows: all rows as objects could fill memory."""
+    rows = max(1, table.num_rows * _SLICE_BYTES // max(1, table.nbytes))
     for first in range(0, table.num_rows, rows):
         yield table.slice(first, rows)
 
 
-def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
+def _byte_columns(kind: pa.DataType, name: str) -> Iterator[str]:
     """The names of what holds bytes in a column, as `image.bytes`."""
     import pyarrow as pa
 
@@ -118,7 +120,7 @@ def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
     for n in range(kind.num_fields):
         field = kind.field(n)
         inner = f"{name}.{field.name}" if pa.types.is_struct(kind) else name
-        yield from _bytes_in(field.type, inner)
+        yield from _byte_columns(field.type, inner)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -149,7 +151,7 @@ def _values(column: pa.Array | pa.ChunkedArray, place: str, first: int) -> list[
     return values
 
 
-def _damaged(column: str, why: str) -> bytes:
+def _damaged_line(column: str, why: str) -> bytes:
     """The line that stands for a row with a torn value."""
     reason = f"column {column!r}: its type is JSON, but its text is not: {why}"
     return DAMAGED + " ".join(reason.split()).encode()
@@ -160,33 +162,33 @@ def _json_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
     import pyarrow as pa
 
     if isinstance(kind, pa.JsonType):
-        return _parsed
+        return _parse_json
     if isinstance(kind, pa.BaseExtensionType):
         return _json_reader(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return _json_reader(kind.value_type)
     if pa.types.is_map(kind):
         of_item = _json_reader(kind.item_type)
-        return None if of_item is None else lambda value: _object(value, {}, of_item)
+        return None if of_item is None else lambda value: _plain_object(value, {}, of_item)
     if pa.types.is_struct(kind):
         named = (
             (field.name, _json_reader(field.type))
             for field in map(kind.field, range(kind.num_fields))
         )
         of_members = {name: read for name, read in named if read is not None}
-        return (lambda value: _object(value, of_members, _plain)) if of_members else None
+        return (lambda value: _plain_object(value, of_members, _plain)) if of_members else None
     if kind.num_fields == 1:  # all kinds of lists
         of_element = _json_reader(kind.field(0).type)
-        return None if of_element is None else lambda value: _list(value, of_element)
+        return None if of_element is None else lambda value: _plain_list(value, of_element)
     return None
 
 
-def _parsed(value: str | None) -> Any:
+def _parse_json(value: str | None) -> Any:
     parsed = None if value is None else exact_json.loads(value)
     return _ABSENT if parsed is None else parsed
 
 
-def _object(
+def _plain_object(
     value: Any, members: dict[str, Callable[[Any], Any]], other: Callable[[Any], Any]
 ) -> Any:
     """An object, whose members with these names are read by functions of their own."""
@@ -196,7 +198,7 @@ def _object(
     return {name: member for name, member in plain if member is not _ABSENT}
 
 
-def _list(value: Any, read: Callable[[Any], Any]) -> Any:
+def _plain_list(value: Any, read: Callable[[Any], Any]) -> Any:
     if value is None:
         return _ABSENT
     return [None if item is _ABSENT else item for item in map(read, value)]
@@ -211,9 +213,9 @@ def _plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else _ABSENT
         case dict():
-            return _object(value, {}, _plain)
+            return _plain_object(value, {}, _plain)
         case list():
-            return _list(value, _plain)
+            return _plain_list(value, _plain)
         case datetime.datetime() | datetime.date() | datetime.time():
             return value.isoformat()
         case _:

@@ -80,7 +80,7 @@ class TaskRefused(Exception):
         self.keys = keys
 
 
-def network_of(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
+def read_network(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
     """Whether an environment has a network. Raises `TaskRefused`, as all here do."""
     mode = table.get("network_mode")
     if mode is None:
@@ -92,12 +92,12 @@ def network_of(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return _NETWORK_MODES[mode]
 
 
-def by_old_name(environment: Mapping[str, Any]) -> bool:
+def legacy_network(environment: Mapping[str, Any]) -> bool:
     """The same as files of before say it: they have a network unless they refuse it."""
     return environment.get("allow_internet", True) is not False
 
 
-def limits_of(environment: Mapping[str, Any]) -> dict[str, float]:
+def read_limits(environment: Mapping[str, Any]) -> dict[str, float]:
     """CPUs; memory and disk in megabytes, under their names of today and of before."""
     limits: dict[str, float] = {}
     if (cpus := environment.get("cpus")) is not None:
@@ -127,14 +127,14 @@ def is_separate(verifier: Mapping[str, Any]) -> bool:
     return bool(verifier.get("environment_mode", default) == "separate")
 
 
-def network_of_verifier(verifier: Mapping[str, Any], *, default: bool) -> bool:
+def read_verifier_network(verifier: Mapping[str, Any], *, default: bool) -> bool:
     """Whether that container has a network; `default` if it is a copy of the task's."""
     if (own := verifier.get("environment")) is None:
         return default
-    return network_of(own, "verifier.environment", default=by_old_name(own))
+    return read_network(own, "verifier.environment", default=legacy_network(own))
 
 
-def hooks_of(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_hooks(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The commands that run in the conversation's container before the check."""
     commands = []
     for hook in _tables(verifier.get("collect"), ("verifier", "collect")):
@@ -146,7 +146,7 @@ def hooks_of(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict
     return commands
 
 
-def mcp_servers_of(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
+def read_mcp_servers(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
     """The MCP servers that the agent is told of; of several with a name the last."""
     keys = ("environment", "mcp_servers")
     servers = {}
@@ -178,7 +178,7 @@ def mcp_servers_of(environment: Mapping[str, Any], *, has_network: bool) -> list
     return [*servers.values()]
 
 
-def artifacts_of(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_artifacts(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The files of the agent's container that a task keeps; where they go on the host is ours."""
     found = []
     entries = task.get("artifacts", [])
@@ -197,7 +197,7 @@ def artifacts_of(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def with_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def add_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a verifier's container gets: also /logs/artifacts, which it always gets."""
     if any(entry["path"].rstrip("/") == _PUBLISHED for entry in artifacts):
         return [*artifacts]
@@ -224,7 +224,7 @@ def _tables(raw: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
     return tables
 
 
-def variables_of(table: Mapping[str, Any]) -> dict[str, Any]:
+def read_variables(table: Mapping[str, Any]) -> dict[str, Any]:
     """The `env` of a table of the verifier. Raises `TaskRefused`."""
     env = table.get("env", {})
     if not isinstance(env, dict):
@@ -232,13 +232,13 @@ def variables_of(table: Mapping[str, Any]) -> dict[str, Any]:
     return env
 
 
-def jsonable(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Dates of TOML as ISO 8601 text."""
     match value:
         case dict():
-            return {key: jsonable(member) for key, member in value.items()}
+            return {key: to_json(member) for key, member in value.items()}
         case list():
-            return [jsonable(item) for item in value]
+            return [to_json(item) for item in value]
         case str() | int() | float():
             return value
     return value.isoformat()
@@ -350,7 +350,7 @@ class HarborTask(NamedTuple):
             reason, keys = f"{error.filename}: cannot read it: {error.strerror or error}", ()
         place = f"{self.id}/{TASK_FILE}"
         if keys:
-            line = _line_of(self.path / TASK_FILE, keys)
+            line = _find_line(self.path / TASK_FILE, keys)
             place += f":{line}: {'.'.join(keys)}" if line else f": {'.'.join(keys)}"
         return {"id": self.id, ERROR_COLUMN: f"{place}: {reason}"}
 
@@ -363,27 +363,27 @@ class HarborTask(NamedTuple):
         environment, agent, verifier = (
             task.get(name, {}) for name in ("environment", "agent", "verifier")
         )
-        by_default = network_of(environment, "environment", default=by_old_name(environment))
+        by_default = read_network(environment, "environment", default=legacy_network(environment))
         image = self._image(environment, _ENVIRONMENT)
         row: dict[str, Any] = {
             "id": self.id,
-            "task": jsonable(task),
+            "task": to_json(task),
             "image": image,
-            "network": network_of(agent, "agent", default=by_default),
-            "check_network": network_of(verifier, "verifier", default=by_default),
-            "limits": limits_of(environment),
+            "network": read_network(agent, "agent", default=by_default),
+            "check_network": read_network(verifier, "verifier", default=by_default),
+            "limits": read_limits(environment),
         }
-        if collect := hooks_of(verifier, agent):
+        if collect := read_hooks(verifier, agent):
             row["collect"] = collect
         if (health := environment.get("healthcheck")) is not None:
             row["health"] = health_command(health)
-        if servers := mcp_servers_of(environment, has_network=row["network"]):
+        if servers := read_mcp_servers(environment, has_network=row["network"]):
             row["mcp_servers"] = servers
-        artifacts = artifacts_of(task)
+        artifacts = read_artifacts(task)
         if is_separate(verifier):
             row["verifier"] = self._verifier(task, image, artifacts)
-            by_default = network_of_verifier(verifier, default=by_default)
-            row["check_network"] = network_of(verifier, "verifier", default=by_default)
+            by_default = read_verifier_network(verifier, default=by_default)
+            row["check_network"] = read_network(verifier, "verifier", default=by_default)
             if not self._brings_tests(verifier.get("environment", {})):
                 row["tests"] = self._tests()
             user = verifier.get("user")
@@ -477,9 +477,9 @@ class HarborTask(NamedTuple):
         return {
             "image": self._image(own, _TESTS) if brings_tests else image,
             "workdir": environment.get("workdir"),
-            "limits": limits_of(environment),
-            "env": {**variables_of(environment), **variables_of(task["verifier"])},
-            "artifacts": with_published(artifacts),
+            "limits": read_limits(environment),
+            "env": {**read_variables(environment), **read_variables(task["verifier"])},
+            "artifacts": add_published(artifacts),
         }
 
     def _brings_tests(self, own: Mapping[str, Any]) -> bool:
@@ -541,7 +541,7 @@ class HarborTask(NamedTuple):
             if size > _MAX_FILES_BYTES:
                 raise TaskRefused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
             is_executable = relative == program or path.stat().st_mode & 0o111 != 0
-            files[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
+            files[f"/{folder}/{relative}"] = _to_content(content, is_executable=is_executable)
         return files
 
     def _interpreter(self) -> str:
@@ -583,7 +583,7 @@ def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[Ha
             yield from _tasks_beneath(path, f"{folder}{path.name}/", read)
 
 
-def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
+def list_files(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
     """The files that decide the rows of tasks."""
     left_out = () if with_solutions else ("solution",)
     files = []
@@ -602,7 +602,7 @@ def _files_in(directory: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted([*names, *links]))
 
 
-def _line_of(path: Path, keys: tuple[str, ...]) -> int | None:
+def _find_line(path: Path, keys: tuple[str, ...]) -> int | None:
     """The line that sets a key, or its table begins at; None if it is written otherwise."""
     *tables, last = keys
     table = ""
@@ -626,7 +626,7 @@ def _is_canary(line: str) -> bool:
     return line.lstrip().startswith(("#", "<!--", "//")) and "canary" in line.lower()
 
 
-def _as_content(content: bytes, *, is_executable: bool) -> Any:
+def _to_content(content: bytes, *, is_executable: bool) -> Any:
     more = {"executable": True} if is_executable else {}
     try:
         text = content.decode()

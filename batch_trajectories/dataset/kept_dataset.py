@@ -31,7 +31,7 @@ from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.source import DataSource, brought, source_of
+from batch_trajectories.dataset.source import DataSource, download_file, source_of
 from batch_trajectories.records.files import (
     alone_in,
     link,
@@ -113,7 +113,7 @@ def keep_dataset(
     before = _sizes_and_times(source)
     recipe = _Recipe(
         source=source,
-        files=_digests_of(source),
+        files=_describe_files(source),
         columns=columns,
         kind=rows,
         rows_file=rows_file,
@@ -122,7 +122,7 @@ def keep_dataset(
     key = recipe.key()
     if rows_file is not None and rows_file.is_ours and not fresh:
         key = recipe.key_of_first_start(run_dir) or key
-    stem, revision = _known(run_dir, key)
+    stem, revision = _find_snapshot(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
         from batch_trajectories.dataset.source import revision_of
 
@@ -130,7 +130,7 @@ def keep_dataset(
         if before_fresh not in (None, revision):
             stem = f"dataset-{key}{revision}"
     for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
-        note = _read(run_dir / f"{file_stem}.json")
+        note = _read_description(run_dir / f"{file_stem}.json")
         path = run_dir / f"{file_stem}.jsonl"
         if note and _is_as_written(path, note):
             return KeptDataset(path, note)
@@ -160,7 +160,7 @@ def rows_of_source(
         yield from rows_of_file(file, left_out)
     for stored in source.stored:
         assert source.bucket is not None
-        with brought(source.bucket, stored) as file:
+        with download_file(source.bucket, stored) as file:
             yield from rows_of_file(file, left_out)
 
 
@@ -171,7 +171,9 @@ def describe_left_out(source: str, left_out: set[str]) -> str:
 
 def source_of_kept(path: Path) -> dict[str, Any] | None:
     """Where the rows of a run's dataset come from; None where the file is the user's own."""
-    return _read(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+    return (
+        _read_description(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+    )
 
 
 def take_kept(path: Path, directory: Path) -> None:
@@ -179,13 +181,13 @@ def take_kept(path: Path, directory: Path) -> None:
 
     The old run loses it only if it has its own.
     """
-    link_kept(path, directory)
+    link_snapshot(path, directory)
     if any(file.stem != path.stem for file in path.parent.glob("dataset-*.json")):
         path.unlink()
         path.with_suffix(".json").unlink()
 
 
-def link_kept(path: Path, directory: Path) -> None:
+def link_snapshot(path: Path, directory: Path) -> None:
     """Have a kept dataset in `directory`, too. The files never change, so links will do."""
     for file in (path, path.with_suffix(".json")):
         link(file, directory)
@@ -230,10 +232,10 @@ class _Recipe:
         key = self.key()
         if any(run_dir.glob(f"dataset-{key}*.json")):
             return key
-        run = _read(run_dir / RUN_FILE) or {}
+        run = _read_description(run_dir / RUN_FILE) or {}
         kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
         for path in sorted(run_dir.glob("dataset-*.json")):
-            if self._has_made(_read(path) or {}, kind_of_run):
+            if self._has_made(_read_description(path) or {}, kind_of_run):
                 return path.stem.split("-")[1][: len(key)]
         return None
 
@@ -337,7 +339,7 @@ class _Writer:
                 with open_temporary(temporary, path) as file, work:
                     for row in rows:
                         line = self._renaming.line(row) + b"\n"
-                        if not self._is_taken(line):
+                        if not self._is_accepted(line):
                             continue
                         file.write(line)
                         digest.update(line)
@@ -366,7 +368,7 @@ class _Writer:
             raise storage_error(path, error) from error
         return path, {"rows": count, "bytes": size, "blake2b": digest.hexdigest()}
 
-    def _is_taken(self, line: bytes) -> bool:
+    def _is_accepted(self, line: bytes) -> bool:
         if self._only is None:
             return True
         try:
@@ -397,9 +399,9 @@ def _files_of(source: DataSource) -> list[Path]:
     if source.saved is not None:
         return sorted(path for path in source.saved.rglob("*") if path.is_file())
     if source.tasks:
-        from batch_trajectories.dataset.harbor import files_of
+        from batch_trajectories.dataset.harbor import list_files
 
-        return files_of(source.tasks, with_solutions=source.with_solutions)
+        return list_files(source.tasks, with_solutions=source.with_solutions)
     return [file.path for file in source.files]
 
 
@@ -411,7 +413,7 @@ def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
-def _digests_of(source: DataSource) -> list[dict[str, Any]]:
+def _describe_files(source: DataSource) -> list[dict[str, Any]]:
     """Name, size and hash of each file of a source; of those in a bucket the version."""
     if source.stored:
         return [
@@ -437,14 +439,14 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
     return digests
 
 
-def _known(run_dir: Path, key: str) -> tuple[str, str | None]:
+def _find_snapshot(run_dir: Path, key: str) -> tuple[str, str | None]:
     """The name of the files with a key, without suffixes, and their revision if they are there.
 
     Where there are several, a later start with `fresh` did not get as far as using its own.
     """
     known = []
     for path in run_dir.glob(f"dataset-{key}*.json"):
-        if entry := _read(path):
+        if entry := _read_description(path):
             # Of the name, a maximum number of rows is the third part.
             known.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), entry))
     if not known:
@@ -462,7 +464,7 @@ def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:
         return False
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_description(path: Path) -> dict[str, Any] | None:
     stored = read_json(path)
     return stored if stored is not None and "blake2b" in stored else None  # it is written again
 
@@ -495,10 +497,10 @@ class Renaming:
             if not isinstance(columns, dict):
                 return row
             row = columns
-        row = self.renamed(row) if self._names else row
+        row = self.rename(row) if self._names else row
         return exact_json.dumps(row if self._rows_file is None else self._rows_file.row(row))
 
-    def renamed(self, columns: dict[str, Any]) -> dict[str, Any]:
+    def rename(self, columns: dict[str, Any]) -> dict[str, Any]:
         """The columns under their new names.
 
         A column whose name another one takes is left out.

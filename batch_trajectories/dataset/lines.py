@@ -30,7 +30,7 @@ DAMAGED = b"it cannot be read: "
 _BLOCK = 1 << 20
 
 
-def _encoded(name: str) -> str:
+def _encoding_advice(name: str) -> str:
     return f"{name}; convert it to UTF-8 first (iconv -f {name} -t UTF-8)"
 
 
@@ -47,11 +47,11 @@ _OTHER_KINDS = {
     b"PAR1": "Parquet; end its name in .parquet",
     b"ARROW1": _ARROW,
     b"\xff\xff\xff\xff": _ARROW,  # a stream of Arrow, as the cache of `datasets` holds
-    **dict.fromkeys((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"), _encoded("UTF-32")),
-    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _encoded("UTF-16")),
+    **dict.fromkeys((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"), _encoding_advice("UTF-32")),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _encoding_advice("UTF-16")),
     # JSON without a mark of its byte order.
-    **dict.fromkeys((b"{\x00", b"[\x00"), _encoded("UTF-16LE")),
-    **dict.fromkeys((b"\x00{", b"\x00["), _encoded("UTF-16BE")),
+    **dict.fromkeys((b"{\x00", b"[\x00"), _encoding_advice("UTF-16LE")),
+    **dict.fromkeys((b"\x00{", b"\x00["), _encoding_advice("UTF-16BE")),
 }
 """First bytes of files that are often given by mistake, and what to say about them."""
 
@@ -69,13 +69,13 @@ class ContentDigest:
 
     def __init__(self) -> None:
         self.size = 0
-        self.ends_a_line = True
+        self.is_at_line_end = True
         self._hash = blake2b(digest_size=32)
 
     def update(self, content: bytes) -> None:
         """Add the bytes that were read next."""
         self.size += len(content)
-        self.ends_a_line = content.endswith(b"\n")
+        self.is_at_line_end = content.endswith(b"\n")
         self._hash.update(content)
 
     def hexdigest(self) -> str:

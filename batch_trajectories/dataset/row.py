@@ -20,13 +20,13 @@ from batch_trajectories.dataset.row_conversation import (
     REPLIES_COLUMN,
     TURNS_COLUMN,
     USER_COLUMN,
+    add_row_user,
     chat_column,
     opening_messages,
     read_expected,
     read_texts,
     read_user_turns,
     with_plain_prompt,
-    with_user,
 )
 from batch_trajectories.records.checks import EXPECTED, expected_column
 
@@ -119,7 +119,7 @@ class RowRules:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         options = of_row(self.options, columns)
         if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
-            options = with_user(options, columns)
+            options = add_row_user(options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
         if self.toolsets is not None and (message := options.not_on_offer(self.toolsets)):
@@ -142,9 +142,9 @@ class RowRules:
             user_replies=read_texts(columns, REPLIES_COLUMN) if options.awaiting_input else (),
             user_turns=read_user_turns(columns, options),
         )
-        inside = self._inside(columns) if self.inside else None
-        setup = self._setup(columns, inside) if self.with_setup else None
-        image = None if self.image == "ignored" else self._image(columns, inside)
+        inside = self._read_inside(columns) if self.inside else None
+        setup = self._read_setup(columns, inside) if self.with_setup else None
+        image = None if self.image == "ignored" else self._read_image(columns, inside)
         if options.state_max_turns:
             opening = with_turn_limit(opening, options)
         fork = None
@@ -157,7 +157,7 @@ class RowRules:
                 f"`{MCP_COLUMN}`: only agents that run as commands use the MCP servers of a task; "
                 "give --agent=claude-code or codex, or another whose file has `mcp`"
             )
-        agent = self.agent and _agent_of(self.agent, columns, opening)
+        agent = self.agent and _row_agent(self.agent, columns, opening)
         return RowTask(
             opening=opening,
             spec=spec,
@@ -210,13 +210,13 @@ class RowRules:
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
-    def _inside(self, columns: Mapping[str, Any]) -> InsideColumns:
+    def _read_inside(self, columns: Mapping[str, Any]) -> InsideColumns:
         from batch_trajectories.dataset.columns import Reading, read_group
         from batch_trajectories.dataset.row_workspace import InsideColumns
 
         return read_group(InsideColumns, columns, Reading(variables=self.variables))
 
-    def _setup(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> RowSetup:
+    def _read_setup(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> RowSetup:
         from batch_trajectories.dataset.row_workspace import read_row_setup
 
         return read_row_setup(
@@ -227,7 +227,9 @@ class RowRules:
             variables=self.variables,
         )
 
-    def _image(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> ImageSpec | None:
+    def _read_image(
+        self, columns: Mapping[str, Any], inside: InsideColumns | None
+    ) -> ImageSpec | None:
         from batch_trajectories.dataset.row_workspace import IMAGE_COLUMNS, read_image
 
         image = read_image(columns, inside, network=self.network)
@@ -237,7 +239,7 @@ class RowRules:
         return image
 
 
-def _agent_of(
+def _row_agent(
     agent: CommandAgent, columns: Mapping[str, Any], opening: Sequence[Message]
 ) -> CommandAgent:
     """The agent of a row, with what its column sets. Raises `ValueError`."""

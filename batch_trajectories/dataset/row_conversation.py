@@ -244,7 +244,7 @@ def _check_chat(messages: list[Message]) -> None:
         )
 
 
-def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
+def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     """The options with what the row says of its simulated user. Raises `ValueError`.
 
     A row with further messages of its user has no simulated one.

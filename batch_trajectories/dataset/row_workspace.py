@@ -30,13 +30,13 @@ from batch_trajectories.dataset.columns import (
     User,
     Variables,
     absolute_path,
-    in_words,
+    explain_mistakes,
     names_of,
     object_of,
     objects_of,
-    one_or_many,
     read,
     read_group,
+    to_list,
 )
 from toolsets.sandbox.base import ImageSpec
 
@@ -44,7 +44,7 @@ IMAGE_COLUMNS = ("docker_image", "image", "image_name")
 """They name the image of a row. The first one in a row counts."""
 
 
-def _hidden(raw: Any) -> Any:
+def _hidden_paths(raw: Any) -> Any:
     paths = [absolute_path(path) for path in raw] if isinstance(raw, list) else None
     return None if paths is None or "/" in paths else paths
 
@@ -65,7 +65,9 @@ class InsideColumns:
     """They lower the limits of the run."""
     hide: Annotated[
         tuple[str, ...],
-        in_words("must be a list of absolute paths of the image, without `..`", _hidden),
+        explain_mistakes(
+            "must be a list of absolute paths of the image, without `..`", _hidden_paths
+        ),
     ] = ()
     """Paths of the image that are away until the check."""
 
@@ -141,7 +143,7 @@ PYTHON_FILES = (
 """What pytest or each Python runs or reads by itself, and can make tests report success."""
 
 
-def _pattern(text: str) -> str:
+def _check_pattern(text: str) -> str:
     import regex
 
     shown = clip(repr(text), max_chars=200)
@@ -154,19 +156,19 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _some_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     if not patterns:
         raise ValueError("is missing: how a line of output names a test and its status")
-    return tuple(map(_pattern, patterns))
+    return tuple(map(_check_pattern, patterns))
 
 
-def _some_files(raw: Any) -> list[Any]:
+def _require_files(raw: Any) -> list[Any]:
     if raw == []:
         raise ValueError("is an empty list; leave it out, or name a file")
-    return one_or_many(raw)
+    return to_list(raw)
 
 
-def _no_blank(reason: str) -> AfterValidator:
+def _refuse_blank(reason: str) -> AfterValidator:
     def read_text(text: str) -> str:
         if not text.strip():
             raise ValueError(reason)
@@ -175,38 +177,38 @@ def _no_blank(reason: str) -> AfterValidator:
     return AfterValidator(read_text)
 
 
-def _needs_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _require_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
     if not info.context.inside:
         raise ValueError("needs --workspace=image")
     return raw
 
 
-INSIDE = BeforeValidator(_needs_image)
+NEEDS_IMAGE = BeforeValidator(_require_image)
 """Elsewhere than in an image the check runs as the conversation did."""
 
 
-def _takes_the_place(image: str, info: ValidationInfo[Reading]) -> str:
+def _refuse_two_places(image: str, info: ValidationInfo[Reading]) -> str:
     if (where := info.data.get("where")) is not None:
         raise ValueError(f"does not go with `in: {where}`: leave one of them out")
     return image
 
 
-def _of_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _require_own_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
     if info.data.get("image") is None:
         raise ValueError("needs `check.image`: the image that it is for")
     return raw
 
 
-OF_IMAGE = BeforeValidator(_of_image)
+NEEDS_OWN_IMAGE = BeforeValidator(_require_own_image)
 """Only a check with an image of its own has such keys."""
 
 
-def _for_image(
+def _check_artifacts(
     artifacts: tuple[Artifact, ...], info: ValidationInfo[Reading]
 ) -> tuple[Artifact, ...]:
     if artifacts:
-        _needs_image(artifacts, info)
-        _of_image(artifacts, info)
+        _require_image(artifacts, info)
+        _require_own_image(artifacts, info)
     elif info.data.get("image") is not None:
         raise ValueError("is missing: what the image gets of the workspace")
     return artifacts
@@ -222,11 +224,13 @@ class Outcomes(OnlyThese):
     """Names of tests that must have a status of `passed`; the key `pass`."""
     passed: Texts = ("PASSED", "XFAIL")
     expected: (
-        Annotated[dict[str, Text], in_words("must be an object that maps tests to their status")]
+        Annotated[
+            dict[str, Text], explain_mistakes("must be an object that maps tests to their status")
+        ]
         | None
     ) = None
     """The status of each test that ran; no other tests may have run."""
-    patterns: Annotated[Texts, AfterValidator(_some_patterns), Field(validate_default=True)] = ()
+    patterns: Annotated[Texts, AfterValidator(_check_patterns), Field(validate_default=True)] = ()
     """Regular expressions with the groups `name` and `status`, searched in every line."""
 
 
@@ -243,11 +247,11 @@ class Artifact(OnlyThese):
 class Collect(OnlyThese):
     """A command that runs before a check, where the model worked; its end does not count."""
 
-    command: Annotated[Text, _no_blank("is missing"), Field(validate_default=True)] = ""
+    command: Annotated[Text, _refuse_blank("is missing"), Field(validate_default=True)] = ""
     timeout_s: Seconds | None = None
 
 
-def _with_tests(raw: Any) -> Any:
+def _read_outcomes(raw: Any) -> Any:
     if isinstance(raw, dict) and bool(raw.get("pass")) == bool(raw.get("expected")):
         raise ValueError("needs the tests in `pass` or in `expected`, and not in both")
     return object_of(Outcomes)(raw)
@@ -257,20 +261,20 @@ def _with_tests(raw: Any) -> Any:
 class Check(OnlyThese):
     """How a workspace is judged; a command alone is as good as an object with `command`."""
 
-    command: Annotated[Text, _no_blank("is empty, so every conversation would pass")]
+    command: Annotated[Text, _refuse_blank("is empty, so every conversation would pass")]
     """What judges; exit code 0 passes, unless `reward_file` or `tests` is given."""
     files: Files = field(default_factory=dict)
     """Written when the conversation has ended, so the model never sees them."""
     reward_files: Annotated[
-        tuple[FilePath, ...], BeforeValidator(_some_files), Field(alias="reward_file")
+        tuple[FilePath, ...], BeforeValidator(_require_files), Field(alias="reward_file")
     ] = ()
     """A path or a list of paths; the first that the command wrote holds the reward. The key
     `reward_file`."""
     tests: (
         Annotated[
             Outcomes,
-            in_words(
-                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}", _with_tests
+            explain_mistakes(
+                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}", _read_outcomes
             ),
         ]
         | None
@@ -281,40 +285,47 @@ class Check(OnlyThese):
     env: Variables = field(default_factory=dict)
     """Variables of its command, on top of those of the sandbox."""
     where: Annotated[
-        CheckPlace | None, in_words("must be same or fresh (got {})"), INSIDE, Field(alias="in")
+        CheckPlace | None,
+        explain_mistakes("must be same or fresh (got {})"),
+        NEEDS_IMAGE,
+        Field(alias="in"),
     ] = None
     """`same`: the workspace as the model left it; `fresh`: the image with only the diff. The key
     `in`. None where there is no image, or the check has its own."""
-    user: Annotated[User, INSIDE] | None = None
+    user: Annotated[User, NEEDS_IMAGE] | None = None
     """None: the user of the row."""
-    network: Annotated[Flag, INSIDE] = False
+    network: Annotated[Flag, NEEDS_IMAGE] = False
     """True: the check needs the network, which --check_network allows."""
     from_image: Annotated[
-        Texts, BeforeValidator(lambda raw: PYTHON_FILES if raw == "python" else raw), INSIDE
+        Texts, BeforeValidator(lambda raw: PYTHON_FILES if raw == "python" else raw), NEEDS_IMAGE
     ] = ()
     """Patterns of files that a fresh check takes from the image, whatever the diff says: a name,
     or a path in the repository with `/`; `*` stands for any characters. `python` stands for
     `PYTHON_FILES`."""
-    image: Annotated[ImageName, AfterValidator(_takes_the_place), INSIDE] | None = None
+    image: Annotated[ImageName, AfterValidator(_refuse_two_places), NEEDS_IMAGE] | None = None
     """The image that the check runs in, with only the `artifacts` of the workspace; None: that of
     the conversation."""
     artifacts: Annotated[
         tuple[Artifact, ...],
-        in_words("must be a list of paths, or of {path, exclude}", objects_of(Artifact, "path")),
-        AfterValidator(_for_image),
+        explain_mistakes(
+            "must be a list of paths, or of {path, exclude}", objects_of(Artifact, "path")
+        ),
+        AfterValidator(_check_artifacts),
         Field(validate_default=True),
     ] = ()
     """What `image` gets of the workspace: paths, or {path, exclude: [PATTERN, ...]}; those that do
     not exist are left out."""
     collect: Annotated[
         tuple[Collect, ...],
-        in_words("must be commands, or {command, timeout_s}", objects_of(Collect, "command")),
-        INSIDE,
+        explain_mistakes(
+            "must be commands, or {command, timeout_s}", objects_of(Collect, "command")
+        ),
+        NEEDS_IMAGE,
     ] = ()
     """Commands, or {command, timeout_s}, that run first, where the model worked."""
-    limits: Annotated[Limits, OF_IMAGE, INSIDE] | None = None
+    limits: Annotated[Limits, NEEDS_OWN_IMAGE, NEEDS_IMAGE] | None = None
     """Limits of the container of `image`; None: those of the row."""
-    workdir: Annotated[ImagePath, OF_IMAGE, INSIDE] | None = None
+    workdir: Annotated[ImagePath, NEEDS_OWN_IMAGE, NEEDS_IMAGE] | None = None
     """The directory of `image` where the command runs; None: as the image says."""
 
     @property
@@ -325,7 +336,7 @@ class Check(OnlyThese):
 
 CheckColumn = Annotated[
     Check,
-    in_words(
+    explain_mistakes(
         "must be a command, or an object with `command` and any of "
         + ", ".join(f"`{name}`" for name in sorted({*names_of(Check)} - {"command"})),
         object_of(Check, "command"),
@@ -342,8 +353,8 @@ class SetupColumns:
     """Written before the conversation."""
     commands: Annotated[
         tuple[Text, ...],
-        in_words(
-            "must be a command or a list of commands", lambda raw: one_or_many(raw) if raw else []
+        explain_mistakes(
+            "must be a command or a list of commands", lambda raw: to_list(raw) if raw else []
         ),
         Field(alias="setup"),
     ] = ()
@@ -367,7 +378,7 @@ class HistoryColumns:
             Text,
             # No name of a commit may look like an option of git.
             Field(pattern=r"^([^-\s]\S*)?$"),
-            in_words("{} is not a commit as git names one"),
+            explain_mistakes("{} is not a commit as git names one"),
         ]
         | None
     ) = None

@@ -48,21 +48,32 @@ from batch_trajectories.dataset.scan import ID_COLUMNS
 # Nothing in a row is read as a template. Templates cannot call, define or multiply anything, nor
 # nest loops, so each ends, and none reaches beyond its row.
 
-_MOST_CHARS = 1 << 26
+_MAX_CHARS = 1 << 26
 
 _HOLE = re.compile(r"\{\{\s*([\w-]+(?:\.[\w-]+)*)\s*(\?)?\s*(?=\||\}\})")
 """The beginning of an expression: the path of a column, by whatever names."""
 
 _STATEMENTS = (nodes.Output, nodes.If, nodes.For)
 _REFUSED = (nodes.Call, nodes.Mul, nodes.Pow, nodes.Mod)
-_OF_JINJA = ("d", "default", "dictsort", "first", "int", "items", "last", "length", "sort", "trim")
+_JINJA_FILTERS = (
+    "d",
+    "default",
+    "dictsort",
+    "first",
+    "int",
+    "items",
+    "last",
+    "length",
+    "sort",
+    "trim",
+)
 
 
 class TemplateError(ValueError):
     """A template is wrong, or cannot be filled in from a row: place, field and reason."""
 
 
-class _Missing(TemplateError):
+class _MissingColumnError(TemplateError):
     """The row lacks a column of a template."""
 
 
@@ -92,7 +103,7 @@ def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {**present, "omit": _OMIT, "row": columns}
 
 
-def _value(value: Any) -> Any:
+def _require_value(value: Any) -> Any:
     """What an expression gave, if there is a value and JSON can hold it."""
     if value is _OMIT:
         raise Absent
@@ -102,17 +113,17 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     match value:
         case str():
             return value
         case bool() | int() | float():
             return exact_json.dumps(value).decode()
-    _value(value)
+    _require_value(value)
     raise ValueError("a list or an object is not text; use the filter lines or quote")
 
 
-def _json(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     """The value that a text holds as JSON; other values as they are."""
     if not isinstance(value, str):
         return value
@@ -124,36 +135,36 @@ def _json(value: Any) -> Any:
 
 def _between(value: Any, begin: str, end: str) -> str:
     """The text between two marks; all of it if it lacks them."""
-    text = _text(value)
+    text = _to_text(value)
     _, sign, rest = text.partition(begin)
     inner, closed, _ = rest.partition(end)
     return inner.strip() if sign and closed else text
 
 
 def _replace(value: Any, old: str, new: str) -> str:
-    text = _text(value)
-    _limit(len(text) + text.count(old) * len(new))
+    text = _to_text(value)
+    _refuse_long(len(text) + text.count(old) * len(new))
     return text.replace(old, new)
 
 
-def _limit(chars: int) -> None:
-    if chars > _MOST_CHARS:
-        raise ValueError(f"gives more than {_MOST_CHARS:,} characters")
+def _refuse_long(chars: int) -> None:
+    if chars > _MAX_CHARS:
+        raise ValueError(f"gives more than {_MAX_CHARS:,} characters")
 
 
-def _items(value: Any) -> list[str]:
-    return [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
+def _to_texts(value: Any) -> list[str]:
+    return [_to_text(item) for item in value] if isinstance(value, list) else [_to_text(value)]
 
 
 _FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "lower": (0, lambda value: _text(value).lower()),
-    "upper": (0, lambda value: _text(value).upper()),
+    "lower": (0, lambda value: _to_text(value).lower()),
+    "upper": (0, lambda value: _to_text(value).upper()),
     "replace": (2, _replace),
-    "after": (1, lambda value, mark: _text(value).rpartition(mark)[2]),
+    "after": (1, lambda value, mark: _to_text(value).rpartition(mark)[2]),
     "between": (2, _between),
-    "json": (0, _json),
-    "lines": (0, lambda value: "".join(f"{item}\n" for item in _items(value))),
-    "quote": (0, lambda value: " ".join(map(shlex.quote, _items(value)))),
+    "json": (0, _parse_json),
+    "lines": (0, lambda value: "".join(f"{item}\n" for item in _to_texts(value))),
+    "quote": (0, lambda value: " ".join(map(shlex.quote, _to_texts(value)))),
 }
 """Our filters by name, with the number of texts that they take."""
 
@@ -164,7 +175,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(
             undefined=MissingColumn,
-            finalize=_text,
+            finalize=_to_text,
             keep_trailing_newline=True,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -173,21 +184,21 @@ class _Environment(ImmutableSandboxedEnvironment):
             comment_end_string="#\0",
         )
         self.globals: dict[str, Any] = {}
-        theirs = {name: FILTERS[name] for name in _OF_JINJA}
+        theirs = {name: FILTERS[name] for name in _JINJA_FILTERS}
         self.filters = {**theirs, **{name: ours for name, (_, ours) in _FILTERS.items()}}
 
-    def compiled(self, text: str) -> Callable[[dict[str, Any]], Any]:
+    def compile_text(self, text: str) -> Callable[[dict[str, Any]], Any]:
         """A function that fills in a text. Raises `ValueError` and Jinja2's `TemplateError`."""
         if "{{" not in text and "{%" not in text:
             return lambda variables: text
-        tree = self.parse(_HOLE.sub(_path, text).replace("\r", '{{"\\r"}}'))
+        tree = self.parse(_HOLE.sub(_jinja_path, text).replace("\r", '{{"\\r"}}'))
         for node in tree.find_all(nodes.Node):
             self._check(node)
         match tree.body:
             case [nodes.Output(nodes=[only])] if not isinstance(only, nodes.TemplateData):
                 # What is rendered is text; what is assigned keeps its type.
                 tree.body = [nodes.Assign(nodes.Name("whole", "store"), only).set_lineno(1)]
-        return partial(_filled, self.from_string(tree))
+        return partial(_render, self.from_string(tree))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """A member of an object of the row, never an attribute of a Python object."""
@@ -196,7 +207,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         """A member of an object or list; also of its JSON text, as CSV and Parquet often have."""
         value = None
-        if isinstance(obj := _json(obj), Undefined):
+        if isinstance(obj := _parse_json(obj), Undefined):
             return obj
         if isinstance(obj, Mapping):
             value = obj.get(argument)
@@ -221,7 +232,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise ValueError("calls, `*`, `**` and `%` are not available; use filters")
 
 
-def _path(hole: re.Match[str]) -> str:
+def _jinja_path(hole: re.Match[str]) -> str:
     """The same in Jinja2, which knows no `?` and has words of its own."""
     names = hole[1].split(".")
     used = {"none", "true", "false", "self", "omit", "row", *keyword.kwlist}
@@ -230,15 +241,15 @@ def _path(hole: re.Match[str]) -> str:
     return f"{{{{{hole[1] if is_jinja else f'row{path}'}{'|default(omit)' if hole[2] else ''}"
 
 
-def _filled(template: jinja2.Template, variables: dict[str, Any]) -> Any:
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> Any:
     context = template.new_context(variables, shared=True)
     parts = []
     size = 0
     for part in template.root_render_func(context):
         size += len(part)
-        _limit(size)
+        _refuse_long(size)
         parts.append(part)
-    return _value(context.vars["whole"]) if "whole" in context.vars else "".join(parts)
+    return _require_value(context.vars["whole"]) if "whole" in context.vars else "".join(parts)
 
 
 _ENVIRONMENT = _Environment()
@@ -265,9 +276,9 @@ class Template:
                     name: Template(member, file, f"{field}.{name}")
                     for name, member in members.items()
                 }
-                self._fill = self._of_object(members)
+                self._fill = self._object_filler(members)
             case _:
-                self._fill = self._of_scalar(construct(node))
+                self._fill = self._scalar_filler(construct(node))
 
     def value(self, variables: dict[str, Any]) -> Any:
         """The value for a row, by its `variables_of`.
@@ -279,11 +290,11 @@ class Template:
         except (TemplateError, Absent):
             raise
         except jinja2.UndefinedError as error:
-            raise _Missing(f"{self._place}: {error}{self._shown}") from error
+            raise _MissingColumnError(f"{self._place}: {error}{self._shown}") from error
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"{self._place}: {error}{self._shown}") from error
 
-    def _of_object(self, members: Mapping[str, yaml.Node]) -> Callable[[dict[str, Any]], Any]:
+    def _object_filler(self, members: Mapping[str, yaml.Node]) -> Callable[[dict[str, Any]], Any]:
         names = {*members}
         if names == {"first_of"}:
             if not isinstance(members["first_of"], yaml.SequenceNode):
@@ -295,12 +306,12 @@ class Template:
             return self._matching
         return self._present
 
-    def _of_scalar(self, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def _scalar_filler(self, value: Any) -> Callable[[dict[str, Any]], Any]:
         if not isinstance(value, str):
             return lambda variables: value
         self._shown = f" in {clip(repr(value), max_chars=100)}"
         try:
-            return _ENVIRONMENT.compiled(value)
+            return _ENVIRONMENT.compile_text(value)
         except (ValueError, RecursionError, jinja2.TemplateError) as error:
             raise TemplateError(f"{self._place}: {error}{self._shown}") from error
 
@@ -319,12 +330,12 @@ class Template:
         for choice in optional:
             try:
                 return choice.value(variables)
-            except (Absent, _Missing):
+            except (Absent, _MissingColumnError):
                 continue
         return last.value(variables)
 
     def _matching(self, variables: dict[str, Any]) -> Any:
-        text = _text(self._parts["match"].value(variables))
+        text = _to_text(self._parts["match"].value(variables))
         cases = self._parts["cases"]._parts
         chosen = cases.get(text, self._parts.get("default"))
         if chosen is None:

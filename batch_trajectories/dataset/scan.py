@@ -138,7 +138,7 @@ def scan(
     largest: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     content = ContentDigest()
-    for row in _watched_rows(path, rules, content):
+    for row in _track_rows(path, rules, content):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
@@ -160,7 +160,7 @@ def scan(
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
-        if shard is None or shard.holds(short_hash):
+        if shard is None or shard.contains(short_hash):
             offsets.append(row.offset)
             hashes.append(short_hash)
             digest = input_digest(row.columns, rules)
@@ -172,7 +172,7 @@ def scan(
         raise _no_usable_row(path, bad_rows)
     occurrences = array("I")
     for number, base, columns in _rows_with_repeated_ids(path, offsets, hashes, occurrences):
-        prompt_id = _numbered(base, occurrences[number])
+        prompt_id = _with_occurrence(base, occurrences[number])
         digest = input_digest(columns, rules)
         ids = (_task_id(prompt_id, sample) for sample in range(num_samples))
         start = 16 * num_samples * number
@@ -182,7 +182,7 @@ def scan(
         sha256=fingerprint.hexdigest(),
         all_rows=all_rows,
         rows=len(offsets),
-        bad_rows=tuple(row for row in bad_rows if shard is None or shard.holds(row.line)),
+        bad_rows=tuple(row for row in bad_rows if shard is None or shard.contains(row.line)),
         all_bad=len(bad_rows),
         shard=shard,
         rules=rules,
@@ -190,7 +190,7 @@ def scan(
         num_samples=num_samples,
         size=content.size,
         content_digest=content.hexdigest(),
-        may_continue=all_rows == max_samples and content.ends_a_line,
+        may_continue=all_rows == max_samples and content.is_at_line_end,
         offsets=offsets,
         occurrences=occurrences,
         setup_columns=setup_columns,
@@ -199,7 +199,7 @@ def scan(
     )
 
 
-def _watched_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
+def _track_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
     """What `read_rows` gives, with its progress."""
     size = path.stat().st_size if path.is_file() else None
     with LongWork(f"reading {path.name}", total=size, unit="B") as work:
@@ -218,10 +218,10 @@ def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
             row, sample = divmod(number, scan.num_samples)
             columns = read_row_at(file, scan.offsets[row])
             if columns is None:
-                raise _changed(scan.path, scan.offsets[row])
+                raise _changed_error(scan.path, scan.offsets[row])
             task = task_of(columns, scan.rules, occurrence=scan.occurrence(row), sample=sample)
             if task.key != scan.key(number):
-                raise _changed(scan.path, scan.offsets[row])
+                raise _changed_error(scan.path, scan.offsets[row])
             yield task
 
 
@@ -229,7 +229,7 @@ def task_of(
     columns: dict[str, Any], rules: RowRules, *, occurrence: int = 1, sample: int = 0
 ) -> Task:
     """The task of a row which is number `occurrence` of those with its id."""
-    prompt_id = _numbered(_base_id(columns), occurrence)
+    prompt_id = _with_occurrence(_base_id(columns), occurrence)
     digest = input_digest(columns, rules)
     return Task(
         id=_task_id(prompt_id, sample),
@@ -263,7 +263,7 @@ def _no_usable_row(path: Path, bad_rows: Sequence[BadRow]) -> DatasetError:
     )
 
 
-def _changed(path: Path, offset: int) -> DatasetChanged:
+def _changed_error(path: Path, offset: int) -> DatasetChanged:
     return DatasetChanged(
         f"{path}: the row at byte {offset} has changed since this start began. Finished work is "
         "safe; run the same command again to continue with the dataset as it is now."
@@ -279,7 +279,7 @@ def _rows_with_repeated_ids(
     path: Path, offsets: array[int], hashes: array[int], occurrences: array[int]
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Rows that repeat the id of an earlier row: number, id, columns. Sets their occurrences."""
-    repeated = _repeated(hashes)
+    repeated = _find_repeated(hashes)
     if not repeated:
         return
     occurrences.extend(array("I", [1]) * len(offsets))
@@ -290,14 +290,14 @@ def _rows_with_repeated_ids(
                 continue
             columns = read_row_at(file, offsets[number])
             if columns is None or _short_hash(base := _base_id(columns)) != short_hash:
-                raise _changed(path, offsets[number])
+                raise _changed_error(path, offsets[number])
             counts[base] += 1
             if counts[base] > 1:
                 occurrences[number] = counts[base]
                 yield number, base, columns
 
 
-def _repeated(hashes: array[int]) -> set[int]:
+def _find_repeated(hashes: array[int]) -> set[int]:
     """The values that occur more than once.
 
     Only one bucket of values at a time becomes a set of objects. Two ids with the same hash do no
@@ -315,7 +315,7 @@ def _repeated(hashes: array[int]) -> set[int]:
     return repeated
 
 
-def _numbered(base: str, occurrence: int) -> str:
+def _with_occurrence(base: str, occurrence: int) -> str:
     return base if occurrence == 1 else f"{base}#{occurrence}"
 
 

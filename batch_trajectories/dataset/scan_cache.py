@@ -32,7 +32,7 @@ _FORMAT = 6
 """Raise it when rows are read or identified in another way, or the layout of the file changes."""
 
 _DIGEST_BYTES = 32
-_IN_HEADER = (
+_HEADER_FIELDS = (
     "sha256",
     "all_rows",
     "all_bad",
@@ -77,7 +77,7 @@ def save_scan(cache: Path, made: Scan) -> None:
             "for": _options_digest(**made.options),
             "bad_rows": [list(row) for row in made.bad_rows],
             "occurrences": len(made.occurrences),
-            **{name: getattr(made, name) for name in _IN_HEADER},
+            **{name: getattr(made, name) for name in _HEADER_FIELDS},
         }
     )
     parts = (header, b"\n", made.offsets.tobytes(), made.occurrences.tobytes(), made.keys)
@@ -121,7 +121,7 @@ class _SavedScan(NamedTuple):
     def is_of(self, dataset: Mapping[str, Any], num_samples: int) -> bool:
         """Whether the file has the current form, and the scan is of this dataset of a run.json."""
         header = self.header
-        if not {*_IN_HEADER, "bad_rows", "occurrences"} <= header.keys():
+        if not {*_HEADER_FIELDS, "bad_rows", "occurrences"} <= header.keys():
             return False
         return (
             dataset.get("sha256") == header["sha256"]
@@ -147,7 +147,7 @@ class _SavedScan(NamedTuple):
             offsets=offsets,
             occurrences=occurrences,
             keys=self.keys,
-            **{name: header[name] for name in _IN_HEADER},
+            **{name: header[name] for name in _HEADER_FIELDS},
         )
 
 

@@ -28,7 +28,7 @@ class Shard:
     index: int
     count: int
 
-    def holds(self, number: int) -> bool:
+    def contains(self, number: int) -> bool:
         """Whether a prompt or row with this hash belongs to the shard."""
         return number % self.count == self.index
 

@@ -26,7 +26,7 @@ from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunE
 from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import UrlPath, place_of
-from batch_trajectories.dataset.arrow_rows import BATCH_ROWS, rows_of, rows_per_batch
+from batch_trajectories.dataset.arrow_rows import BATCH_ROWS, rows_per_batch, table_rows
 
 if TYPE_CHECKING:
     from batch_trajectories.basics.bucket import Bucket, StoredFile
@@ -110,13 +110,13 @@ def source_of(name: Path) -> DataSource:
     """What a user names as the dataset. Raises `DatasetError` where it cannot be one."""
     text = str(name)
     if text.startswith(HUB_PREFIX):
-        return DataSource(text, hub=_hub_name(text))
+        return DataSource(text, hub=_parse_hub_name(text))
     try:
         place = place_of(name)
     except ValueError as error:
         raise DatasetError(f"the URL of a dataset {error}") from None
     if isinstance(place, UrlPath):
-        return _at_url(str(place))
+        return _source_at_url(str(place))
     try:
         if not name.is_dir():
             return DataSource(text, files=(_source_file(name),))
@@ -142,7 +142,7 @@ def source_of(name: Path) -> DataSource:
     return DataSource(text, files=files)
 
 
-def _at_url(url: str) -> DataSource:
+def _source_at_url(url: str) -> DataSource:
     """The object at a URL, or those below it that have rows. Raises `DatasetError`."""
     from batch_trajectories.basics.bucket import files_at  # a library
 
@@ -167,7 +167,7 @@ def _at_url(url: str) -> DataSource:
 
 
 @contextmanager
-def brought(bucket: Bucket, stored: StoredFile) -> Iterator[SourceFile]:
+def download_file(bucket: Bucket, stored: StoredFile) -> Iterator[SourceFile]:
     """A file of a bucket in a temporary directory. Raises `DatasetError` if it has changed."""
     with TemporaryDirectory(prefix="batch-trajectories-") as directory:
         path = Path(directory, stored.name.rpartition("/")[2])
@@ -207,7 +207,7 @@ def _files_in(directory: Path) -> Iterator[Path]:
         seen.add(identity)
 
 
-def _hub_name(text: str) -> HubName:
+def _parse_hub_name(text: str) -> HubName:
     match = _HUB.fullmatch(text.removeprefix(HUB_PREFIX))
     if match is None:
         raise DatasetError(
@@ -226,7 +226,7 @@ def _source_file(path: Path) -> SourceFile:
         raise DatasetError(
             f"{path} is a pipe or device; rows are read more than once, so give a plain file"
         )
-    compression, rest = _compression_of(path)
+    compression, rest = _split_compression(path)
     kind = _KINDS.get(rest.suffix.lower(), "lines")
     if kind == "parquet" and compression is not None:
         raise DatasetError(f"{path}: Parquet compresses its columns itself; unpack this file first")
@@ -240,10 +240,10 @@ def _source_file(path: Path) -> SourceFile:
 
 def has_rows(name: str) -> bool:
     """Whether the name of a file is that of a file with rows."""
-    return _compression_of(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
+    return _split_compression(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
 
 
-def _compression_of(path: Path) -> tuple[Compression | None, Path]:
+def _split_compression(path: Path) -> tuple[Compression | None, Path]:
     """How a file is compressed, and its name without the suffix that says so."""
     compression = _COMPRESSIONS.get(path.suffix.lower())
     return compression, path if compression is None else path.with_suffix("")
@@ -278,12 +278,12 @@ def revision_of(name: HubName) -> str:
     try:
         info = HfApi().dataset_info(name.repository, revision=name.revision)
     except Exception as error:
-        raise _refusal(name.repository, error) from error
+        raise _hub_error(name.repository, error) from error
     return str(info.sha)
 
 
 def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Stream the rows of one split. See `rows_of`. Raises as `revision_of` does."""
+    """Stream the rows of one split. See `table_rows`. Raises as `revision_of` does."""
     import datasets
 
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
@@ -292,17 +292,17 @@ def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes
             name.repository, name.config, split=name.split, revision=revision, streaming=True
         )
         if name.split is None:
-            dataset = dataset[_only_split(name.repository, list(dataset))]
+            dataset = dataset[_choose_split(name.repository, list(dataset))]
         tables = dataset.with_format("arrow").iter(BATCH_ROWS)
-        yield from rows_of(tables, f"hf:{name.repository}", left_out)
+        yield from table_rows(tables, f"hf:{name.repository}", left_out)
     except (RunError, MemoryError):
         raise
     except Exception as error:
-        raise _refusal(name.repository, error) from error
+        raise _hub_error(name.repository, error) from error
 
 
 def saved_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Stream the rows of a directory written by `save_to_disk`. See `rows_of`.
+    """Stream the rows of a directory written by `save_to_disk`. See `table_rows`.
 
     Raises `DatasetError`.
     """
@@ -312,9 +312,9 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any
     try:
         dataset = datasets.load_from_disk(str(path))
         if isinstance(dataset, datasets.DatasetDict):
-            dataset = dataset[_only_split(f"{path}/", list(dataset))]
+            dataset = dataset[_choose_split(f"{path}/", list(dataset))]
         rows = rows_per_batch(dataset.data.nbytes // max(1, dataset.data.num_rows))
-        yield from rows_of(dataset.with_format("arrow").iter(rows), str(path), left_out)
+        yield from table_rows(dataset.with_format("arrow").iter(rows), str(path), left_out)
     except (RunError, MemoryError):
         raise
     except Exception as error:
@@ -357,7 +357,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _only_split(place: str, splits: list[str]) -> str:
+def _choose_split(place: str, splits: list[str]) -> str:
     """`train`, or the only split. Raises `DatasetError` where a user must choose."""
     if "train" in splits:
         return "train"
@@ -367,7 +367,7 @@ def _only_split(place: str, splits: list[str]) -> str:
     raise DatasetError(f"{place}: it has the splits {', '.join(splits)}; {how}")
 
 
-def _refusal(repository: str, error: Exception) -> RunError:
+def _hub_error(repository: str, error: Exception) -> RunError:
     """What stops a run when the hub, or the reading of what it sent, fails."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -110,7 +110,7 @@ def forked_config(
         None,
         {
             **values,
-            "dataset_file": _dataset_of(run_dir, fresh=fresh),
+            "dataset_file": _dataset_path(run_dir, fresh=fresh),
             "columns": {},
             "rows": None,
             "num_samples": branches,
@@ -121,7 +121,7 @@ def forked_config(
     )
 
 
-def _dataset_of(run_dir: Path, *, fresh: bool) -> Path:
+def _dataset_path(run_dir: Path, *, fresh: bool) -> Path:
     """The dataset of a run of branches: that of its last start; after `fresh` it has a number.
 
     Raises `ConfigError` if the directory has a run of something else, unless `fresh` moves it.
@@ -166,7 +166,7 @@ def write_forks(
         with open_temporary(temporary, path) as file:
             for record in records:
                 try:
-                    row = _row(record, run, turn, rules)
+                    row = _make_row(record, run, turn, rules)
                 except NotForkable as error:
                     forked.left_out[str(error)] += 1
                 else:
@@ -198,7 +198,7 @@ def _candidates(path: Path) -> Iterable[Path]:
     yield from (path.with_name(f"{stem}.{number}.jsonl") for number in count(2))
 
 
-def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
+def _make_row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
     """A row: the parent's columns and its conversation so far. Raises `NotForkable`."""
     row = record["row"]
     try:
@@ -247,7 +247,7 @@ def events_until(
     if len(own) < len(record["turns"]) or not own[-len(record["turns"])]:
         raise NotForkable("its messages do not fit its turns")
     first = own[-len(record["turns"])]
-    notes = [_note(note) for note in record["notes"] if note["turn"] < turn]
+    notes = [_to_note(note) for note in record["notes"] if note["turn"] < turn]
     events: list[Event] = []
     begun = _without_notes(messages[:first], [note for note in notes if note["turn"] == 0])
     if begun != list(opening):
@@ -258,14 +258,14 @@ def events_until(
     }
     for number in range(1, turn + 1):
         events += [
-            _reply(discarded) for discarded in record["discarded"] if discarded["turn"] == number
+            _to_reply(discarded) for discarded in record["discarded"] if discarded["turn"] == number
         ]
         message = messages[own[number - 1 - len(record["turns"])]]
-        events.append(_reply({**record["turns"][number - 1], "message": message}))
+        events.append(_to_reply({**record["turns"][number - 1], "message": message}))
         added = [note for note in record["notes"] if note["turn"] == number]
-        events += _results(record, number, message, results, added)
+        events += _result_events(record, number, message, results, added)
         events += [note for note in notes if note["turn"] == number]
-    _check(Trajectory(opening, events), messages, record, turn)
+    _check_events(Trajectory(opening, events), messages, record, turn)
     return events
 
 
@@ -281,7 +281,7 @@ def paid_for(events: Sequence[Event]) -> dict[str, Any]:
     return {"api_calls": paid.api_calls(), "usage": paid.usage(), "cost_usd": paid.cost_usd()}
 
 
-def _note(fields: Mapping[str, Any]) -> NoteEvent:
+def _to_note(fields: Mapping[str, Any]) -> NoteEvent:
     return NoteEvent(
         kind="note",
         turn=fields["turn"],
@@ -291,12 +291,12 @@ def _note(fields: Mapping[str, Any]) -> NoteEvent:
     )
 
 
-def _reply(fields: Mapping[str, Any]) -> ReplyEvent:
+def _to_reply(fields: Mapping[str, Any]) -> ReplyEvent:
     reply: ReplyEvent = {"kind": "reply", **fields, "inherited": True}  # type: ignore[typeddict-item]
     return reply
 
 
-def _results(
+def _result_events(
     record: Mapping[str, Any],
     turn: int,
     message: Message,
@@ -346,7 +346,7 @@ def _without_notes(
     return [*before, last]
 
 
-def _check(
+def _check_events(
     trajectory: Trajectory, messages: Sequence[Message], record: Mapping[str, Any], turn: int
 ) -> None:
     """The events must give the messages of the record, or the branch would not continue it."""

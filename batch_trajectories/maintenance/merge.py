@@ -27,7 +27,7 @@ from batch_trajectories.batch_api.verifying import open_calls
 from batch_trajectories.config.fingerprint import stored_meaning
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.kept_dataset import link_kept
+from batch_trajectories.dataset.kept_dataset import link_snapshot
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.shards import check_shards
 from batch_trajectories.engine.run_dir import (
@@ -78,7 +78,7 @@ _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     """The result of `merge`."""
 
     path: Path
@@ -120,7 +120,10 @@ def common_config(
     check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
-        if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
+        if (
+            not are_shards
+            and len({_rows_identity(identity["dataset"]) for _, identity in runs}) > 1
+        ):
             raise ConfigError(
                 "the runs have different datasets: give a dataset with all rows by --dataset_file"
             )
@@ -132,7 +135,7 @@ def common_config(
     return load_config(None, {**first["config"], **changed, "shard": None})
 
 
-def _rows_of(dataset: Mapping[str, Any]) -> str:
+def _rows_identity(dataset: Mapping[str, Any]) -> str:
     """What two runs have in common if they have the same rows: a file, or what it was made of."""
     source = dataset.get("source")
     return str(dataset["path"] if source is None else source.get("blake2b", dataset["path"]))
@@ -145,7 +148,7 @@ def merge(
     *,
     drop: bool,
     make: MakeResults,
-) -> Merged:
+) -> MergeResult:
     """Write the records and failures of `runs` as the run of `config`, and its results by `make`.
 
     `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
@@ -167,9 +170,9 @@ def merge(
         if ready is not None and _put_in_place(beside, into) and ready["wanted"] == wanted:
             remove_tree(beside)
             taken = {path: ready["taken"][str(path)] for path, _ in runs}
-            return Merged(into, taken, ready["equal"])
+            return MergeResult(into, taken, ready["equal"])
         is_moved = ready is None and not (beside / into.name).exists()
-        if is_moved and (merged := _merged_before(into, runs)) is not None:
+        if is_moved and (merged := _find_merged(into, runs)) is not None:
             remove_tree(beside)  # of which a kill has left the rest
             return merged
         try:
@@ -182,7 +185,7 @@ def merge(
             (beside / _READY).unlink(missing_ok=True)
             training_file_of(making).unlink(missing_ok=True)
             remove_tree(making)
-            taken, equal = _make(making, runs, config, scan)
+            taken, equal = _write_run(making, runs, config, scan)
             make(making, scan, config)
             sources = {str(path): count for path, count in taken.items()}
             replace_json(beside / _READY, {"wanted": wanted, "taken": sources, "equal": equal})
@@ -193,10 +196,10 @@ def merge(
             remove_tree(beside)
             _refuse_existing(into)
         remove_tree(beside)
-    return Merged(into, taken, equal)
+    return MergeResult(into, taken, equal)
 
 
-def _merged_before(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> Merged | None:
+def _find_merged(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> MergeResult | None:
     """The run in the place of the new one, if it was merged of the same runs."""
     try:
         made_of = read_run_json(into)["history"][-1]["merged"]
@@ -204,7 +207,7 @@ def _merged_before(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> M
     except (RunDirError, LookupError, TypeError, ValueError):
         return None
     is_same = [str(path) for path in taken] == [made["path"] for made in made_of]
-    return Merged(into, taken, 0) if is_same else None
+    return MergeResult(into, taken, 0) if is_same else None
 
 
 def _refuse_existing(into: Path) -> None:
@@ -231,18 +234,18 @@ def _put_in_place(beside: Path, into: Path) -> bool:
     return True
 
 
-def _make(
+def _write_run(
     making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
 ) -> tuple[dict[Path, int], int]:
     for directory in (making, making / INFLIGHT, making / WORKSPACES):
         directory.mkdir(mode=0o700)
     dataset = dataset_of(scan)
     if dataset["source"] is not None:
-        link_kept(scan.path, making)
+        link_snapshot(scan.path, making)
         dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
     records = RecordFile(making, making / QUARANTINE)
     failures = AppendFile(making / FAILURES_FILE)
-    taken, equal = _copy(runs, records)
+    taken, equal = _copy_records(runs, records)
     for path, _ in runs:
         for _, line in lines_from(path / FAILURES_FILE, 0):
             if read_failure(line) is not None:
@@ -293,7 +296,7 @@ def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     )
 
 
-def _copy(
+def _copy_records(
     runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
 ) -> tuple[dict[Path, int], int]:
     """Append the record of each task; refuse if two runs disagree on any."""
@@ -302,7 +305,7 @@ def _copy(
     differing = []
     equal = 0
     for path, _ in runs:
-        for key, record in watched(_counting(path), f"merging {path.name}"):
+        for key, record in watched(_current_records(path), f"merging {path.name}"):
             content = hashlib.blake2b(record.line, digest_size=16).digest()
             if key not in seen:
                 seen[key] = (path, content)
@@ -321,7 +324,7 @@ def _copy(
     return taken, equal
 
 
-def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
+def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The records of a run that count, in file order, with their task keys."""
     counting = ((entry.offset, key) for key, entry in load_index(path).counting())
     upcoming, key = next(counting, _NONE)

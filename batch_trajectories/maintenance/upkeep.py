@@ -28,7 +28,7 @@ from batch_trajectories.engine.run_totals import needed_samples
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.records.files import alone_on, is_whole, keep_readable, refuse_links
+from batch_trajectories.records.files import is_whole, keep_readable, lock_for_append, refuse_links
 from batch_trajectories.records.journal import Inflight, read_journaled_replies
 from batch_trajectories.records.names import (
     BATCHES,
@@ -51,7 +51,12 @@ from batch_trajectories.records.names import (
     WORKSPACES,
 )
 from batch_trajectories.records.problem import Problem
-from batch_trajectories.records.records import RecordFile, UnreadableRecord, load_index, take_out
+from batch_trajectories.records.records import (
+    RecordFile,
+    UnreadableRecord,
+    load_index,
+    quarantine_lines,
+)
 from toolsets.workspace.removal import remove_tree
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -124,7 +129,7 @@ def check(
     if repair:
         refuse_links(path)
         with locked(path):
-            report, scan = _verified(path, identity, config, remake)
+            report, scan = _verify(path, identity, config, remake)
             problems = report.problems
             if problems:
                 if scan is not None:
@@ -132,10 +137,10 @@ def check(
                 repair_run(path, report, config)
                 if scan is not None:
                     make(path, scan, config)
-                report, scan = _verified(path, identity, config, remake)
+                report, scan = _verify(path, identity, config, remake)
     else:
         refuse_held(path)
-        report, scan = _verified(path, identity, config, remake)
+        report, scan = _verify(path, identity, config, remake)
         problems = report.problems
         refuse_held(path)  # if a run has started meanwhile, the result means nothing
     owed = ""
@@ -155,10 +160,10 @@ def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     arguments = _scan_arguments(path, identity, config)
     made = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
-    return _of_the_run(made, path, identity)
+    return _refuse_foreign_dataset(made, path, identity)
 
 
-def _of_the_run(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
+def _refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
     """The scan. Raises `DatasetError` if a stranger's run.json names another file than its own.
 
     A dataset outside of a received run is only used with the content that the run was made of:
@@ -218,7 +223,7 @@ def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> 
     }
 
 
-def _verified(
+def _verify(
     path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
 ) -> tuple[Report, Scan | None]:
     from batch_trajectories.maintenance.verify import verify
@@ -228,13 +233,15 @@ def _verified(
         scanned = (
             scan_of(path, identity, config)
             if make is None
-            else _of_the_run(scan(**_scan_arguments(path, identity, config)), path, identity)
+            else _refuse_foreign_dataset(
+                scan(**_scan_arguments(path, identity, config)), path, identity
+            )
         )
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:
         return verify(path, identity, scanned, config, made=None), scanned
-    with _copy_of(path) as made:
+    with _make_linked_copy(path) as made:
         is_made = True
         try:
             make(made, scanned, config)
@@ -244,7 +251,7 @@ def _verified(
 
 
 @contextmanager
-def _copy_of(path: Path) -> Iterator[Path]:
+def _make_linked_copy(path: Path) -> Iterator[Path]:
     """A temporary run directory with links to the data of a run, to make its exports again.
 
     It is in the system's temporary directory and needs room for the exports.
@@ -276,7 +283,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     # Without an index every record is read, and unreadable ones are set aside.
     (path / RECORDS_INDEX).unlink(missing_ok=True)
     if report.duplicates:
-        take_out(path / RECORDS_FILE, report.duplicates, quarantine)
+        quarantine_lines(path / RECORDS_FILE, report.duplicates, quarantine)
     records = RecordFile(path, quarantine)
     records.close()
     settled = Settled(records.take_found(), config.max_attempts)
@@ -285,7 +292,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     for name in (SCORES_FILE, VERDICTS_FILE):
         keep_readable(path / name, quarantine, is_whole)
     for file in filter(Path.exists, (path / LABELS_FILE, path / CONTROL_FILE)):
-        with alone_on(file):
+        with lock_for_append(file):
             keep_readable(file, quarantine, is_whole)
     if (path / INFLIGHT).is_dir():
         Inflight(path / INFLIGHT).read(settled=settled)

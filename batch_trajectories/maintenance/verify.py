@@ -31,7 +31,7 @@ from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
 from batch_trajectories.maintenance.verify_exports import check_exports
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_failure
-from batch_trajectories.records.files import DamagedLine, is_whole, listed, tail_of
+from batch_trajectories.records.files import DamagedLine, is_whole, listed, read_tail
 from batch_trajectories.records.index import (
     LENGTHS,
     MARK,
@@ -42,7 +42,7 @@ from batch_trajectories.records.index import (
     IndexFields,
     RowMaker,
     checked_bytes,
-    column_of,
+    column_view,
     index_fields,
     is_earlier_index,
     is_index,
@@ -67,13 +67,13 @@ from batch_trajectories.records.names import (
 )
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.record_types import Record, decode_record
-from batch_trajectories.records.records import id_in, lines_from, watched_lines
+from batch_trajectories.records.records import id_in, lines_from, track_lines
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 
-_OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
+_CHECK_KEYS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
 """Keys of summary.json that versions without `checks.scored` counted otherwise."""
 
-_OF_ATTEMPTS = ("turns", "tokens_unknown", "cost_usd", "cost_unknown")
+_ATTEMPT_KEYS = ("turns", "tokens_unknown", "cost_usd", "cost_unknown")
 """Keys that versions without `reasons` counted without failed attempts that have no record."""
 
 _ENOUGH_BYTES = 40 << 20
@@ -147,36 +147,36 @@ def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> t
         rows = (path / RECORDS_INDEX).read_bytes()
     except FileNotFoundError:
         rows = b""
-    if _are_rows_to(rows, records):
+    if _reaches_end(rows, records):
         index = Index(rows)
         known = cache(lambda: (count(index), [*index.repeated()]))
-        if _are_rows_of(rows, records, meanwhile=known):
+        if _matches_records(rows, records, meanwhile=known):
             report.records = index.written()
             counted, repeated = known()
             if repeated:
-                lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
+                lines = array("I", accumulate(map(bool, column_view(memoryview(rows), LENGTHS))))
                 _check_repeated(records, index, repeated, [number - 1 for number in lines], report)
             return index, counted
-    rebuilt = _named_problems(path, rows, report)
+    rebuilt = _find_problems(path, rows, report)
     return rebuilt, count(rebuilt)
 
 
-def _are_rows_to(rows: bytes, records: Path) -> bool:
+def _reaches_end(rows: bytes, records: Path) -> bool:
     """Whether these are whole rows of an index, up to the end of the records."""
     if not is_index(rows) or checked_bytes(rows) != len(rows) or len(rows) % ROW_BYTES:
         return False
     view = memoryview(rows)
-    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    offsets, lengths = column_view(view, OFFSETS), column_view(view, LENGTHS)
     return len(lengths) > 1 and offsets[-1] + lengths[-1] == records.stat().st_size
 
 
-def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object]) -> bool:
-    """Whether each line of the records is whole, and these `_are_rows_to` are those of an index.
+def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], object]) -> bool:
+    """Whether each line of the records is whole, and these `_reaches_end` are those of an index.
 
     Large files are read by several processes; `meanwhile` is what this one does.
     """
     view = memoryview(rows)
-    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    offsets, lengths = column_view(view, OFFSETS), column_view(view, LENGTHS)
 
     def first(row: int) -> int:
         """The row of the ending that precedes a row, if there is one."""
@@ -211,15 +211,15 @@ def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object])
     return all(parts)
 
 
-def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
+def _find_problems(path: Path, stored: bytes, report: Report) -> Index:
     """The same as `_check_records` where something is wrong."""
     records = path / RECORDS_FILE
-    index = _Index(path / RECORDS_INDEX, stored)
+    index = _IndexComparison(path / RECORDS_INDEX, stored)
     maker = RowMaker()
     rows = bytearray(MARK)
     lines = array("I", [0])
     number = 0
-    for number, (offset, line) in enumerate(watched_lines(records), start=1):
+    for number, (offset, line) in enumerate(track_lines(records), start=1):
         facts = own_rows = None
         with suppress(DamagedLine):
             facts = _facts_of(decode_record(line))
@@ -228,7 +228,7 @@ def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
                 own_rows = maker.rows(facts.fields, offset, len(line))
         index.compare(number, own_rows)
         if facts is None or own_rows is None:
-            report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
+            report.problems.append(Problem("unreadable", records, number, _describe_loss(line)))
             continue
         rows += own_rows
         lines.extend([number] * (len(own_rows) // ROW_BYTES))
@@ -283,7 +283,7 @@ def _facts_of(record: Record) -> _Facts:
     return _Facts(index_fields(record), problems)
 
 
-def _what_is_lost(line: bytes) -> str:
+def _describe_loss(line: bytes) -> str:
     """The message for a line that is not a record."""
     details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
@@ -302,7 +302,7 @@ def _id_of(records: Path, entry: IndexEntry) -> str:
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
     """A line without a newline was cut off while it was written."""
-    if tail := tail_of(file):
+    if tail := read_tail(file):
         message = "an incomplete line, cut off while it was written; it was never used"
         if is_whole(tail):
             message = "a complete line without its newline, which the next start adds; it counts"
@@ -319,7 +319,7 @@ def _check_lines(
     yield from _check_tail(file, number)
 
 
-class _Index:
+class _IndexComparison:
     """Compares the index with the records."""
 
     def __init__(self, path: Path, rows: bytes) -> None:
@@ -419,8 +419,8 @@ def _check_summary(path: Path, totals: RunTotals) -> Iterator[Problem]:
             f"{key} {content.get(key)!r}, the records give {value!r}"
             for key, value in orjson.loads(orjson.dumps(totals.to_json())).items()
             if content.get(key, value) != value  # older versions wrote fewer keys
-            and not (key in _OF_CHECKS and "scored" not in content.get("checks", {}))
-            and not (key in _OF_ATTEMPTS and totals.to_retry and "reasons" not in content)
+            and not (key in _CHECK_KEYS and "scored" not in content.get("checks", {}))
+            and not (key in _ATTEMPT_KEYS and totals.to_retry and "reasons" not in content)
         ]
     except FileNotFoundError:
         if totals.done or totals.failed:

@@ -66,11 +66,13 @@ def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
     for key, item in value.items():
         if key == BY_TURN:
             lists = item if isinstance(item, Mapping) else {MAIN: item}
-            by_turn |= {_name(one): _per_turn(one, items, turns) for one, items in lists.items()}
+            by_turn |= {
+                _reward_name(one): _turn_rewards(one, items, turns) for one, items in lists.items()
+            }
         elif isinstance(item, list | tuple):
-            by_turn[_name(key)] = _per_turn(key, item, turns)
+            by_turn[_reward_name(key)] = _turn_rewards(key, item, turns)
         else:
-            named[_name(key)] = number_in(item)
+            named[_reward_name(key)] = read_number(item)
     if len(named) + len(by_turn) > MAX_REWARDS:
         raise ValueError(f"holds {len(named) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
     return Rewards(named, by_turn)
@@ -94,49 +96,51 @@ def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
     return parse_rewards(rewards, name=MAIN, turns=turns) if rewards else None
 
 
-def number_in(value: Any) -> float:
+def read_number(value: Any) -> float:
     """A finite number. Raises `ValueError` with what it is instead."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"holds {_shown(value)}, which is not a number")
+        raise ValueError(f"holds {_excerpt(value)}, which is not a number")
     return finite_number(value)
 
 
 def finite_number(value: Any) -> float:
-    """A finite number, also from text. Raises as `number_in`."""
+    """A finite number, also from text. Raises as `read_number`."""
     try:
         number = float(value)
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"holds {_shown(value)}, which is not a finite number")
+        raise ValueError(f"holds {_excerpt(value)}, which is not a finite number")
     return number
 
 
 def _is_reward(name: Any, value: Any) -> bool:
     try:
-        _name(name)
-        number_in(value)
+        _reward_name(name)
+        read_number(value)
     except ValueError:
         return False
     return True
 
 
-def _name(name: Any) -> str:
+def _reward_name(name: Any) -> str:
     if isinstance(name, str) and name.strip() and len(name) <= _NAME_CHARS:
         return name
-    raise ValueError(f"names a reward {_shown(name)}; give a text of 1 to {_NAME_CHARS} characters")
+    raise ValueError(
+        f"names a reward {_excerpt(name)}; give a text of 1 to {_NAME_CHARS} characters"
+    )
 
 
-def _per_turn(name: Any, items: Any, turns: int | None) -> list[float | None]:
+def _turn_rewards(name: Any, items: Any, turns: int | None) -> list[float | None]:
     if not isinstance(items, list | tuple):
-        raise ValueError(f"{name!r}: {_shown(items)} is not a list with a reward for each turn")
+        raise ValueError(f"{name!r}: {_excerpt(items)} is not a list with a reward for each turn")
     if turns is not None and len(items) != turns:
         has = plural(len(items), "reward")
         raise ValueError(f"{name!r} has {has}, and the conversation {plural(turns, 'turn')}")
-    return [None if item is None else number_in(item) for item in items]
+    return [None if item is None else read_number(item) for item in items]
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     return clip(repr(value), max_chars=100)
 
 
@@ -212,11 +216,11 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
     if name is None and not record.scores:
         if record.check is None and not (record.options or {}).get("check_expected"):
             return UNCHECKED
-        return _checked(record)
+        return _judge_by_check(record)
     named = rewards_of(record).named
     if name is not None:
         return Judgement(None, named.get(name))
-    verdict, _, error = _checked(record)
+    verdict, _, error = _judge_by_check(record)
     # Where the check should have given it, a reward of another name does not stand for it.
     reward = named.get(MAIN, None if error is not None else next(iter(named.values()), None))
     return Judgement(verdict, reward, error if reward is None else None)
@@ -231,7 +235,7 @@ def rewards_of(record: Record) -> Rewards:
     by_turn: dict[str, Sequence[float | None]] = {}
     if record.check is None and not record.scores and not record.options:
         return Rewards(named, by_turn)
-    if (reward := _checked(record).reward) is not None:
+    if (reward := _judge_by_check(record).reward) is not None:
         named[MAIN] = reward
     given: list[CheckResult | Score] = [] if record.check is None else [record.check]
     for one in [*given, *(record.scores or ())]:
@@ -240,7 +244,7 @@ def rewards_of(record: Record) -> Rewards:
     return Rewards(named, by_turn)
 
 
-def _checked(record: Record) -> Judgement:
+def _judge_by_check(record: Record) -> Judgement:
     if (check := record.check) is not None:
         if check.error is not None:
             return Judgement(None, None, check.error)
@@ -250,7 +254,7 @@ def _checked(record: Record) -> Judgement:
             reward = float(verdict)
         if reward is not None:
             return Judgement(verdict, reward)
-    return _by_expected_answer(record)
+    return _judge_by_answer(record)
 
 
 def question_of(record: Record) -> str:
@@ -272,7 +276,7 @@ def ended_by_wrong_answer(record: Record) -> bool:
 
 def is_right_now(record: Record) -> bool:
     """Whether a conversation ended by a wrong answer that a later check found right."""
-    return ended_by_wrong_answer(record) and _checked(record).verdict is True
+    return ended_by_wrong_answer(record) and _judge_by_check(record).verdict is True
 
 
 def _finite(number: Any) -> float | None:
@@ -282,7 +286,7 @@ def _finite(number: Any) -> float | None:
         return None
 
 
-def _by_expected_answer(record: Record) -> Judgement:
+def _judge_by_answer(record: Record) -> Judgement:
     options = record.options or {}
     if not options.get("check_expected") or record.row.get(expected_column(record.row)) is None:
         return UNCHECKED

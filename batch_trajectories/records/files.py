@@ -68,7 +68,7 @@ from batch_trajectories.records.names import (
 # Lines of earlier versions have no checksum and stay readable. A line that ends almost like a
 # checksum counts as one whose checksum was damaged.
 
-KEY = "crc32"
+CHECKSUM_KEY = "crc32"
 _MEMBER = b',"crc32":"'
 _CLOSE = b'"}\n'
 _DIGITS = 8
@@ -90,13 +90,13 @@ def with_checksum(line: bytes) -> bytes:
 
 def without_checksum(line: bytes) -> bytes:
     """A line as it was before `with_checksum`, and a newline; unchanged if it has no checksum."""
-    end = _end_of(line) - _TAIL
+    end = _line_end(line) - _TAIL
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
 def check_seal(line: bytes) -> bool:
     """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
-    end = len(line) if line.endswith(_CLOSE) else _end_of(line)
+    end = len(line) if line.endswith(_CLOSE) else _line_end(line)
     tail = end - _TAIL
     has_checksum = line.startswith(_MEMBER, tail)
     if has_checksum:
@@ -120,7 +120,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise DamagedLine(f"not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise DamagedLine("not a JSON object")
-    if parsed.pop(KEY, None) is not None and not has_checksum:
+    if parsed.pop(CHECKSUM_KEY, None) is not None and not has_checksum:
         raise DamagedLine(_CHANGED)
     content: dict[str, Any] = parsed
     return content
@@ -135,7 +135,7 @@ def is_whole(line: bytes) -> bool:
     return True
 
 
-def _end_of(line: bytes) -> int:
+def _line_end(line: bytes) -> int:
     """The length of a line with one newline and no other blanks at its end."""
     return len(line) if line.endswith(_CLOSE) else len(line.rstrip(_BLANK)) + 1
 
@@ -164,9 +164,9 @@ _PLAIN_FILES = (
     SHARED_NOTE,
 )
 
-_OF_WORKERS = (INFLIGHT, WORKSPACES)
+_WORKER_DIRECTORIES = (INFLIGHT, WORKSPACES)
 _DIRECTORIES = (
-    *_OF_WORKERS,
+    *_WORKER_DIRECTORIES,
     BATCHES,
     EXPORTS,
     f"{EXPORTS}/dataset",
@@ -203,7 +203,7 @@ def open_own(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
-            raise RunDirError(_linked(path)) from None
+            raise RunDirError(_link_refusal(path)) from None
         raise
 
 
@@ -215,11 +215,11 @@ def make_directory(path: Path, *, is_inside: bool = True, parents: bool = False)
     for above in reversed(path.parents) if parents else ():
         above.mkdir(mode=0o755, exist_ok=True)
     if is_inside and path.is_symlink():
-        raise RunDirError(_linked(path))
+        raise RunDirError(_link_refusal(path))
     path.mkdir(mode=0o700, exist_ok=True)
 
 
-def _linked(path: Path) -> str:
+def _link_refusal(path: Path) -> str:
     return (
         f"{path}: a symbolic link, which nothing is written through; put the file or directory "
         "itself there, or remove the link"
@@ -326,7 +326,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     by a crash before its content was used. If only the newline is missing, it is added and the
     line counts.
     """
-    torn = tail_of(path)
+    torn = read_tail(path)
     if not torn:
         return 0
     with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
@@ -342,7 +342,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     return len(torn)
 
 
-def tail_of(path: Path) -> bytes:
+def read_tail(path: Path) -> bytes:
     """The bytes after the last newline of a file; empty if the file does not exist."""
     try:
         size = path.stat().st_size
@@ -468,10 +468,10 @@ def refuse_strange_files(run_dir: Path) -> None:
 def refuse_links(run_dir: Path) -> None:
     """Raise `RunDirError` if a file or directory of a run to be written to is a symbolic link."""
     own = (*_PLAIN_FILES, *_DIRECTORIES)
-    inside = (entry for name in _OF_WORKERS for entry in listed(run_dir / name))
+    inside = (entry for name in _WORKER_DIRECTORIES for entry in listed(run_dir / name))
     for path in (*(run_dir / name for name in own), *inside):
         if path.is_symlink():
-            raise RunDirError(_linked(path))
+            raise RunDirError(_link_refusal(path))
 
 
 def link_out_of(run_dir: Path) -> Path | None:
@@ -499,7 +499,7 @@ def _is_below(path: str, run_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def alone_on(path: Path) -> Iterator[None]:
+def lock_for_append(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, creating the file if needed; waits for other writers.
 
     Raises `OSError`, and `RunDirError` for a symbolic link.
@@ -520,7 +520,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
 
     Raises `OSError`, `StorageError`, and `RunDirError` for a symbolic link.
     """
-    with alone_on(path):
+    with lock_for_append(path):
         repair_tail(path, path.parent / QUARANTINE)
         file = AppendFile(path)
         try:

@@ -312,9 +312,9 @@ class Inflight:
         """
         self._inflight = inflight
         self._read_only = read_only
-        self._places: dict[bytes, list[JournalPosition]] = {}
+        self._positions: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
-        self._fetched = _fetched(inflight.parent)
+        self._fetched = _fetched_segments(inflight.parent)
         self._of_this_boot: set[Path] = set()
         """Segments that were written since the machine was started; see `JournalWriter`."""
         self._with_damage = {name.partition(":")[0] for name in damaged if name[-1].isdigit()}
@@ -333,7 +333,7 @@ class Inflight:
     def add_worker(self, number: int, *, wanted: Callable[[bytes], bool]) -> None:
         """Read the segments of a worker that died, for the `wanted` tasks."""
         for segment in sorted(segments(self._inflight)):
-            if _worker_of(segment) == number:
+            if _worker_number(segment) == number:
                 self._add(segment, wanted=wanted)
 
     def add_living(self, wanted: Container[bytes]) -> None:
@@ -344,7 +344,7 @@ class Inflight:
         living = Inflight(self._inflight, read_only=True)
         for segment in sorted(segments(self._inflight)):
             living._add(segment, wanted=lambda key: key in wanted)
-        self._places |= living._places
+        self._positions |= living._positions
         self._of_this_boot |= living._of_this_boot
 
     def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
@@ -363,7 +363,7 @@ class Inflight:
                 return  # the record of its last task was just written
             raise
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            entry = _parsed(line)
+            entry = _parse_line(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
             is_first = number == 1 and f"inflight/{segment.name}" not in self._fetched
             if is_first and entry is not None and boot and entry.get("boot") == boot:
@@ -379,7 +379,7 @@ class Inflight:
                     offset=offset,
                     length=len(line),
                 )
-                self._places.setdefault(key, []).append(place)
+                self._positions.setdefault(key, []).append(place)
             elif key is None and line.endswith(b"\n") and not self._read_only:
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
                 self.damaged.append(f"{segment.name}:{number}")
@@ -400,17 +400,17 @@ class Inflight:
         events: list[Event] = []
         unusable: list[Event] = []
         assignment = 0
-        for place in sorted(self._places.get(key, ())):
+        for place in sorted(self._positions.get(key, ())):
             if place.assignment != assignment:
-                events, assignment = _usable(events, unusable), place.assignment
+                events, assignment = _continuable_events(events, unusable), place.assignment
                 # Not empty if the parent was an older version, which used fewer events.
                 unusable = events[place.position :]
-            event = _read(place)["event"]
+            event = _read_line(place)["event"]
             if place.position > len(events):
                 unusable.append(event)  # events before it were lost in a power failure
             else:
                 events[place.position :] = [event]
-        return _usable(events, unusable)
+        return _continuable_events(events, unusable)
 
     def take_damaged(self) -> str:
         """A message about the damaged lines found since the last call; "" if there are none."""
@@ -425,8 +425,8 @@ class Inflight:
 
     def workspace_place(self, key: bytes) -> str:
         """Where the workspace of the task's last events is; "" for the run directory."""
-        last = max(self._places.get(key, ()), default=None)
-        return "" if last is None else str(_read(last).get("place", ""))
+        last = max(self._positions.get(key, ()), default=None)
+        return "" if last is None else str(_read_line(last).get("place", ""))
 
     def knows_begun(self, key: bytes) -> bool:
         """Whether the events of a task show which of its calls began; else all may have.
@@ -434,25 +434,25 @@ class Inflight:
         They do not after a loss of power, which can take such events; where a line was damaged; in
         journals of earlier versions and of workers on other machines; and in those from a mirror.
         """
-        segments = {place.segment for place in self._places.get(key, ())}
+        segments = {place.segment for place in self._positions.get(key, ())}
         names = {segment.name for segment in segments}
         return segments <= self._of_this_boot and not names & self._with_damage
 
     def task_id(self, key: bytes) -> str:
         """The id of a task that has journaled events."""
-        return str(_read(self._places[key][0])["task"])
+        return str(_read_line(self._positions[key][0])["task"])
 
     def tasks(self) -> list[bytes]:
         """The tasks that have journaled events."""
-        return list(self._places)
+        return list(self._positions)
 
     def next_assignment(self, key: bytes) -> int:
         """The number of the next assignment of a task, above all in its journal."""
-        return max((place.assignment for place in self._places.get(key, ())), default=0) + 1
+        return max((place.assignment for place in self._positions.get(key, ())), default=0) + 1
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments without unfinished tasks."""
-        if self._places.pop(key, None) is None:
+        if self._positions.pop(key, None) is None:
             return
         for segment, tasks in list(self._open_tasks.items()):
             tasks.discard(key)
@@ -474,12 +474,12 @@ def read_note(path: Path) -> dict[str, Any] | None:
     return note
 
 
-def _fetched(run_dir: Path) -> frozenset[str]:
+def _fetched_segments(run_dir: Path) -> frozenset[str]:
     """The segments that came from a mirror, which may have lacked their last events."""
     return frozenset((read_note(run_dir) or {}).get("fetched", ()))
 
 
-def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
+def _continuable_events(events: list[Event], unusable: list[Event]) -> list[Event]:
     """The events that a conversation can continue from; later paid replies are discarded ones."""
     usable = usable_prefix(events)
     lost = [*events[len(usable) :], *unusable]
@@ -497,7 +497,7 @@ def _is_turn(event: Event) -> TypeGuard[ReplyEvent | ForkedEvent]:
     return event["kind"] == "forked" or (event["kind"] == "reply" and "discarded" not in event)
 
 
-def _read(place: JournalPosition) -> dict[str, Any]:
+def _read_line(place: JournalPosition) -> dict[str, Any]:
     """One line of a segment. Raises `StorageError` if it is no longer there."""
     try:
         with place.segment.open("rb") as file:
@@ -512,7 +512,7 @@ def _read(place: JournalPosition) -> dict[str, Any]:
 
 def next_worker_number(inflight: Path) -> int:
     """A number that no segment on disk has."""
-    return max(map(_worker_of, segments(inflight)), default=-1) + 1
+    return max(map(_worker_number, segments(inflight)), default=-1) + 1
 
 
 @dataclass(slots=True)
@@ -550,7 +550,7 @@ def read_journaled_replies(inflight: Path, *, settled: Container[bytes] = frozen
         for line in content.splitlines(keepends=True):
             if _REPLY not in line:
                 continue
-            if (entry := _parsed(line)) is None:
+            if (entry := _parse_line(line)) is None:
                 if line.endswith(b"\n"):  # a line that is torn at the end was never used
                     damaged.add(line)
                 continue
@@ -622,23 +622,23 @@ def segments(inflight: Path) -> list[Path]:
     return [path for path in named if path.is_file()]
 
 
-def _worker_of(segment: Path) -> int:
+def _worker_number(segment: Path) -> int:
     return int(segment.name.split("-")[1])
 
 
 def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
     """Task key, assignment and position of a journal line; the key is None if unreadable."""
-    if (entry := _parsed(line)) is None:
+    if (entry := _parse_line(line)) is None:
         return None, 0, 0
     return task_key(entry["task"], entry["input_digest"]), entry["deal"], entry["position"]
 
 
 def is_event(line: bytes) -> bool:
     """Whether a line of a journal can be read."""
-    return _parsed(line) is not None
+    return _parse_line(line) is not None
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """A journal line, None if it is unreadable."""
     try:
         entry = read_object(line)

@@ -18,7 +18,7 @@ import msgspec
 from agent.messages.message import Role
 from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import (
-    KEY,
+    CHECKSUM_KEY,
     DamagedLine,
     check_seal,
     read_object,
@@ -143,7 +143,7 @@ class AgentFacts(StoredPart):
 # without long texts, and those of earlier versions, have no such key.
 
 ROW_TEXTS = "row_texts"
-_LONG = 4096
+_MIN_SHARED_CHARS = 4096
 """Characters of a text that is worth a reference."""
 
 Step = str | int
@@ -161,22 +161,22 @@ def shared(record: dict[str, Any]) -> dict[str, Any]:
         return record
     row = deepcopy(record["row"])
     for place, _ in texts:
-        _parent(row, place)[place[-1]] = None
+        _parent_at(row, place)[place[-1]] = None
     return {**record, "row": row, ROW_TEXTS: texts}
 
 
-def restore(row: dict[str, Any], messages: Sequence[Any], texts: Texts) -> None:
+def restore_texts(row: dict[str, Any], messages: Sequence[Any], texts: Texts) -> None:
     """Put the texts back into a stored row. Raises `ValueError` for a place that does not exist."""
     for place, source in texts:
         try:
-            _parent(row, place)[place[-1]] = _at(messages, source)
+            _parent_at(row, place)[place[-1]] = _value_at(messages, source)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"`{ROW_TEXTS}` names a place that does not exist: {error}") from error
 
 
 def _long_texts(value: Any, *place: Step) -> Iterator[tuple[tuple[Step, ...], str]]:
     if isinstance(value, str):
-        if len(value) >= _LONG:
+        if len(value) >= _MIN_SHARED_CHARS:
             yield place, value
     elif isinstance(value, Mapping):
         for key, member in value.items():
@@ -186,11 +186,11 @@ def _long_texts(value: Any, *place: Step) -> Iterator[tuple[tuple[Step, ...], st
             yield from _long_texts(member, *place, number)
 
 
-def _parent(value: Any, place: Sequence[Step]) -> Any:
-    return _at(value, place[:-1])
+def _parent_at(value: Any, place: Sequence[Step]) -> Any:
+    return _value_at(value, place[:-1])
 
 
-def _at(value: Any, place: Sequence[Step]) -> Any:
+def _value_at(value: Any, place: Sequence[Step]) -> Any:
     for step in place:
         value = getattr(value, str(step)) if isinstance(value, msgspec.Struct) else value[step]
     return value
@@ -200,9 +200,9 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools as they were offered. Records with the same tools share one list: never change it."""
 
 _TOOLS, _END = b'"tools":', b"}\n"
-_NONE = msgspec.Raw(b"")
+_NO_JSON = msgspec.Raw(b"")
 """Stands for JSON that a record lacks."""
-_NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
+_NO_DETAILS: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
 
 
 class StoredFunction(StoredPart):
@@ -238,7 +238,7 @@ class StoredMessage(StoredPart):
     tool_call_id: str | None = None
     name: str | None = None
     is_error: bool | None = None
-    details: Mapping[str, Any] = _NOTHING
+    details: Mapping[str, Any] = _NO_DETAILS
     notes: list[str] | None = None
     repairs: list[dict[str, str]] | None = None
     unusable: str | None = None
@@ -384,7 +384,7 @@ class StoredRewrite(StoredPart):
     requests: Sequence[StoredRequest] = ()
 
 
-class SetAside(StoredPart):
+class AbandonedCall(StoredPart):
     """A call of an earlier start of an agent that its last start did not make."""
 
     number: int
@@ -438,7 +438,7 @@ class InnerRecord(StoredConversation, kw_only=True):
 
     key: str
     name: str
-    raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NONE)
+    raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NO_JSON)
     """Of an agent's conversation: what was on offer."""
 
 
@@ -476,11 +476,11 @@ class Record(StoredConversation, kw_only=True):
     view_trimmed: bool = False
     fork: StoredFork | None = None
     threads: Sequence[StoredThread] = ()
-    set_aside: Sequence[SetAside] = ()
+    set_aside: Sequence[AbandonedCall] = ()
     rewritten: list[StoredRewrite] | None = None
-    offers: msgspec.Raw = _NONE
+    offers: msgspec.Raw = _NO_JSON
     """Lists of tools; see `StoredRequest.tools`."""
-    inner_tools: msgspec.Raw = _NONE
+    inner_tools: msgspec.Raw = _NO_JSON
     """What conversations inside this one were offered, by their names."""
     diverged_at: int | None = None
     agent: AgentFacts | None = None
@@ -500,7 +500,7 @@ class Record(StoredConversation, kw_only=True):
 
         Values are JSON. All else is copied without being parsed, so that it is fast.
         """
-        given = self._given_later()
+        given = self._later_scores()
         if not (given or self.row_texts):  # mostly, and then one cut is often enough
             before, key, after = self.line.rpartition(_TOOLS)
             own, rest = bytes(self.raw_tools), without_checksum(after)
@@ -510,7 +510,7 @@ class Record(StoredConversation, kw_only=True):
                 added = [b',"%b":%b' % (name.encode(), json) for name, json in more.items()]
                 return b"".join((before, key, tools, rest, *added, b"}"))
         places = _members_in(self.line)
-        places.pop(KEY, None)
+        places.pop(CHECKSUM_KEY, None)
         if places.pop(ROW_TEXTS, None) is not None:
             places["row"] = msgspec.Raw(msgspec.json.encode(self.row))
         for name, value in given.items():
@@ -521,7 +521,7 @@ class Record(StoredConversation, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Everything in the line, including keys that are not fields, with this object's scores and
         check."""
-        given: dict[str, Any] = msgspec.to_builtins(self._given_later())
+        given: dict[str, Any] = msgspec.to_builtins(self._later_scores())
         return self._content() | given
 
     def whole_line(self) -> bytes:
@@ -536,7 +536,7 @@ class Record(StoredConversation, kw_only=True):
             content["row"] = self.row
         return content
 
-    def _given_later(self) -> dict[str, Any]:
+    def _later_scores(self) -> dict[str, Any]:
         """The scores, and the check of the last that has one."""
         if self.scores is None:
             return {}
@@ -556,10 +556,10 @@ def decode_record(line: bytes) -> Record:
         record = _decode(line)
         record.tools = _shared_tools(bytes(record.raw_tools))
         if record.row_texts:
-            restore(record.row, record.messages, record.row_texts)
+            restore_texts(record.row, record.messages, record.row_texts)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         read_object(line)  # what is no JSON is described there
-        raise _damaged(error) from error
+        raise _damage_from(error) from error
     for message in record.messages:
         if message.tool_call_id is None and message.role == "tool":
             place = f"messages[{record.messages.index(message)}]"
@@ -573,7 +573,7 @@ def stored_messages(messages: Sequence[Mapping[str, Any]]) -> list[StoredMessage
     return msgspec.convert(messages, list[StoredMessage])
 
 
-def _damaged(error: Exception) -> DamagedLine:
+def _damage_from(error: Exception) -> DamagedLine:
     what, _, place = str(error).partition(" - at ")
     field = place.strip("`").removeprefix("$").removeprefix(".")
     where = f"`{field}`: " if field else ""
@@ -590,7 +590,7 @@ class _SharedTools:
         """The tools of a record. Raises `msgspec.ValidationError`."""
         last, tools = self._last
         if json != last:  # comparing takes a tenth of the time of hashing
-            tools = _tools_of(json)
+            tools = _parse_tools(json)
             self._last = json, tools
         return tools
 
@@ -599,7 +599,7 @@ _shared_tools = _SharedTools()
 
 
 @lru_cache(maxsize=64)
-def _tools_of(json: bytes) -> Tools:
+def _parse_tools(json: bytes) -> Tools:
     tools: list[dict[str, Any]] = exact_json.loads(json)
     try:
         msgspec.convert(tools, list[_OfferedTool])

@@ -61,10 +61,10 @@ class RecordFile:
         """Open both files, after repairing damage by a crash. Raises `StorageError`."""
         records, index = run_dir / RECORDS_FILE, run_dir / RECORDS_INDEX
         repair_tail(records, quarantine)
-        self.unreadable = _bring_index_up_to_date(records, index, quarantine)
+        self.unreadable = _update_index(records, index, quarantine)
         """Lines that were set aside, as `records.jsonl:7`."""
         rows = index.read_bytes()
-        self._found: Index | None = Index(rows)
+        self._earlier: Index | None = Index(rows)
         self._maker = RowMaker(rows)
         self._records = AppendFile(records)
         try:
@@ -76,7 +76,7 @@ class RecordFile:
 
     def take_found(self) -> Index:
         """The records of earlier starts. Call it once: a million records take some 70 MB."""
-        entries, self._found = self._found, None
+        entries, self._earlier = self._earlier, None
         assert entries is not None
         return entries
 
@@ -221,7 +221,7 @@ def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     rows, covered = _read_rows(run_dir / RECORDS_INDEX, records)
     behind = bytearray()
     maker = RowMaker(rows)
-    for offset, line in watched_lines(records, covered):
+    for offset, line in track_lines(records, covered):
         if (record := parse_record(line)) is not None:
             behind += maker.rows(index_fields(record), offset, len(line))
         elif not lenient:
@@ -256,7 +256,7 @@ def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
     return line.endswith(b"\n") and rows.endswith(row)
 
 
-def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
+def _update_index(records: Path, index: Path, quarantine: Path) -> list[str]:
     """Cut the index to its valid rows and append missing ones.
 
     Moves unreadable records to the quarantine, and returns their names.
@@ -271,7 +271,7 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
     try:
         behind = bytearray(b"" if covered else MARK)
         maker = RowMaker(rows)
-        for offset, line in watched_lines(records, covered):
+        for offset, line in track_lines(records, covered):
             record = parse_record(line)
             if record is None:
                 unreadable.add(offset)
@@ -285,13 +285,13 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
         file.close()
     if unreadable:
         index.unlink()  # first: its offsets will be wrong
-        named = take_out(records, unreadable, quarantine)
-        _bring_index_up_to_date(records, index, quarantine)
+        named = quarantine_lines(records, unreadable, quarantine)
+        _update_index(records, index, quarantine)
         return named
     return []
 
 
-def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
+def quarantine_lines(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
     """Move the lines at these offsets to the quarantine; return their names, as
     `records.jsonl:7`."""
     named = []
@@ -324,7 +324,7 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def watched_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+def track_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
     """The lines of `lines_from`, with a progress line."""
     with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
         for place, line in lines_from(path, offset):

@@ -272,7 +272,7 @@ class Labels:
         """Read the lines that have come since. Raises `RunDirError`."""
         for offset, content in lines_from(self._path, self._read):
             self._number += 1
-            line = _parsed(content, f"{self._path}:{self._number}")
+            line = _parse_label(content, f"{self._path}:{self._number}")
             of_record = self._by_record.setdefault(line["record"], {})
             said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
             who = line["who"]
@@ -311,7 +311,7 @@ def marked_turns(record: Record) -> list[int]:
     return sorted({turn for label in record.labels for turn in label.no_loss or ()})
 
 
-def _parsed(content: bytes, place: str) -> dict[str, Any]:
+def _parse_label(content: bytes, place: str) -> dict[str, Any]:
     try:
         line = read_object(content)
         said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
