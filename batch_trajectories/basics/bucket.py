@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REQUEST_S = 10
-"""Timeout of a request of a mirror: three that fail are less than the lag that a run allows."""
+"""Seconds for a request of a mirror: three that fail take less than a mirror may lag behind."""
 _SILENT_S = 30
-"""Timeout of files that are brought or sent, without a byte."""
+"""Seconds without a byte after which the transfer of a file fails."""
 
 _TRIES = 3
 _PAUSE_S = 1.0
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 8 << 20
 _MAX_MESSAGE_CHARS = 300
 
 _QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s)\"']*")
-"""A URL with a query; that of Azure may be a signature."""
+"""A URL with a query, which may be a signature (Azure)."""
 
 _ANSWER = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*))?", re.DOTALL)
 """The error in the answer of a bucket, which may quote more of the request."""
@@ -46,22 +46,22 @@ class BucketFailed(EnvironmentStop):
 
 
 class StoredFile(NamedTuple):
-    """An object."""
+    """An object of a bucket."""
 
     name: str
-    """Below the URL of its bucket."""
+    """The name below the URL of its bucket."""
     size: int
     version: str
-    """Its ETag: another content has another one."""
+    """The ETag, which changes with the content."""
 
 
 class Bucket:
     """The objects below a URL. Its methods can be called in any thread."""
 
     def __init__(self, url: str, *, of_files: bool = False) -> None:
-        """With `of_files`, objects may be large, and what fails is tried again.
+        """`of_files`: the bucket stores large objects, and failed transfers are retried.
 
-        Raises `ConfigError` without the extra, and `BucketFailed` for a URL it cannot use.
+        Raises `ConfigError` without the extra, and `BucketFailed` for a URL that it cannot use.
         """
         try:
             import obstore
@@ -114,7 +114,7 @@ class Bucket:
             raise self._to_error(error) from None
 
     def after(self, directory: str, name: str) -> Iterator[tuple[str, bytes]]:
-        """The objects of a directory whose names sort after `name`, in order.
+        """Yield names and contents of the objects in a directory that sort after `name`, in order.
 
         Reads some ahead. Raises `BucketFailed`.
         """
@@ -154,9 +154,9 @@ class Bucket:
             raise self._to_error(error) from None
 
     def bring(self, file: StoredFile, path: Path) -> bool:
-        """Write an object to a path; False if it is another one by now.
+        """Download an object to a path. Return False if the object has changed or is gone.
 
-        Raises `BucketFailed`, and `OSError` where the path cannot be written.
+        Raises `BucketFailed`, and `OSError` if the path cannot be written.
         """
         exceptions = self._obstore.exceptions
         try:
@@ -177,14 +177,14 @@ class Bucket:
                 target.write(chunk)
 
     def send(self, name: str, content: Path | bytes) -> None:
-        """Write an object, whole or not at all. Raises `BucketFailed`."""
+        """Upload an object, whole or not at all. Raises `BucketFailed`."""
         try:
             self._obstore.put(self._store, name, content)
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise self._to_error(error) from None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are not there do not matter. Raises `BucketFailed`."""
+        """Delete objects; a missing one is no error. Raises `BucketFailed`."""
         for name in names:
             try:
                 self._obstore.delete(self._store, name)
@@ -194,7 +194,7 @@ class Bucket:
                 raise self._to_error(error) from None
 
     def _to_error(self, error: Exception) -> BucketFailed:
-        """The error without the library's repetitions, and without what may be secret."""
+        """The error as `BucketFailed`, without the library's repetitions and without secrets."""
         said = str(error).partition("Debug source")[0]
         if answer := _ANSWER.search(said):
             named = ": ".join(filter(None, answer.groups()))
@@ -204,7 +204,10 @@ class Bucket:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """What a call returns; two times out of three it may raise `BucketFailed`, as busy ones do."""
+    """Call a function up to three times, until it does not raise `BucketFailed`.
+
+    Busy buckets refuse some requests.
+    """
     for _ in range(_TRIES - 1):
         try:
             return call()
@@ -223,7 +226,7 @@ def _to_stored_file(meta: Any) -> StoredFile:
 
 
 def files_at(url: str) -> tuple[Bucket, list[StoredFile]]:
-    """The object at a URL, or else those below it, none if there are none.
+    """The bucket of a URL, and the object at this URL or else all objects below it.
 
     Raises `ConfigError` without the extra, and `BucketFailed`.
     """
@@ -237,17 +240,18 @@ def files_at(url: str) -> tuple[Bucket, list[StoredFile]]:
 
 
 def cache_of(url: str, kind: str) -> Path:
-    """The directory, below the user's cache, for what is brought from a URL."""
+    """The directory in the user's cache for files that are downloaded from a URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = blake2b(url.encode(), digest_size=6).hexdigest()
     return cache / "batch-trajectories" / kind / key
 
 
 def bring_all(url: str, directory: Path) -> None:
-    """Have the files of a directory be those at a URL; only those that changed are brought.
+    """Make a directory hold the files at a URL; only changed files are downloaded.
 
-    Files beside the directory hold a lock and what was brought. Files that did not come from there
-    stay. Raises `ConfigError` without the extra, `BucketFailed`, and `OSError`.
+    Two files beside the directory hold a lock, and the version of each file that was downloaded:
+    after a crash the next call continues. Files that did not come from the URL stay. Raises
+    `ConfigError` without the extra, `BucketFailed`, and `OSError`.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(directory.with_name(f"{directory.name}.lock")):
@@ -275,12 +279,12 @@ def bring_all(url: str, directory: Path) -> None:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether `bring_all` has brought all files of a directory."""
+    """Whether all files of a directory were downloaded once; see `bring_all`."""
     return bool(_read_note(_note_path(directory))["is_whole"])
 
 
 def _note_path(directory: Path) -> Path:
-    """The version of each of its files, and whether they were all there once."""
+    """The file with the versions of downloaded files, and whether all were there once."""
     return directory.with_name(f"{directory.name}.json")
 
 
@@ -295,7 +299,7 @@ def _write_note(note: Path, versions: dict[str, str], *, is_whole: bool) -> None
 
 
 def _check_name(url: str, name: str) -> str:
-    """The name, which must be that of a file inside. Raises `BucketFailed`."""
+    """Return the name if it can be that of a file in a directory. Raises `BucketFailed`."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise BucketFailed(f"{url}: {name!r} cannot be the name of a file")

@@ -26,17 +26,17 @@ MAX_NESTING = 100
 about 250 levels, and widely used readers of training files refuse 128."""
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-"""Possessive: positions to backtrack to would take a hundred times the memory of the text."""
+"""A JSON string. Possessive: backtracking would take a hundred times the memory of the text."""
 _BRACES = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _DIGITS = 19
 _LONG_INTEGER = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
-"""Digits that can be an integer: not those of a fraction (0.0001239776611328125) or of a name."""
+"""19 digits that may belong to an integer, not to a fraction (0.0001239776611328125) or a name."""
 _DIGIT_RUN = re.compile(rb"[0-9]+")
 _SAMPLE_STEP = 6
 _MIN_CHECKS = 16
-"""Up to this many places, checking each is faster than scanning the whole text, however short."""
+"""Number of candidates up to which checking each is faster than scanning the whole text."""
 _DIGITS_AS_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 
 _DECODER = json.JSONDecoder()
@@ -67,7 +67,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def dumps(value: Any, *, option: int | None = None) -> bytes:
-    """Write JSON as `orjson.dumps` does, with integers of any size. Raises `TypeError`, too."""
+    """Write JSON as `orjson.dumps` does, with integers of any size. Raises `TypeError`."""
     try:
         return orjson.dumps(value, option=option)
     except TypeError:
@@ -137,9 +137,10 @@ def is_nested_too_deep(json_text: bytes) -> bool:
 
 
 def place_of_repeated_key(text: bytes) -> str | None:
-    """Where an object in JSON has a key twice, such as `messages[0].content`; None: nowhere.
+    """The path of a key that an object in JSON has twice, such as `messages[0].content`.
 
-    `text` was read without errors. Slower than reading it: `loads` takes the last value.
+    `text` must be valid JSON. This is slower than `loads`, which takes the last value of such a
+    key. None if no key is repeated.
     """
     if is_nested_too_deep(text):
         return None
@@ -168,7 +169,7 @@ def place_of_repeated_key(text: bytes) -> str | None:
 def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
     """A key that a JSON object, or an object directly in it, has twice; None if there is none.
 
-    `read` is what reading `content` gave, where one of the two is gone.
+    `read` is `content` as it was read, with only one of the two values.
     """
     inner = (value for value in read.values() if isinstance(value, dict))
     written = (b'"%b"' % key.encode() for key in chain(read, *inner))
@@ -206,9 +207,9 @@ def objects_among(value: Any) -> list[dict[str, Any]]:
 
 
 def infinite_number_in(value: Any) -> str | None:
-    """Where a value has a NaN or an infinity, such as `a[0].b is nan`; None: nowhere.
+    """The place of a NaN or an infinity in a value, such as `a[0].b is nan`; None if it has none.
 
-    JSON has no such number, and orjson writes null.
+    JSON has no such number, and orjson writes null in its place.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return f"it is {value}"
@@ -241,7 +242,7 @@ def infinite_number_in(value: Any) -> str | None:
 
 
 def within_64_bits(value: Any) -> Any:
-    """The value with each integer beyond signed 64 bits as the text of its digits."""
+    """Replace each integer in a value beyond signed 64 bits by the text of its digits."""
     if isinstance(value, dict):
         return {key: within_64_bits(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
@@ -274,7 +275,7 @@ def has_long_digits(text: str | bytes) -> bool:
 
 
 def _holds_long_integer(raw: bytes) -> bool:
-    """The same for a text that holds many digits: looks at all bytes."""
+    """Do the check of `has_long_digits` for a text with many digits: look at all bytes."""
     digits = raw.translate(_DIGITS_AS_ZERO)
     at = digits.find(b"0" * _DIGITS)
     while at >= 0:

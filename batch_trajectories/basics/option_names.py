@@ -1,7 +1,7 @@
-"""Names of options that are not, or no longer, the program's own, and what says the same today.
+"""Former and foreign names of options, each with its replacement.
 
-Stored configs of earlier versions are read with all of them. Of what a user gives, those that
-other programs have, too, are accepted; for all others the refusal says what to do instead.
+Stored configs of earlier versions may have any of these names. If a user gives one, it is accepted
+only if other programs have such an option, too; otherwise it is refused with advice.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from batch_trajectories.basics.validation import did_you_mean
 
 
 class FormerOption(NamedTuple):
-    """One such name."""
+    """An option that was renamed or removed, or that another program has."""
 
     advice: str
-    """What a refusal tells the user to do."""
+    """Advice for the user if the option is refused."""
     today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
-    """From all options that were given, those that the name stands for."""
+    """Makes the options that replace this one from all options that were given."""
     is_accepted: bool = False
     fixed: Any = None
-    """What all conversations have now, where the option affected the data."""
+    """The value for all conversations today, if the option affected the data."""
 
 
 def _effort_none(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ FIXED = {name: former.fixed for name, former in FORMER.items() if former.fixed i
 
 
 def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> dict[str, Any]:
-    """Options under the names of today; of those that the user gives, only accepted ones."""
+    """Replace former names of options. If a user gave the options, only accepted names."""
     renamed = dict(values)
     for name in values.keys() & FORMER.keys():
         if is_stored or FORMER[name].is_accepted:
@@ -65,7 +65,7 @@ def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> 
 
 
 def unknown(name: str, known: Iterable[str], advice: str) -> str:
-    """Why an option is refused, and what to write instead; `advice` if no known one is close."""
+    """The reason to refuse an option, and what to write instead: `advice` if no name is close."""
     if (former := FORMER.get(name)) is not None:
         return f"no longer an option; {former.advice}"
     return f"unknown option; {did_you_mean(name, known) or advice}"

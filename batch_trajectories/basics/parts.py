@@ -20,7 +20,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 Advance = Callable[[int], object]
-"""Says how many more items are done."""
+"""Reports how many more items are done."""
 
 
 def in_parts(
@@ -32,13 +32,13 @@ def in_parts(
     amount: int | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[R]:
-    """What `do` gives for each part of `items`, in order; shows progress as `doing`.
+    """Call `do` for each part of `items`; return the results in order. Shows progress as `doing`.
 
-    There are as many parts as processors, each in a forked process and with at least `enough` of
-    the `amount` of work: the items, or their bytes. A single part, in this process, where that is
-    too little or a fork would be unsafe because other threads run. Results are pickled. `meanwhile`
-    is called in this process, which otherwise waits. Raises what both raise, and `EnvironmentStop`
-    if a process dies.
+    Each part has a forked process and at least `enough` of the `amount` of work, which is the
+    number of items unless it is given, for example their bytes. There are at most as many parts as
+    processors. If the work is too little, or other threads run so that a fork is unsafe, this
+    process does all of it. Results are pickled. `meanwhile` is called in this process, which
+    otherwise waits. Raises the errors of both functions, and `EnvironmentStop` if a process dies.
     """
     amount = len(items) if amount is None else amount
     parts = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(items), amount // enough)
@@ -77,7 +77,7 @@ class _Child:
 def _run_child(
     do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Connection
 ) -> NoReturn:
-    """The child: do a part, send the result or the error, and end without clean-up."""
+    """Do a part in the child, send the result or the error, and end without clean-up."""
     done = 0
 
     def advance(count: int) -> None:

@@ -43,7 +43,7 @@ def check_requirements(program: str) -> None:
 
 
 def requirements_problem(program: str, version: "tuple[int, int]") -> "str | None":
-    """Why Python `version` as it is installed here cannot run `program`, and what to do."""
+    """The reason why Python `version` here cannot run `program`, with advice; None if it can."""
     oldest = ".".join(map(str, OLDEST))
     if version < OLDEST:
         version_text = ".".join(map(str, version))

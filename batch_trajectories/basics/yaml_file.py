@@ -12,11 +12,11 @@ import yaml
 from batch_trajectories.basics.text import valid_utf8
 
 _MAX_BYTES = 16 << 20
-"""Files that people write are smaller; a dataset or a device given by mistake is not read whole."""
+"""The largest file that is read: a dataset or a device may be given by mistake."""
 
 _MAX_ALIASED = 100_000
-"""Values that aliases may stand for. A few lines of aliases to aliases stand for billions, which
-everything that walks the content would visit."""
+"""The most values that aliases may stand for. A few lines of aliases to aliases can stand for
+billions of values, and everything that walks the content would visit them."""
 
 
 class YamlFileError(ValueError):
@@ -24,16 +24,16 @@ class YamlFileError(ValueError):
 
 
 class _Composer(yaml.SafeLoader):
-    """Refuses what YAML would change silently, and text that is not Unicode."""
+    """Composes nodes; refuses duplicate keys, too many aliases, and text that is not Unicode."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._around: list[Any] = []
         """The anchors of the nodes that are being composed."""
         self._values = self._aliased = 0
-        """Values so far, with those that aliases stand for, and only the latter."""
+        """Number of values so far, and how many of them only aliases stand for."""
         self._sizes: dict[str, int] = {}
-        """How many values each anchor names."""
+        """Number of values below each anchor."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         parser: Any = self  # whose methods have no types
@@ -88,7 +88,7 @@ class _Composer(yaml.SafeLoader):
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Reports scalars that look like a date or a number and are none; merges by the rule of YAML.
+    """Constructs values: reports invalid dates and numbers, and merges by the rule of YAML.
 
     https://yaml.org/type/merge.html: a key of the mapping itself wins, then the first mapping of a
     list. PyYAML 6.0.4 lets the last of the list win, and a merged key that was overridden once
@@ -121,7 +121,7 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
 
 def _key_identity(key: yaml.Node) -> Any:
-    """Tells the keys of mappings apart; a key that is no scalar is like no other."""
+    """A value that only equal keys share; a key that is no scalar equals no other key."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
@@ -130,13 +130,16 @@ def _error_at(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorErro
 
 
 def read_yaml(path: Path, kind: str) -> Any:
-    """The content of a YAML file, which errors call a `kind`. Raises `YamlFileError`."""
+    """Read a YAML file; errors call it a `kind`. Raises `YamlFileError`."""
     with _translate_errors(str(path), kind):
         return construct(_compose(_read(path)))
 
 
 def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.Node | None]:
-    """The bytes of a YAML file, and its nodes, which know their lines; errors call it `shown`."""
+    """Read the bytes of a YAML file, and its nodes, which know their lines.
+
+    Errors call the file `shown`. Raises `YamlFileError`.
+    """
     with _translate_errors(shown, kind):
         content = _read(path)
         node = _compose(content)
@@ -145,9 +148,10 @@ def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.N
 
 
 def find_line(path: Path, keys: Sequence[str]) -> int | None:
-    """The line where the value at these keys begins, or the last of them that is there.
+    """The line where the value at these keys begins.
 
-    None without any of them. Dashes in keys are as underscores. Raises `OSError` and `YAMLError`.
+    If a key is missing, it is the line of the last key before it. Dashes in keys count as
+    underscores. None if the first key is missing. Raises `OSError` and `YAMLError`.
     """
     node, line = _compose(_read(path)), None
     for key in keys:
@@ -193,7 +197,7 @@ def _compose(content: bytes) -> yaml.Node | None:
 
 
 def _error_after(problem: str, before: str) -> yaml.MarkedYAMLError:
-    """An error after the text `before`."""
+    """An error at the end of the text `before`."""
     line = before.count("\n")
     column = len(before) - before.rfind("\n") - 1
     mark = yaml.Mark("", len(before), line, column, None, 0)

@@ -42,18 +42,18 @@ class Rewards(NamedTuple):
     """Rewards by name."""
 
     named: Mapping[str, float]
-    """Those of the whole conversation."""
+    """Rewards of the whole conversation."""
     by_turn: Mapping[str, Sequence[float | None]]
-    """Those of each turn of the run's model; None for a turn without one."""
+    """A reward for each turn of the run's model; None for a turn without one."""
 
     def to_json(self) -> dict[str, Any]:
-        """As records and scores.jsonl hold them."""
+        """The rewards in the form of records and scores.jsonl."""
         by_turn = {BY_TURN: dict(self.by_turn)} if self.by_turn else {}
         return {"rewards": dict(self.named), **by_turn}
 
 
 def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
-    """Read rewards in the form above; a number or list without a name gets `name`.
+    """Read rewards in a form that this module describes; those without a name get `name`.
 
     A list must have `turns` items, unless that is None. Raises `ValueError` with what is wrong.
     """
@@ -81,9 +81,9 @@ def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
 def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
     """Rewards in an object that a program printed, which may hold other things as well.
 
-    Of its values only numbers and `turn_rewards` count, of more than `MAX_REWARDS` numbers only
-    `reward`; None if there are none. Raises `ValueError` for wrong `turn_rewards`, and for a
-    `reward` that is not finite.
+    Only numbers and `turn_rewards` count; among more than `MAX_REWARDS` numbers only `reward`.
+    None if there are no rewards. Raises `ValueError` for wrong `turn_rewards`, and for a `reward`
+    that is not finite.
     """
     if not isinstance(value, Mapping):
         return None
@@ -145,7 +145,7 @@ def _excerpt(value: Any) -> str:
 
 
 THRESHOLD = 0.5
-"""A reward from here on passes, where no check judged the conversation."""
+"""The lowest reward that passes, if no check judged the conversation."""
 
 CHECK_FAILED = "check_failed"
 """Stands in counts for a check that itself failed."""
@@ -163,7 +163,7 @@ def expected_column(row: Mapping[str, Any]) -> str:
 
 
 def expected_text(row: Mapping[str, Any]) -> str | None:
-    """The expected answer as answers are compared with it; None for what is no text or number."""
+    """The expected answer as text; None if it is neither text nor a number."""
     expected = row.get(expected_column(row))
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
         return None
@@ -194,16 +194,16 @@ class Judgement(NamedTuple):
 
     @property
     def passed(self) -> bool | None:
-        """See `has_passed`."""
+        """Whether the conversation passed; see `has_passed`."""
         return has_passed(self.verdict, self.reward)
 
     def is_good(self, threshold: float) -> bool | None:
-        """Whether it passed by another threshold."""
+        """Whether the conversation passed by another threshold."""
         return has_passed(self.verdict, self.reward, threshold)
 
 
 UNCHECKED = Judgement(None, None)
-"""Of a record that was neither checked nor scored, mostly."""
+"""The judgement of a record that was neither checked nor scored."""
 
 
 def judgement_of(record: Record, name: str | None = None) -> Judgement:
@@ -229,7 +229,7 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
 def rewards_of(record: Record) -> Rewards:
     """All rewards of a record by name: those of the check, then those of its scores.
 
-    Of several with one name the last counts.
+    If several have the same name, the last counts.
     """
     named: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
@@ -307,7 +307,7 @@ class Checks:
     scored: int
     """Other records with a reward."""
     passed: int
-    """Of both kinds; see `has_passed`."""
+    """Records of both kinds that passed; see `has_passed`."""
     failed: int
     """Records that did not pass."""
     pass_rate: float | None

@@ -117,10 +117,10 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
 
 
 def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, Any]]:
-    """Why the last attempts of these tasks failed, the most frequent first; writes nothing.
+    """The reasons why the last attempts of these tasks failed, the most frequent first.
 
-    Keys: `class`, `message` (one of them, in a line) and `count`. Messages whose last lines differ
-    only in numbers and in what they quote count as one.
+    Keys: `class`, `message` (an example, in one line) and `count`. Messages count as one if their
+    last lines differ only in numbers and quoted texts. Writes nothing.
     """
     if not tasks:
         return []

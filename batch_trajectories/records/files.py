@@ -83,13 +83,13 @@ class DamagedLine(ValueError):
 
 
 def with_checksum(line: bytes) -> bytes:
-    """A line of a file: the JSON object `line`, which is not empty, and its checksum."""
+    """Add a checksum to a JSON object, which must not be empty, and a newline."""
     body = line[:-1]
     return b'%b,"crc32":"%08x"}\n' % (body, crc32(body))
 
 
 def without_checksum(line: bytes) -> bytes:
-    """A line as it was before `with_checksum`, and a newline; unchanged if it has no checksum."""
+    """Remove the checksum that `with_checksum` added. A line without one stays as it is."""
     end = _line_end(line) - _TAIL
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
@@ -244,7 +244,7 @@ class AppendFile:
         except OSError as error:
             raise storage_error(path, error) from error
         self._synced: int | None = None
-        """Its size at the last sync."""
+        """Size of the file at the last sync; None before the first."""
         self._broken: StorageError | None = None
 
     def append(self, lines: bytes) -> None:
@@ -403,12 +403,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """`replace_file` with a value as indented JSON."""
+    """Replace the file at `path` by a value as indented JSON, as `replace_file` does."""
     replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a derived JSON file; None where there is none that can be read.
+    """The object in a derived JSON file; None if the file is missing or unreadable.
 
     Only a plain file is read: a pipe or a device in a run directory from elsewhere has no end.
     """
@@ -422,9 +422,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def temporary_for(path: Path) -> Path:
-    """Where to write the replacement of `path`; one name per process.
+    """The path of the temporary file that will replace `path`; one per process.
 
-    The next start removes such files after a crash.
+    After a crash, the next start removes such files.
     """
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
@@ -477,7 +477,7 @@ def refuse_links(run_dir: Path) -> None:
 def link_out_of(run_dir: Path) -> Path | None:
     """A symbolic link in a run directory that leads out of it; None if there is none.
 
-    Whoever gives a run away chooses where its links lead on the machine of another.
+    The author of a run decides where its links lead on the machine of its receiver.
     """
     inside = (entry for name in ("", *_DIRECTORIES) for entry in _entries(run_dir / name))
     for entry in inside:
@@ -537,7 +537,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
 def alone_in(directory: Path, refusal: str) -> Iterator[None]:
     """Lock `directory`; raise `RunLocked(refusal)` if another process has locked it.
 
-    Locks the directory itself: files in it are replaced.
+    The lock is on the directory itself, because files in it are replaced.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -562,7 +562,7 @@ def is_training_file(dataset: Path, run_dir: Path) -> bool:
 
 
 def link(file: Path, directory: Path) -> None:
-    """Have a file that never changes in `directory`, too."""
+    """Hard-link an immutable file into `directory`; copy it if links do not work."""
     try:
         (directory / file.name).hardlink_to(file)
     except FileExistsError:

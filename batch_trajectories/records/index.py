@@ -2,10 +2,10 @@
 
 Row 0 marks the format and has a checksum of the bytes up to a size: an index with a changed row is
 not used, and rows after this size are made again. Any other row holds the task key of a record,
-its place, and the numbers for the totals. An ending (status, check result and error class) is
-text; each distinct ending has one row of its own, with length 0, and rows of records refer to it
-by its number. Row size divides the block size of a disk, so a power loss takes whole rows, and a
-row of zeros is detected because its offset is wrong.
+its place in `records.jsonl`, and the numbers for the totals. An ending (status, check result and
+error class) is text; each distinct ending has one row of its own, with length 0, and rows of
+records refer to it by its number. Row size divides the block size of a disk, so a power loss takes
+whole rows, and a row of zeros is detected because its offset is wrong.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ _NO_TOKENS = 2**48 - 1
 _MAX_REWARD = 3.4e38
 """The range of a four-byte float."""
 _ENDING_BYTES = 34
-"""Of an ending with its last NUL; earlier versions cut an ending that has no NUL at its end."""
+"""Length of an ending with its last NUL. An earlier version has cut an ending that lacks it."""
 _VERDICT_WORDS = {None: "", True: "passed", False: "not"}
 _SHORT_VERDICT_WORDS = {None: "", True: "+", False: "-"}
-"""Where these do not fit."""
+"""Shorter words, for endings that would be too long."""
 _SHORT_CHECK_FAILED = "!"
 _VERDICTS = {
     word: verdict
@@ -95,9 +95,9 @@ _SUMMED = (
 """Columns that `Index.sums` reads."""
 CHUNK = 1 << 13
 _FINE_MASK = 2**16 - 1
-"""Buckets in which a key is found at once."""
+"""Selects one of so many buckets that a key is found at once."""
 _COARSE_MASK = 2**12 - 1
-"""Buckets that take 30 MB less per million rows, to go through all of them."""
+"""Selects one of fewer buckets, which take 30 MB less per million rows; to visit all of them."""
 
 
 class IndexEntry(NamedTuple):
@@ -115,18 +115,18 @@ class IndexEntry(NamedTuple):
     error_class: str | None
     """Why the task failed; `CHECK_FAILED` if only its check did."""
     verdict: bool | None
-    """Of its check; see `records.checks`."""
+    """The verdict of its check; see `records.checks`."""
     reward: float | None
-    """To seven digits."""
+    """The reward, to seven digits."""
 
     @property
     def passed(self) -> bool | None:
-        """See `has_passed`."""
+        """Whether the conversation passed; see `has_passed`."""
         return has_passed(self.verdict, self.reward)
 
     @property
     def check_failed(self) -> bool:
-        """See `Ending`."""
+        """Whether its check gave no result."""
         return Ending(self.status, self.verdict, self.error_class).check_failed
 
 
@@ -145,7 +145,7 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over records; those of tokens and dollars leave out what is unknown."""
+    """Sums over records; unknown numbers of tokens and dollars count as 0."""
 
     endings: Counter[Ending] = field(default_factory=Counter)
     turns: int = 0
@@ -256,9 +256,9 @@ class RowMaker:
 
 
 class Index(Mapping[bytes, IndexEntry]):
-    """The records of a run by task key; of several records of a task the last.
+    """The last record of each task of a run, by task key.
 
-    Needs no object per record: only its rows, and 4 or 8 bytes more once tasks are looked up.
+    Needs no object per record: only its row, and 4 or 8 bytes more once tasks are looked up.
     """
 
     def __init__(self, rows: bytes) -> None:
@@ -269,7 +269,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     @property
     def rows(self) -> bytes:
-        """The rows that it was made of."""
+        """The bytes of all rows."""
         return self._rows
 
     def __getitem__(self, key: bytes) -> IndexEntry:
@@ -332,17 +332,17 @@ class Index(Mapping[bytes, IndexEntry]):
         return len(self._view) // ROW_BYTES - 1 - len(self._endings)
 
     def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """The record that counts for each task, in file order."""
+        """Yield the record that counts for each task, with the task's key, in file order."""
         return ((self.key(row), self.entry(row)) for row in self.counting_rows())
 
     def counting_rows(self) -> array[int]:
-        """The rows of these records."""
+        """The rows of the records that count, in file order."""
         replaced = {row for row, _ in self.repeated()}
         rows = enumerate(column_view(self._view, LENGTHS))
         return array("I", (row for row, size in rows if row and size and row not in replaced))
 
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """The record of each task, the latest first."""
+        """Yield the record that counts for each task, with the task's key, the last one first."""
         seen = set()
         lengths = column_view(self._view, LENGTHS)
         for row in reversed(range(1, len(lengths))):
@@ -445,9 +445,9 @@ class Index(Mapping[bytes, IndexEntry]):
                 last[key] = row
 
     def match(self, keys: bytes) -> tuple[array[int], int]:
-        """The row of the record of each task key (16 bytes each, all different), 0 without one.
+        """Find the row of each task key (16 bytes each, all different); 0 for no record.
 
-        Then the number of tasks that have a record and are not among the keys. Compares bucket by
+        Also returns the number of recorded tasks that are not among the keys. Compares bucket by
         bucket, so only a few keys at a time become objects.
         """
         rows = array("I", bytes(4 * (len(keys) // 16)))

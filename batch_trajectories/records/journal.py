@@ -67,8 +67,10 @@ class Journal(Protocol):
 
     @property
     def kept(self) -> Callable[[bytes], Awaitable[None]] | None:
-        """Waits until the replies of the task with a key survive a process kill; None if they do
-        once `append` has returned."""
+        """A function that waits until the replies of the task with a key survive a process kill.
+
+        None if they survive as soon as `append` returns.
+        """
         ...
 
     def flush(self) -> None:
@@ -87,9 +89,9 @@ class Journal(Protocol):
 class JournalWriter:
     """The segments of one worker. Any thread may append.
 
-    The first line of a segment has the key `boot`, the start of the machine that it was written
-    in: the segment has an event of each call that begins (see `BeganEvent`). Only a loss of power
-    can take such an event while the call has run.
+    The first line of a segment has the key `boot`, the id of the machine's boot. It promises that
+    the segment has an event for each call that began (see `BeganEvent`): only a power loss, which
+    ends the boot, can take such an event.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class JournalWriter:
         on_storage_error: Callable[[StorageError], None],
         sync_every_s: float = _SYNC_EVERY_S,
     ) -> None:
-        """`sync_every_s` is the time that a power loss can take."""
+        """`sync_every_s` is how many seconds of work a power loss can take."""
         self._inflight = inflight
         self._worker = worker
         self._on_storage_error = on_storage_error
@@ -164,11 +166,11 @@ class JournalWriter:
 
     @property
     def kept(self) -> None:
-        """See `Journal`: `append` has written them."""
+        """None: replies survive as soon as `append` returns."""
         return None
 
     def flush(self) -> None:
-        """See `Journal`: nothing is buffered."""
+        """Do nothing: no event is buffered."""
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments without unfinished tasks."""
@@ -259,7 +261,8 @@ def journal_line(
 ) -> bytes:
     """One line of a segment; see `Journal.append`.
 
-    `place` is where the task's workspace is, `boot` is in a first line (see `JournalWriter`).
+    `place` names the storage of the task's workspace. `boot` is only in the first line of a
+    segment (see `JournalWriter`).
     """
     line = {
         "task": task_id,
@@ -339,7 +342,7 @@ class Inflight:
     def add_living(self, wanted: Container[bytes]) -> None:
         """Read the events of `wanted` tasks, which nobody works on, from all segments.
 
-        Living workers still write some of these, so none is deleted for their sake.
+        Living workers still write to some of these segments, so none is deleted.
         """
         living = Inflight(self._inflight, read_only=True)
         for segment in sorted(segments(self._inflight)):
@@ -424,15 +427,16 @@ class Inflight:
         )
 
     def workspace_place(self, key: bytes) -> str:
-        """Where the workspace of the task's last events is; "" for the run directory."""
+        """The storage that holds the task's workspace; "" for the run directory."""
         last = max(self._positions.get(key, ()), default=None)
         return "" if last is None else str(_read_line(last).get("place", ""))
 
     def knows_begun(self, key: bytes) -> bool:
-        """Whether the events of a task show which of its calls began; else all may have.
+        """Whether the events of a task include a start event for each call that began.
 
-        They do not after a loss of power, which can take such events; where a line was damaged; in
-        journals of earlier versions and of workers on other machines; and in those from a mirror.
+        If not, any call may have begun. Start events may be missing after a power loss, if a line
+        was damaged, in journals of earlier versions or of workers on other machines, and in
+        journals from a mirror.
         """
         segments = {place.segment for place in self._positions.get(key, ())}
         names = {segment.name for segment in segments}
@@ -462,7 +466,10 @@ class Inflight:
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """What a run directory says of its mirror; None if it has none. Raises `RunDirError`."""
+    """The note about the mirror in a run directory; None if it has no mirror.
+
+    Raises `RunDirError`.
+    """
     try:
         note = orjson.loads((path / MIRROR_NOTE).read_bytes())
     except (FileNotFoundError, NotADirectoryError):

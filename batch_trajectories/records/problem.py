@@ -25,5 +25,5 @@ class Problem(NamedTuple):
         return f"{place}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The problem as `--json` shows it."""
         return {**self._asdict(), "file": str(self.file)}

@@ -70,7 +70,7 @@ class Resume(StoredPart):
 
     interrupted: list[str]
     turn: int | None = None
-    """After so many turns."""
+    """Number of turns before the resume."""
     workspace_kept: bool | None = None
 
 
@@ -122,7 +122,7 @@ class StoredError(StoredPart, rename={"error_class": "class"}):
 
 
 class AgentFacts(StoredPart):
-    """What is known of the agent that held the conversation."""
+    """Facts about the agent that held the conversation."""
 
     name: str | None = None
     version: str | None = None
@@ -144,14 +144,14 @@ class AgentFacts(StoredPart):
 
 ROW_TEXTS = "row_texts"
 _MIN_SHARED_CHARS = 4096
-"""Characters of a text that is worth a reference."""
+"""The shortest text that is worth a reference, in characters."""
 
 Step = str | int
 Texts = Sequence[tuple[list[Step], list[Step]]]
 
 
 def shared(record: dict[str, Any]) -> dict[str, Any]:
-    """The record as stored: without texts of its row that its messages also have."""
+    """The record as it is stored: long texts of its row refer to the same texts in its messages."""
     in_row = dict(_long_texts(record["row"]))
     if not in_row:
         return record
@@ -248,7 +248,7 @@ class StoredMessage(StoredPart):
 
 
 class StoredPatch(StoredPart):
-    """What replaces parts of the message at position `at`; nothing: it is as it was recorded."""
+    """Replacements for parts of the message at position `at`; None: a part is as recorded."""
 
     at: int
     message_at: int | None = None
@@ -259,7 +259,7 @@ class StoredPatch(StoredPart):
 
 
 class StoredRequest(StoredPart):
-    """Which request a turn answered: see `agent.state.agent_record`, and `summary`."""
+    """The request that a turn answered: see `agent.state.agent_record`, and `summary`."""
 
     at: int | None = None
     shown: Sequence[StoredPatch] = ()
@@ -355,7 +355,7 @@ class Score(StoredPart):
     usage: StoredUsage | None = None
     cost_usd: Number | None = None
     check: dict[str, Any] | None = None
-    """Of `check`: the result of a check after the run, which takes the place of the record's."""
+    """The result of a check after the run, which replaces the record's; only from `check`."""
     image: dict[str, str] | None = None
     """The image that this check ran in."""
 
@@ -403,7 +403,7 @@ class _OfferedTool(StoredPart):
 
 
 class StoredConversation(StoredPart):
-    """What records and the conversations inside them share; see `Trajectory.to_record`."""
+    """Fields that records and the conversations inside them share; see `Trajectory.to_record`."""
 
     messages: list[StoredMessage]
     turns: list[StoredTurn]
@@ -439,7 +439,7 @@ class InnerRecord(StoredConversation, kw_only=True):
     key: str
     name: str
     raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NO_JSON)
-    """Of an agent's conversation: what was on offer."""
+    """Tools that were offered; only in conversations of an agent."""
 
 
 class Record(StoredConversation, kw_only=True):
@@ -454,7 +454,7 @@ class Record(StoredConversation, kw_only=True):
     input_digest: str
     attempt: int
     row: dict[str, Any]
-    """Whole, with the texts that the line holds only among the messages."""
+    """The whole row, with the texts that the line holds only among its messages."""
     row_texts: Texts = ()
     raw_tools: msgspec.Raw = msgspec.field(name="tools")
     model: str | None
@@ -481,24 +481,25 @@ class Record(StoredConversation, kw_only=True):
     offers: msgspec.Raw = _NO_JSON
     """Lists of tools; see `StoredRequest.tools`."""
     inner_tools: msgspec.Raw = _NO_JSON
-    """What conversations inside this one were offered, by their names."""
+    """Tools that conversations inside this one were offered, by the names of these."""
     diverged_at: int | None = None
     agent: AgentFacts | None = None
     versions: dict[str, Any] | None = None
     imported: dict[str, Any] | None = None
-    """Where it comes from; see `importing`."""
+    """The origin of an imported record; see `importing`."""
     schema_version: Any = None
     labels: Sequence[Label] = msgspec.field(default=(), name="(labels)")
-    """What people decided about it; no key of the line."""
+    """Decisions of people about the record; not a key of the line."""
     line: bytes = msgspec.field(default=b"", name="(line)")
-    """The line that it was decoded from; no key of it."""
+    """The line that the record was decoded from."""
     tools: Any = msgspec.field(default=None, name="(tools)")
     """The tools that the model was offered, `Tools`; made of `raw_tools`."""
 
     def spliced(self, members: Mapping[str, bytes]) -> bytes:
-        """The line's JSON with scores and check of this object, and `members` instead of its own.
+        """The JSON of the line with this object's scores and check, and with `members`.
 
-        Values are JSON. All else is copied without being parsed, so that it is fast.
+        The values of `members` are JSON; they replace or add keys. Everything else is copied
+        without being parsed, which is fast.
         """
         given = self._later_scores()
         if not (given or self.row_texts):  # mostly, and then one cut is often enough

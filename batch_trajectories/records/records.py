@@ -311,7 +311,7 @@ def quarantine_lines(records: Path, offsets: Collection[int], quarantine: Path) 
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from `offset` on, without a torn last line."""
+    """Yield offset and content of each whole line from `offset` on; skip a torn last line."""
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
     except FileNotFoundError:
@@ -325,7 +325,7 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def track_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The lines of `lines_from`, with a progress line."""
+    """Yield the lines of `lines_from`, and show progress."""
     with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
         for place, line in lines_from(path, offset):
             yield place, line

@@ -184,7 +184,7 @@ def nth(number, function):
     return call
 
 where, number = sys.argv[1].split("-")
-owner, name = {"make": (merge, "_make"), "ready": (merge, "replace_json"), "move": (Path, "rename"),
+owner, name = {"make": (merge, "_write_run"), "ready": (merge, "replace_json"), "move": (Path, "rename"),
                "sync": (merge, "sync_directory"), "remove": (os, "rmdir")}[where]
 setattr(owner, name, nth(int(number), getattr(owner, name)))
 del sys.argv[1]
