@@ -15,7 +15,7 @@ from batch_trajectories.basics.validation import path_beside
 from batch_trajectories.config.endpoints import is_secret
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
-"""Of options whose usual defaults are for conversations of this program."""
+"""Defaults with agents, for options whose usual defaults suit conversations of this program."""
 
 _UNUSED_BY_AGENTS = (
     "system_prompt",
@@ -35,7 +35,7 @@ _UNUSED_BY_AGENTS = (
     "docker_image",
     "batch_api",
 )
-"""Options of a run that mean nothing, because the agent writes its own requests and has its own
+"""Options of a run that have no effect, because an agent writes its own requests and has its own
 tools."""
 
 
@@ -65,7 +65,7 @@ def _read(value: Any) -> Any:
 
 
 def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """An agent that a file in `directory` holds: its `programs` are looked for there first."""
+    """Find the `programs` of an agent that was read from a file in `directory`: there first."""
     programs = loaded.get("programs")
     if not isinstance(programs, list):
         return dict(loaded)
@@ -74,7 +74,7 @@ def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, An
 
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:
-    """Raise `ValueError` if an option of `given`, not at its default, means nothing to `agent`."""
+    """Raise `ValueError` if one of the options in `given` has no effect with `agent`."""
     allowed = {*LIMITS, *(["simulated_user"] if agent.continues else ())}
     if "simulated_user" in given and not agent.continues:
         raise ValueError(f"simulated_user: {agent.why_one_message}")

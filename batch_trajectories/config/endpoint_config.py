@@ -1,4 +1,4 @@
-"""An entry of `endpoints`: where it is, its credentials, and options for its models.
+"""An entry of `endpoints`: its URL, its credentials, and options for its models.
 
 Imported only where a config has endpoints, so that `--help` need not wait for it.
 """
@@ -165,23 +165,23 @@ class EndpointConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     base_url: BaseUrl | None = None
-    """None only with `client`, which knows it, and with `base_urls`."""
+    """The base URL; None only with `client`, which knows it, and with `base_urls`."""
     base_urls: tuple[BaseUrl, ...] = ()
-    """Instead of `base_url`: those of several replicas with the same models, without a router."""
+    """URLs of several replicas with the same models, without a router, instead of `base_url`."""
     health_path: str = Field(HEALTH_PATH, pattern=r"^(/\S*|none)$")
-    """Where each of `base_urls` tells of its health, at its root; "none": only calls tell."""
+    """Path of the health check of each of `base_urls`, from its root; "none": no health check."""
     replica_max_in_flight: PositiveInt | None = None
-    """The most calls at once at each of `base_urls`, beside `max_in_flight` for all of them."""
+    """The most calls at once at each of `base_urls`; `max_in_flight` limits all together."""
     replica_rpm: PositiveFloat | None = None
     api: Api | None = None
-    """None: that of the known provider with this URL, else openai_chat."""
+    """The API; None: that of the known provider with this URL, else openai_chat."""
     key_env: str | None = Field(
         None, min_length=1, validation_alias=AliasChoices("key_env", "api_key_env")
     )
     """Environment variable that holds the API key. None: a known provider's own at its URL, and
     elsewhere "none": no key is sent unless it is named."""
     headers: Headers = {}
-    """Sent with every request, such as {anthropic-beta: ...}; no secrets."""
+    """Headers of every request, such as {anthropic-beta: ...}; no secrets."""
     headers_env: HeadersEnv = {}
     """Headers, each with the environment variable that holds its value. With them and without
     `key_env`, no other credentials are sent."""
@@ -194,7 +194,7 @@ class EndpointConfig(BaseModel):
     """A program that prints the key; run at the start, after `key_refresh_s`, and after a 401."""
     key_refresh_s: PositiveFloat = KEY_REFRESH_S
     proxy: Annotated[str, AfterValidator(_check_proxy)] | None = None
-    """An HTTP proxy in place of what the environment says, or "none"."""
+    """An HTTP proxy in place of the environment's, or "none"."""
     client: Annotated[str, AfterValidator(_check_client)] | None = None
     """azure, bedrock, vertex, foundry, or MODULE:FUNCTION, which returns a client of the openai or
     anthropic package: its URL and credentials are used."""
@@ -235,7 +235,7 @@ class EndpointConfig(BaseModel):
         return self
 
     def to_endpoint(self) -> Endpoint:
-        """For `resolve_model`."""
+        """The entry in the form of `resolve_model`."""
         known = self.provider_row
         options = {
             name: value for name in _MODEL_OPTIONS if (value := getattr(self, name)) is not None
@@ -299,7 +299,7 @@ class EndpointConfig(BaseModel):
 
     @property
     def provider_row(self) -> Provider | None:
-        """The row of the table that it is an endpoint of."""
+        """The known provider of the endpoint; None for a server of the user's own."""
         return PROVIDERS.get(self.client) if self.client else provider_at(self.url or "")
 
     @property

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 EARLIER_DEFAULTS: Mapping[str, Any] = {"expected_match": "exact", "expected_attempts": 3}
-"""What runs of versions without `expected_match` go on with: the defaults of that time."""
+"""Options of runs by versions without `expected_match`: the defaults of that time."""
 
 
 def meaning_of(config: RunConfig) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
 
 
 def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
-    """A stored config or fingerprint with the names of options and models of today.
+    """Update the names of options and models in a stored config or fingerprint.
 
-    Earlier versions took models without a provider for those of OpenRouter where no base URL was
+    In earlier versions, a model without a provider was one of OpenRouter, unless a base URL was
     given.
     """
     renamed = with_todays_names(values, is_stored=True)
@@ -97,10 +97,10 @@ def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint with the defaults of options that its version did not have.
+    """Add to a fingerprint the defaults of options that its version did not have.
 
-    This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
-    for the data only in earlier versions. Compare fingerprints only in this form: a run of an
+    This also adds defaults to objects inside it, such as a subagent, and removes options that only
+    earlier versions counted. Compare fingerprints only in this form: a run of an
     earlier version must not differ by a new option. For stored ones, see `stored_meaning`.
     """
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
@@ -127,7 +127,7 @@ def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _fill_missing(value: Any, annotation: Any) -> Any:
-    """A JSON value with the defaults of the models that its type names."""
+    """Add to a JSON value the defaults of the pydantic models that its type names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not isinstance(value, dict):
             return value

@@ -63,7 +63,7 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
 
 
 def _is_path(value: Any) -> TypeGuard[str]:
-    """Whether the value of an input is a path of this machine, not its content or elsewhere."""
+    """Whether the value of an input is a path of this machine, not content or a URL."""
     is_elsewhere = ("[", HUB_PREFIX)
     return (
         isinstance(value, str) and not is_url(value) and not value.lstrip().startswith(is_elsewhere)
@@ -123,13 +123,13 @@ def _to_list(value: Any) -> list[Any]:
 
 
 def _resolve_tool(place: Any, directory: Path) -> Any:
-    """A place of tools, with the path of a file relative to the config file's directory."""
+    """Find the file of FILE.py:ATTRIBUTE relative to the config file's directory."""
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     return str(directory / place) if file.endswith(".py") else place
 
 
 def place_in(file: Path, keys: Sequence[str]) -> str:
-    """A YAML file that was read, and the line where the value at these keys begins."""
+    """FILE:LINE of the value at these keys in a YAML file; only FILE if the keys are missing."""
     from batch_trajectories.basics.yaml_file import find_line  # which has read this file
 
     line = find_line(file, keys)

@@ -1,4 +1,4 @@
-"""The models that a run calls, which of them a task draws, and the limits and budget of calls."""
+"""The models that a run calls: set-up, the choice for each task, limits and budget of calls."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
 
 
 def budget_of(config: RunConfig) -> Cost | None:
-    """What the run may spend, None if it has no budget."""
+    """The budget of the run; None if it has none."""
     if config.max_run_cost_usd is None and config.max_run_tokens is None:
         return None
     return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
 def settings_of(config: RunConfig, name: str) -> ModelSettings:
-    """How a model is called that the user would write as `name`.
+    """The settings of calls of the model that a user writes as `name`.
 
     Raises `ValueError`: among others `UnknownModel`, and `MissingKey`.
     """
@@ -124,7 +124,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
 
 
 def price_of(config: RunConfig, name: str) -> Price | None:
-    """What a model costs that the user would write as `name`; None if it is unknown.
+    """The price of the model that a user writes as `name`; None if it is unknown.
 
     No key is needed.
     """
@@ -147,9 +147,9 @@ def price_of(config: RunConfig, name: str) -> Price | None:
 
 
 def beside(config: RunConfig, name: str) -> dict[str, Any]:
-    """The options `model`, `base_url`, `api` and `key_env` of a model beside those of a run.
+    """The options `model`, `base_url`, `api` and `key_env` of a further model, such as a judge.
 
-    Without a provider, or with that of the run's first model, it is asked at the run's endpoint.
+    A model without a provider, or with that of the run's first model, uses the run's endpoint.
     """
     own, colon, _ = next(iter(config.model_weights())).partition(":")
     own = own if colon and "/" not in own else ""
@@ -185,7 +185,7 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
 
 
 def _agent_api(config: RunConfig) -> Api | None:
-    """The API of a server of the user's own, which nothing but the agent says."""
+    """The API of the user's own server, which follows from the agent; None for known providers."""
     if config.agent is None or config.base_url is None or provider_at(config.base_url):
         return None
     return config.agent.speaks[0]
@@ -289,7 +289,7 @@ def check_token_ids(config: RunConfig, setups: Setups) -> None:
 
 
 def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:
-    """The lowest limit that an endpoint's entries set; that of the run if they set none."""
+    """The lowest limit of an endpoint's entries; the run's limit if they set none."""
     return min((value for value in own if value is not None), default=of_run)
 
 
@@ -308,7 +308,7 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
 
 
 def _choose_model(config: RunConfig, task: Task) -> str:
-    """That of the cascade, else the row's own, else one drawn by weight."""
+    """Choose the model of a task: the cascade's, else the row's own, else one drawn by weight."""
     if config.escalate_after is not None:
         return task.model or next(iter(config.model_weights()))
     weights = config.model_weights()
@@ -323,5 +323,5 @@ def _choose_model(config: RunConfig, task: Task) -> str:
 
 
 def _draw_id(config: RunConfig, task: Task) -> str:
-    """The id that a task draws with; a branch uses its parent's, to draw the same."""
+    """The id that decides what a task draws; a branch has its parent's, to draw the same."""
     return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

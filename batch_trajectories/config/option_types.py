@@ -43,7 +43,7 @@ LocalPath = Annotated[Path, BeforeValidator(local_path)]
 
 
 def url_or_absolute_path(value: str) -> str:
-    """Return a URL as of `bucket_url`, or the absolute path of a directory. Raises `ValueError`."""
+    """Check a URL as `bucket_url` does, or make a path absolute. Raises `ValueError`."""
     return bucket_url(value) if is_url(value) else str(Path(value).absolute())
 
 
@@ -93,7 +93,7 @@ def parse_columns(value: Any) -> Any:
 
 
 _NAME_CHARS, _NAME_BYTES = 120, 200
-"""File systems allow 255 bytes, of which the ends of our names of files take up to 50."""
+"""Limits of a run's name. File systems allow 255 bytes, and our suffixes take up to 50."""
 
 
 def plain_name(value: str) -> str:
@@ -132,7 +132,7 @@ def _assignments(value: Any, form: str) -> Any:
     return assignments
 
 
-# Options that few runs have: what reads them is imported where one is given.
+# Options that few runs have: their readers are imported only if one is given.
 
 
 def _read_agent(value: Any) -> CommandAgent | None:

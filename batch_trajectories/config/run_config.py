@@ -376,7 +376,7 @@ class RunConfig(AgentOptions):
         return self
 
     def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
-        """What sandboxes are to know, with the image of a row in the place of the run's."""
+        """The settings of sandboxes; `image` is that of a row, in place of the run's."""
         return SandboxSettings(
             image=image or self.docker_image,
             engine=self.container_engine,
@@ -387,7 +387,7 @@ class RunConfig(AgentOptions):
 
     @property
     def is_inside(self) -> bool:
-        """The workspace is a directory of an image."""
+        """Whether the workspace is a directory of an image."""
         return self.workspace == "image"
 
     @property
@@ -407,7 +407,7 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
-        """The options of samples that depend on others; a cascade gives them their defaults."""
+        """Check options of samples that depend on each other; set the defaults of a cascade."""
         is_list = isinstance(self.models, tuple)
         if is_list != (self.escalate_after is not None):
             raise ValueError(
@@ -448,7 +448,7 @@ class RunConfig(AgentOptions):
     @model_validator(mode="before")
     @classmethod
     def _add_row_options(cls, values: Any) -> Any:
-        """Options that the rows file needs, unless they are given."""
+        """Add the options that the rows file sets, unless they are given."""
         name = values.get("rows") if isinstance(values, dict) else None
         if not isinstance(name, str) or not name:
             return values
@@ -469,7 +469,7 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="after")
     def _normalize_model_names(self) -> RunConfig:
-        """`openai/NAME` becomes `openai:NAME`, for the fingerprint, prices and rows."""
+        """Write `openai/NAME` as `openai:NAME`, for the fingerprint, prices and rows."""
         if self.base_url is None:
             own, models = self.endpoints, self.models
             if isinstance(models, dict):
@@ -566,7 +566,7 @@ class RunConfig(AgentOptions):
     def row_rules(
         self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
     ) -> RowRules:
-        """How to read the rows of the dataset, for a model of this API."""
+        """The rules to read the rows of the dataset, for a model of this API."""
         return RowRules(
             system_prompt=self.system_prompt,
             options=self.agent_options,
@@ -632,7 +632,7 @@ class RunConfig(AgentOptions):
 def _load_distribution(
     name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
 ) -> Distribution:
-    """Cached because every task needs it; imports here keep `--help` fast."""
+    """Load a distribution. Cached because every task needs it; imports here keep `--help` fast."""
     from toolsets.catalog.custom import load_own
     from toolsets.catalog.distributions import load_distribution
     from toolsets.catalog.registry import Toolset, catalog

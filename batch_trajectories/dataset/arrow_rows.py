@@ -2,9 +2,9 @@
 
 Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
 and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out. Values of Arrow's
-type for JSON (`arrow.json`, and Parquet's logical type) are what their text says, at any depth:
-`datasets` stores columns of mixed JSON that way. In these, null stays null. A row in which such a
-text is no JSON is a line that says so, as a torn line of JSONL is: the others are read.
+type for JSON (`arrow.json`, and Parquet's logical type) are parsed, at any depth: `datasets`
+stores columns of mixed JSON that way. In these, null stays null. If such a text is not JSON, a line
+with the reason stands for the row; the other rows are read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BATCH_ROWS = 256
 _SLICE_BYTES = 16 << 20
 
 _READ_BYTES = 1 << 20
-"""Of a column at a time. By default pyarrow reads all of it in a row group, which may be a file."""
+"""Bytes read of a column at a time. By default pyarrow reads a whole row group."""
 
 _ABSENT = object()
 
 
 class _NotJson(str):
-    """Why a value whose type is JSON is none."""
+    """The reason why a value whose type is JSON cannot be parsed."""
 
     __slots__ = ()
 
@@ -62,14 +62,14 @@ def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
 
 
 def rows_per_batch(row_bytes: int) -> int:
-    """How many rows of this size make a batch."""
+    """Number of rows of this size in a batch."""
     return max(1, min(BATCH_ROWS, _SLICE_BYTES // max(1, row_bytes)))
 
 
 def table_rows(
     tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
 ) -> Iterator[bytes | dict[str, Any]]:
-    """The rows of tables, as what JSON can hold; one that cannot be read begins with `DAMAGED`.
+    """Yield the rows of tables as JSON objects, or for a damaged row a line with `DAMAGED`.
 
     Adds the names of columns with bytes to `left_out`. Raises `DatasetError`, which names `place`
     and the column.
@@ -110,7 +110,7 @@ def _slices(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBa
 
 
 def _byte_columns(kind: pa.DataType, name: str) -> Iterator[str]:
-    """The names of what holds bytes in a column, as `image.bytes`."""
+    """Yield the names of the parts of a column that hold bytes, such as `image.bytes`."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -158,7 +158,7 @@ def _damaged_line(column: str, why: str) -> bytes:
 
 
 def _json_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What makes a value of this type plain; None if it holds no JSON, so that `_plain` does."""
+    """The function that reads values of a type that contains JSON; None for other types."""
     import pyarrow as pa
 
     if isinstance(kind, pa.JsonType):

@@ -1,7 +1,8 @@
-"""Which programs of the workspace the command of a check runs.
+"""Finds programs of the workspace that the command of a check runs.
 
-The model can write whatever is in the workspace, and a check that runs a program from there judges
-by what the model wrote. Only what a command says is looked at: `check_tasks` tries the rest.
+The model can write any file of the workspace. A check that runs a program from there trusts a
+program that the model may have written. Only the text of the command is examined; `check_tasks`
+tests the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _RULE_FILES: Mapping[str, tuple[str, ...]] = {
     "tox": ("tox.ini", "pyproject.toml", "setup.cfg"),
     "nox": ("noxfile.py",),
 }
-"""What these programs run is said by one of these files."""
+"""Programs that run what one of these files says."""
 
 
 def programs_of_workspace(check: Any) -> list[str]:
@@ -52,7 +53,7 @@ def _has_image(check: Any) -> bool:
 
 
 def _programs_in(words: list[str]) -> list[str]:
-    """What one simple command runs: a path, a script, or a file with rules."""
+    """The programs of one simple command: a path, a script, or a file with rules."""
     words = [word.strip("'\"") for word in words]
     for word in words:
         name, is_assigned, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""How the declared columns of a row are read, and the kinds of values that several of them have.
+"""Reads declared columns of a row, and defines the types of values that several columns have.
 
 A column group is a dataclass whose fields are columns, or keys of one column. `read` makes it of
 the JSON values of a row: null is as good as absent, and a mistake names the column.
@@ -49,14 +49,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", re.ASCII)
 
 _PREDICATE = re.compile(r"(?:must|is|are|needs|names|does) ")
-"""How reasons begin that continue the name of their column as a sentence."""
+"""Beginning of a reason that forms a sentence with the name of its column."""
 
 
 class Reading(NamedTuple):
-    """What a run allows the values of its rows."""
+    """Permissions of the run for the values of its rows."""
 
     inside: bool = False
-    """The workspace is a directory of the row's image, so paths may be absolute."""
+    """Whether the workspace is a directory of the row's image, so paths may be absolute."""
     variables: Collection[str] = ()
     """The variables of this machine that rows may name."""
 
@@ -66,7 +66,7 @@ DEFAULT_READING = Reading()
 
 
 def read(kind: Any, raw: Any, place: str = "", reading: Reading = DEFAULT_READING) -> Any:
-    """The value of type `kind` that `raw` holds. Raises `ValueError` with the reason.
+    """Read `raw` as a value of type `kind`. Raises `ValueError` with the reason.
 
     `place` names the column; "" if `raw` is a row, whose keys are the columns.
     """
@@ -90,7 +90,7 @@ def _describe_mistake(error: ValidationError, place: str) -> str:
 
 
 def read_group(group: type[T], columns: Mapping[str, Any], reading: Reading = DEFAULT_READING) -> T:
-    """A group of columns of a row. Raises `ValueError` with the reason."""
+    """Read a group of columns of a row. Raises `ValueError` with the reason."""
     kind: Any = group
     given = {name: columns[name] for name in names_of(kind) if columns.get(name) is not None}
     value: T = read(kind, given, reading=reading) if given else kind()
@@ -108,9 +108,9 @@ def names_of(group: Any) -> tuple[str, ...]:
 
 
 def explain_mistakes(text: str, form: Callable[[Any], Any] | None = None) -> WrapValidator:
-    """Say `text` of a value that the library refuses; `{}` in it stands for the value.
+    """Report a value that the library refuses by `text`, in which `{}` stands for the value.
 
-    `form` brings the forms that a value may have into one, before it is read.
+    `form` converts the forms that a value may have to one form, before it is read.
     """
 
     def validate(raw: Any, handler: Callable[[Any], Any]) -> Any:
@@ -128,12 +128,15 @@ def explain_mistakes(text: str, form: Callable[[Any], Any] | None = None) -> Wra
 
 
 def to_list(raw: Any) -> list[Any]:
-    """A list as it is, another value as a list of it."""
+    """Return a list as it is, and another value as a list of one item."""
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
 def object_of(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
-    """Leave out the keys of a group that are null; a text is the value of the key `text_is`."""
+    """Make a reader of objects: it leaves out keys that are null.
+
+    A text stands for an object whose only key is `text_is`.
+    """
 
     def as_object(raw: Any) -> Any:
         if isinstance(raw, str) and text_is is not None:
@@ -147,7 +150,7 @@ def object_of(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
 
 
 def objects_of(group: type, text_is: str) -> Callable[[Any], Any]:
-    """One or many of those."""
+    """Make a reader of one object or a list of objects; see `object_of`."""
     return lambda raw: [*map(object_of(group, text_is), to_list(raw))]
 
 
@@ -193,7 +196,7 @@ def absolute_path(raw: Any) -> str | None:
 
 
 def _workspace_path(raw: Any) -> PurePosixPath | None:
-    """The path relative to the workspace; None if it is outside."""
+    """The path relative to the workspace; None if it leads outside."""
     if not isinstance(raw, str) or not raw or "\0" in raw:
         return None
     path = PurePosixPath(raw)
@@ -256,7 +259,7 @@ def _decoded(text: str) -> bytes:
 
 
 FilePath = Annotated[str, BeforeValidator(_file_path)]
-"""A path in the workspace; where that is a directory of an image, paths may be absolute."""
+"""A path in the workspace; it may be absolute if the workspace is a directory of an image."""
 
 Directory = Annotated[
     str,
@@ -284,7 +287,7 @@ def _check_names(raw: Any) -> Any:
 
 
 def _fill_variables(raw: Any, info: ValidationInfo[Reading]) -> str:
-    """The text of a variable, with those of this machine."""
+    """Replace the names of this machine's variables in a text by their values."""
     if not isinstance(raw, str) or "\0" in raw:
         raise ValueError("must be text without NUL")
     variables = info.context.variables
@@ -349,7 +352,7 @@ Megabytes = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RowLimits(OnlyThese):
-    """What a row needs at most; None: as much as the run allows."""
+    """Limits of a row; None: as much as the run allows."""
 
     memory_mb: Megabytes | None = None
     disk_mb: Megabytes | None = None

@@ -35,7 +35,7 @@ _BLOCK = 1 << 16
 _DELIMITERS = ";\t|,"
 
 _MAX_CSV_CHARS = 64 << 20
-"""In a line or a cell. The reader of CSV takes four bytes for each."""
+"""Limit of a line or a cell. The reader of CSV takes four bytes for each character."""
 
 
 def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
@@ -87,7 +87,10 @@ def _open(path: Path, compression: Compression | None) -> Iterator[BufferedReade
 
 
 def _first_undecodable_line(file: SourceFile) -> int:
-    """The number of the first such line. Text is decoded in blocks, so the error has no line."""
+    """The number of the first line that is not UTF-8.
+
+    Text is decoded in blocks, so the error itself has no line number.
+    """
     number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with _open(file.path, file.compression) as stream:
         while block := stream.read(_BLOCK):
@@ -99,7 +102,7 @@ def _first_undecodable_line(file: SourceFile) -> int:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines without their ends; `TOO_LONG` for one that is."""
+    """Yield the lines without their ends; `TOO_LONG` in place of a line that is too long."""
     first = True
     while line := _line(stream):
         yield line.removeprefix(_BOM).rstrip(b"\r\n") if first else line.rstrip(b"\r\n")
@@ -183,15 +186,15 @@ def _check_header(place: str, names: list[str], delimiter: str) -> None:
 
 
 _MAX_READ_MORE = 8 << 20
-"""Bytes that are read beyond a large element at most."""
+"""The most bytes that are read beyond the end of a large element."""
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 _MARGIN = 16
-"""An error this near the end of what was read may only mean that more follows."""
+"""An error within so many characters of the end may only mean that more has to be read."""
 
 _decoder = json.JSONDecoder(parse_int=str, parse_float=str)
-"""Finds where a value ends. Its text is taken, so numbers need not be read."""
+"""Finds the end of a value. Only the text of the value is used, so numbers are not parsed."""
 
 
 def read_elements(path: Path, text: TextIO) -> Iterator[bytes]:
@@ -248,17 +251,17 @@ def read_elements(path: Path, text: TextIO) -> Iterator[bytes]:
 
 
 class _Unreadable(Exception):
-    """What is wrong with an element, and where, counted from its beginning."""
+    """An element cannot be read; `at` is the offset of the mistake in the element."""
 
     def __init__(self, reason: str, at: int = 0, *, is_final: bool = True) -> None:
         self.reason = reason
         self.at = at
         self.is_final = is_final
-        """It stays wrong, whatever follows what was read."""
+        """Whether the element stays wrong, whatever follows."""
 
 
 def _end_of_element(buffer: str, position: int) -> int:
-    """Where an element ends that is in `buffer` together with what follows it."""
+    """The end of the element at `position`. Raises `_Unreadable`, also if more must be read."""
     near = len(buffer) - _MARGIN
     try:
         _, end = _decoder.raw_decode(buffer, position)

@@ -5,8 +5,8 @@ A dataset is a directory of task directories, at any depth, or a single one. A r
 `check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
 `collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
-files); where the verifier has a container of its own also `verifier` (see `_verifier`); for audits
-also `solution` (see `audit.reference`). A task that needs what is not supported becomes a row
+files); if the verifier has a container of its own also `verifier` (see `_verifier`); for audits
+also `solution` (see `audit.reference`). A task that needs an unsupported feature becomes a row
 with `row_error`: it is refused before anything runs.
 """
 
@@ -35,7 +35,7 @@ _MAX_SIZE = 1e15
 _MEGABYTES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024, "": 1 / (1 << 20)}
 
 _MAIN = "main"
-"""The service of a task that is no compose file."""
+"""The name of the only service of a task without a compose file."""
 _PUBLISHED = "/logs/artifacts"
 
 _HEALTH = {
@@ -81,7 +81,7 @@ class TaskRefused(Exception):
 
 
 def read_network(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """Whether an environment has a network. Raises `TaskRefused`, as all here do."""
+    """Read whether an environment has a network. Raises `TaskRefused`, as all readers here do."""
     mode = table.get("network_mode")
     if mode is None:
         return default
@@ -93,12 +93,12 @@ def read_network(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def legacy_network(environment: Mapping[str, Any]) -> bool:
-    """The same as files of before say it: they have a network unless they refuse it."""
+    """Read the network from the key of earlier schemas: allowed unless it is refused."""
     return environment.get("allow_internet", True) is not False
 
 
 def read_limits(environment: Mapping[str, Any]) -> dict[str, float]:
-    """CPUs; memory and disk in megabytes, under their names of today and of before."""
+    """Read the limits: CPUs, and megabytes of memory and disk by their new or old keys."""
     limits: dict[str, float] = {}
     if (cpus := environment.get("cpus")) is not None:
         if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
@@ -128,14 +128,14 @@ def is_separate(verifier: Mapping[str, Any]) -> bool:
 
 
 def read_verifier_network(verifier: Mapping[str, Any], *, default: bool) -> bool:
-    """Whether that container has a network; `default` if it is a copy of the task's."""
+    """Read whether the verifier's container has a network; `default` if it copies the task's."""
     if (own := verifier.get("environment")) is None:
         return default
     return read_network(own, "verifier.environment", default=legacy_network(own))
 
 
 def read_hooks(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The commands that run in the conversation's container before the check."""
+    """Read the commands that run in the conversation's container before the check."""
     commands = []
     for hook in _tables(verifier.get("collect"), ("verifier", "collect")):
         if hook.get("service", _MAIN) != _MAIN:
@@ -147,7 +147,7 @@ def read_hooks(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[di
 
 
 def read_mcp_servers(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
-    """The MCP servers that the agent is told of; of several with a name the last."""
+    """Read the MCP servers for the agent. If several have the same name, the last counts."""
     keys = ("environment", "mcp_servers")
     servers = {}
     for raw in _tables(environment.get("mcp_servers"), keys):
@@ -179,7 +179,7 @@ def read_mcp_servers(environment: Mapping[str, Any], *, has_network: bool) -> li
 
 
 def read_artifacts(task: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The files of the agent's container that a task keeps; where they go on the host is ours."""
+    """Read which files of the agent's container are kept; their place on the host is ignored."""
     found = []
     entries = task.get("artifacts", [])
     for raw in entries if isinstance(entries, list) else [entries]:
@@ -198,7 +198,7 @@ def read_artifacts(task: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def add_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a verifier's container gets: also /logs/artifacts, which it always gets."""
+    """Add /logs/artifacts, which a verifier's container always gets."""
     if any(entry["path"].rstrip("/") == _PUBLISHED for entry in artifacts):
         return [*artifacts]
     return [{"path": _PUBLISHED}, *artifacts]
@@ -225,7 +225,7 @@ def _tables(raw: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def read_variables(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The `env` of a table of the verifier. Raises `TaskRefused`."""
+    """Read the `env` of a table of the verifier."""
     env = table.get("env", {})
     if not isinstance(env, dict):
         raise TaskRefused('`env` must be a table: NAME = "value"', ("verifier",))
@@ -233,7 +233,7 @@ def read_variables(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Dates of TOML as ISO 8601 text."""
+    """Make a TOML value JSON: dates become ISO 8601 text."""
     match value:
         case dict():
             return {key: to_json(member) for key, member in value.items()}
@@ -282,7 +282,7 @@ _UNSUPPORTED: dict[tuple[str, ...], tuple[str, str]] = {
     ("verifier", "environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
     ("steps",): ("tasks of several steps", "make a task of each step"),
 }
-"""What a task may name in task.toml, if it is empty: what it means, and what to do instead."""
+"""Keys of task.toml that must be empty, each with its meaning and advice."""
 
 
 class HarborTask(NamedTuple):
@@ -290,16 +290,16 @@ class HarborTask(NamedTuple):
 
     path: Path
     folder: str = ""
-    """Where it is in the dataset's directory, with a slash at its end."""
+    """The folder of the task in the dataset's directory, with a slash at its end."""
 
     @property
     def id(self) -> str:
-        """What it is called among all."""
+        """The id of the task in its dataset."""
         return self.folder + self.path.name
 
     @property
     def dockerfiles(self) -> dict[str, Path]:
-        """What `build_images` builds, by the names of the images: they change with their sources.
+        """Dockerfiles for `build_images`, by image names, which change with the files.
 
         Raises `OSError`.
         """
@@ -330,12 +330,12 @@ class HarborTask(NamedTuple):
 
     @property
     def build_timeout_s(self) -> float:
-        """How long its image may take to be built."""
+        """Time limit for building the image."""
         raw = self._settings().get("environment", {}).get("build_timeout_sec", _BUILD_TIMEOUT_S)
         return float(raw) if isinstance(raw, int | float) and raw > 0 else _BUILD_TIMEOUT_S
 
     def row(self, *, with_solution: bool = False) -> dict[str, Any]:
-        """The row of the task, or its id and why it cannot run."""
+        """The row of the task; or its id, and the reason why it cannot run."""
         try:
             row = self._row()
             if with_solution and (solution := self._solution()) is not None:
@@ -451,7 +451,7 @@ class HarborTask(NamedTuple):
                 )
 
     def _image(self, environment: Mapping[str, Any], folder: str) -> str:
-        """What an environment names, or what is built from the Dockerfile of its folder."""
+        """The image that an environment names, or that is built from the Dockerfile in `folder`."""
         if image := environment.get("docker_image"):
             if not isinstance(image, str):
                 raise TaskRefused(f"{image!r} is not the name of an image", ("docker_image",))
@@ -465,8 +465,9 @@ class HarborTask(NamedTuple):
     ) -> dict[str, Any]:
         """The verifier's own container.
 
-        `image`, `workdir`, `limits`, `env`, and `artifacts`: what it gets of the conversation's.
-        Without an environment of its own it is a fresh copy of the task's.
+        Keys: `image`, `workdir`, `limits`, `env`, and `artifacts`, the files that it gets from the
+        conversation's container. Without an environment of its own it is a fresh copy of the
+        task's.
         """
         own = task["verifier"].get("environment", {})
         if not isinstance(own, dict):
@@ -501,7 +502,7 @@ class HarborTask(NamedTuple):
         return text, canary
 
     def _content(self, name: str) -> bytes:
-        """What a file of the task holds; a link could lead to any file of this machine."""
+        """The content of a file. Refuses links, which could lead to any file of this machine."""
         path = self.path / name
         if path.is_symlink():
             raise TaskRefused(f"{name} is a link; copy the tasks without links (cp -rL)")
@@ -520,7 +521,7 @@ class HarborTask(NamedTuple):
         return self._files("tests", program=_TEST)
 
     def _solution(self) -> dict[str, Any] | None:
-        """What solves the task: files of solution/, and the command that runs them."""
+        """The solution: files of solution/, and the command that runs them; None without one."""
         if not (self.path / "solution" / _SOLVE).is_file():
             return None
         env = self._settings().get("solution", {}).get("env", {})
@@ -545,7 +546,7 @@ class HarborTask(NamedTuple):
         return files
 
     def _interpreter(self) -> str:
-        """What tests/test.sh needs to be in the image; without a first line `#!` it is a shell."""
+        """The interpreter of tests/test.sh; a shell if its first line does not begin with `#!`."""
         first = self._content(f"tests/{_TEST}").partition(b"\n")[0]
         if not first.startswith(b"#!"):
             return _SHELL
@@ -574,7 +575,7 @@ def tasks_in(directory: Path) -> list[HarborTask]:
 
 
 def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[HarborTask]:
-    """Links are followed, and each directory is read once."""
+    """Yield the tasks below a directory; follow links, but read each directory once."""
     for path in sorted(directory.iterdir()):
         if (path / TASK_FILE).is_file():
             yield HarborTask(path, folder)
@@ -584,7 +585,7 @@ def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[Ha
 
 
 def list_files(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
-    """The files that decide the rows of tasks."""
+    """The files that the rows of tasks depend on."""
     left_out = () if with_solutions else ("solution",)
     files = []
     for task in tasks:
@@ -595,7 +596,7 @@ def list_files(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> 
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
-    """All but directories, sorted; links are not followed."""
+    """Yield all files below a directory, sorted; do not follow links."""
     for root, folders, names in os.walk(directory):
         folders.sort()
         links = [name for name in folders if Path(root, name).is_symlink()]
@@ -603,7 +604,7 @@ def _files_in(directory: Path) -> Iterator[Path]:
 
 
 def _find_line(path: Path, keys: tuple[str, ...]) -> int | None:
-    """The line that sets a key, or its table begins at; None if it is written otherwise."""
+    """The line that sets a key or begins its table; None if it is not found."""
     *tables, last = keys
     table = ""
     try:

@@ -5,9 +5,9 @@
                        last, so that rows without it were left half written by a crash
 
 KEY is a digest of what was read and how: a source that has changed gets other files, and a start
-that is refused leaves those of a running one alone. Of a hub's dataset the revision that the first
-start found counts for all later ones, which need no network. A start with `fresh` finds it again,
-and appends it to KEY if it is another.
+that is refused leaves those of a running one alone. For a dataset of the hub, later starts use the
+revision that the first start found, and need no network. A start with `fresh` asks the hub again;
+a new revision is appended to KEY.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ if TYPE_CHECKING:
 
 
 ONLY = "only_sound"
-"""The key of what a filter of rows says."""
+"""The key, in a description, of the facts about a filter of rows."""
 
 _FORMAT = 1
-"""Raised when the same source is written in another way."""
+"""Raise it when the same source is written in another way."""
 
 _BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
 
 
 class RowFilter(Protocol):
-    """Says which rows are kept, and counts them."""
+    """Decides which rows are kept, and counts them."""
 
     digest: str
-    """Over what decides."""
+    """A digest of everything that the decisions depend on."""
 
     def takes(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is kept."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the description of the dataset; has `digest`."""
+        """Facts for the description of the dataset; they include `digest`."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -78,7 +78,7 @@ class KeptDataset:
 
     path: Path
     source: dict[str, Any] | None = None
-    """Where its rows come from; None where the file is the user's own."""
+    """The description of the rows' source; None if the file is the user's own."""
 
 
 def keep_dataset(
@@ -95,13 +95,13 @@ def keep_dataset(
     only: RowFilter | None = None,
     say: Callable[[str], object],
 ) -> KeptDataset:
-    """The dataset as a JSONL file: the user's own, or the one in the run directory.
+    """Make sure that the dataset is a JSONL file: the user's own, or one in the run directory.
 
-    Reads the source only where the run directory does not hold it yet, and of it no more than
-    `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
-    directory. With `fresh`, a hub's dataset is that of the hub now. `with_solutions`: rows have
-    their solutions, which only audits read. Rows that `only` does not take are left out. Raises
-    `DatasetError`, `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
+    Reads the source only if the run directory lacks its rows, and stops after `max_samples` rows
+    that `rules` can use. Without `writes`, missing rows go into a temporary directory. `fresh`: ask
+    the hub for the current revision. `with_solutions`: rows have their solutions, which only audits
+    read. `only` is a filter of rows. Raises `DatasetError`, `StorageError`, and `EnvironmentStop`
+    if the hub cannot be reached.
     """
     source = replace(source_of(name), with_solutions=with_solutions)
     if source.tasks and rows is None:
@@ -165,21 +165,21 @@ def rows_of_source(
 
 
 def describe_left_out(source: str, left_out: set[str]) -> str:
-    """Which columns of a source its rows do not have."""
+    """A message that names the columns of a source that its rows lack."""
     return f"{source}: left out, because they hold bytes: {', '.join(sorted(left_out))}"
 
 
 def source_of_kept(path: Path) -> dict[str, Any] | None:
-    """Where the rows of a run's dataset come from; None where the file is the user's own."""
+    """The description of the source of a run's dataset; None if the file is the user's own."""
     return (
         _read_description(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
     )
 
 
 def take_kept(path: Path, directory: Path) -> None:
-    """Bring a kept dataset from a run that was moved aside to `directory`, for a new run.
+    """Give a new run in `directory` the dataset of a run that was moved aside.
 
-    The old run loses it only if it has its own.
+    The old run keeps it, unless it has another one.
     """
     link_snapshot(path, directory)
     if any(file.stem != path.stem for file in path.parent.glob("dataset-*.json")):
@@ -188,13 +188,13 @@ def take_kept(path: Path, directory: Path) -> None:
 
 
 def link_snapshot(path: Path, directory: Path) -> None:
-    """Have a kept dataset in `directory`, too. The files never change, so links will do."""
+    """Link the files of a dataset into `directory`; they never change."""
     for file in (path, path.with_suffix(".json")):
         link(file, directory)
 
 
 def remove_other_kept(run_dir: Path, path: Path) -> None:
-    """Remove the datasets of earlier starts. For the process that holds the lock of the run."""
+    """Remove the datasets of earlier starts. The caller holds the lock of the run."""
     for file in run_dir.glob("dataset-*.json*"):
         if file.stem != path.stem:
             file.unlink()
@@ -414,7 +414,7 @@ def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
 
 
 def _describe_files(source: DataSource) -> list[dict[str, Any]]:
-    """Name, size and hash of each file of a source; of those in a bucket the version."""
+    """Name, size and hash of each file of a source; for files in a bucket, the version."""
     if source.stored:
         return [
             {"path": file.name, "bytes": file.size, "version": file.version}
@@ -440,14 +440,15 @@ def _describe_files(source: DataSource) -> list[dict[str, Any]]:
 
 
 def _find_snapshot(run_dir: Path, key: str) -> tuple[str, str | None]:
-    """The name of the files with a key, without suffixes, and their revision if they are there.
+    """The stem of the files with a key, and their revision; None if there are no files yet.
 
-    Where there are several, a later start with `fresh` did not get as far as using its own.
+    If there are several, the oldest: a later start with `fresh` was interrupted before it used its
+    own.
     """
     known = []
     for path in run_dir.glob(f"dataset-{key}*.json"):
         if entry := _read_description(path):
-            # Of the name, a maximum number of rows is the third part.
+            # The third part of a name, if any, is a maximum number of rows.
             known.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), entry))
     if not known:
         return f"dataset-{key}", None
@@ -473,11 +474,11 @@ def _hash() -> blake2b:
     return blake2b(digest_size=32)
 
 
-# Which columns of a source become which columns of a row.
+# Columns under other names.
 
 
 class Renaming:
-    """Renames the columns of row after row: `{new: old}`; then a rows file makes rows of them."""
+    """Renames the columns of rows by `{new: old}`, then applies a rows file."""
 
     def __init__(self, names: Mapping[str, str], rows_file: RowsFile | None = None) -> None:
         self._names = names
@@ -486,7 +487,7 @@ class Renaming:
         self._columns: dict[str, None] = {}
 
     def line(self, row: bytes | dict[str, Any]) -> bytes:
-        """The row as a line of JSON, without a newline; what is no JSON object stays as it is."""
+        """Make a line of JSON of a row, without a newline; a line that is no JSON object stays."""
         if not self._names and self._rows_file is None:
             return row if isinstance(row, bytes) else exact_json.dumps(row)
         if isinstance(row, bytes):
@@ -501,10 +502,7 @@ class Renaming:
         return exact_json.dumps(row if self._rows_file is None else self._rows_file.row(row))
 
     def rename(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """The columns under their new names.
-
-        A column whose name another one takes is left out.
-        """
+        """Give the columns their new names; leave out a column whose name another one takes."""
         if not self._seen.issuperset(self._names.values()):
             self._seen |= columns.keys() & set(self._names.values())
             self._columns.update(dict.fromkeys(columns))
@@ -514,7 +512,7 @@ class Renaming:
         return {**rest, **new}
 
     def check(self, source: str) -> None:
-        """Raise `DatasetError` where no row had a column that was to be renamed."""
+        """Raise `DatasetError` if no row had a column that was to be renamed."""
         for new, old in self._names.items():
             if old not in self._seen and self._columns:
                 hint = did_you_mean(old, self._columns) or "they are " + ", ".join(self._columns)

@@ -22,10 +22,10 @@ MAX_LINE_BYTES = 256 << 20
 _TOO_LONG = f"longer than {MAX_LINE_BYTES >> 20} MiB"
 
 TOO_LONG = exact_json.dumps(_TOO_LONG)
-"""The line of a kept dataset in place of a row that was too long to be read: no row either."""
+"""Stands in a stored dataset for a row that was too long to be read; it is a bad row, too."""
 
 DAMAGED = b"it cannot be read: "
-"""How a line begins that stands for a row of a table which cannot be read; the reason follows."""
+"""Beginning of a line that stands for an unreadable row of a table; the reason follows."""
 
 _BLOCK = 1 << 20
 
@@ -53,7 +53,7 @@ _OTHER_KINDS = {
     **dict.fromkeys((b"{\x00", b"[\x00"), _encoding_advice("UTF-16LE")),
     **dict.fromkeys((b"\x00{", b"\x00["), _encoding_advice("UTF-16BE")),
 }
-"""First bytes of files that are often given by mistake, and what to say about them."""
+"""First bytes of files that are often given by mistake, with a message about each."""
 
 
 class Row(NamedTuple):

@@ -1,7 +1,7 @@
-"""The columns that say what is said: the prompt, and what its user says later.
+"""The columns of the conversation: the prompt, and later messages of the user.
 
-They are read by hand, column by column: each is read only if the run uses it, and a row of another
-dataset may have anything in a column that the run does not use.
+Each column is read on its own, and only if the run uses it: rows of other datasets may have
+anything in columns that the run does not use.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.records.checks import expected_column, expected_text
 
 CHAT_COLUMNS = ("messages", "conversations")
-"""A conversation instead of a `prompt`, of which the run takes the beginning."""
+"""Columns with a conversation instead of a `prompt`; the run uses its beginning."""
 
 ERROR_COLUMN = "row_error"
-"""Why a row has no prompt: what it was made from cannot be used."""
+"""The column with the reason why a row has no prompt: its source cannot be used."""
 
 TURNS_COLUMN = "user_turns"
-"""Further messages of the user, each sent after an answer."""
+"""The column with further messages of the user, each sent after an answer."""
 
 REPLIES_COLUMN = "user_replies"
-"""Replies of the user to the tools that ask for one."""
+"""The column with replies of the user to tools that ask for one."""
 
 USER_COLUMN = "simulated_user"
-"""What differs from the run's simulated user."""
+"""The column with settings of the row for the run's simulated user."""
 
 FORK_COLUMN = "fork"
-"""The beginning of the conversation; see `row_fork.Fork`."""
+"""The column with the beginning of the conversation; see `row_fork.Fork`."""
 
 USUAL_PROMPTS = (
     "question",
@@ -48,7 +48,7 @@ USUAL_PROMPTS = (
     "goal",
     "user_prompt",
 )
-"""What datasets call the column with the prompt, the likeliest first."""
+"""Usual names of the column with the prompt, the likeliest first."""
 
 USUAL_BESIDE = frozenset(
     {
@@ -67,7 +67,7 @@ USUAL_BESIDE = frozenset(
         "background",
     }
 )
-"""What datasets call further columns that a model is to see with the prompt."""
+"""Usual names of further columns that the model has to see with the prompt."""
 
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
@@ -123,7 +123,7 @@ def columns_beside(columns: Mapping[str, Any], prompt: str) -> list[str]:
 
 
 def unused_turns(columns: Mapping[str, Any]) -> int | None:
-    """How many user turns of a row are not sent; None if no message follows the one that is.
+    """Number of user turns of a row that are not sent; None if no message follows the first.
 
     The row must be one that `opening_messages` accepts.
     """
@@ -245,7 +245,7 @@ def _check_chat(messages: list[Message]) -> None:
 
 
 def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options with what the row says of its simulated user. Raises `ValueError`.
+    """Add the row's settings for its simulated user to the options. Raises `ValueError`.
 
     A row with further messages of its user has no simulated one.
     """
@@ -284,7 +284,7 @@ def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOpti
 
 
 def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
-    """The user's further messages. Raises `ValueError`."""
+    """Read the further messages of the user. Raises `ValueError`."""
     if columns.get(TURNS_COLUMN) is None:
         return ()
     turns = read_texts(columns, TURNS_COLUMN)
@@ -298,7 +298,7 @@ def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[
 
 
 def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A column that is a list of texts; () where it is missing. Raises `ValueError`."""
+    """Read a column that is a list of texts; () if it is missing. Raises `ValueError`."""
     texts = columns.get(name, [])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"`{name}` must be a list of texts")
@@ -306,7 +306,7 @@ def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def read_expected(columns: Mapping[str, Any]) -> str:
-    """What the answer is compared with. Raises `ValueError`."""
+    """Read the text that the answer is compared with. Raises `ValueError`."""
     expected = expected_text(columns)
     if expected is None:
         column = expected_column(columns)

@@ -1,7 +1,4 @@
-"""The columns of a row that say where its conversation works, and how the work is judged.
-
-The image that the workspace is in, how to work there, what prepares the workspace, and the check.
-"""
+"""Columns of a row about its workspace: the image, how to work in it, its set-up, and the check."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ from batch_trajectories.dataset.columns import (
 from toolsets.sandbox.base import ImageSpec
 
 IMAGE_COLUMNS = ("docker_image", "image", "image_name")
-"""They name the image of a row. The first one in a row counts."""
+"""Columns that may name the image of a row. The first one that a row has counts."""
 
 
 def _hidden_paths(raw: Any) -> Any:
@@ -51,25 +48,25 @@ def _hidden_paths(raw: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class InsideColumns:
-    """How to work in the image, read only if the workspace is a directory of it."""
+    """Columns about work in an image, read only if the workspace is a directory of the image."""
 
     workdir: ImagePath | None = None
     """The directory of the image that is the workspace; None: as the image says."""
     user: User | None = None
-    """Whose processes commands are; None: as the image says."""
+    """The user that runs commands; None: as the image says."""
     env: Variables = field(default_factory=dict)
-    """Variables on top of the image's."""
+    """Variables to set, besides those of the image."""
     network: Flag = True
-    """False: without the network that the run allows. The run decides."""
+    """False: no network, even if the run allows it. The column cannot allow more than the run."""
     limits: Limits = field(default_factory=RowLimits)
-    """They lower the limits of the run."""
+    """Limits of the row, which only lower those of the run."""
     hide: Annotated[
         tuple[str, ...],
         explain_mistakes(
             "must be a list of absolute paths of the image, without `..`", _hidden_paths
         ),
     ] = ()
-    """Paths of the image that are away until the check."""
+    """Paths of the image that are hidden until the check."""
 
 
 def read_image(
@@ -102,10 +99,10 @@ def image_columns(columns: Mapping[str, Any]) -> list[str]:
 
 
 def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
-    """Add what a row asks for that the run may refuse.
+    """Add to `largest` the demands of a row that the run may refuse.
 
-    `network`, `check.network` and `artifacts` are numbers of rows, those of `limits` the largest
-    that any row has, with `limits.cpus` rounded up.
+    `network`, `check.network` and `artifacts` count rows. Keys of `limits` are the largest value
+    that any row has; `limits.cpus` is rounded up.
     """
     check = columns.get("check")
     wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
@@ -122,7 +119,7 @@ def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
 
 
 CheckPlace = Literal["same", "fresh"]
-"""`image` is a third one, where the check names its own."""
+"""The place where a check runs; a check with an image of its own has none."""
 
 PYTHON_FILES = (
     "conftest.py",
@@ -140,7 +137,7 @@ PYTHON_FILES = (
     ".venv/*",
     "venv/*",
 )
-"""What pytest or each Python runs or reads by itself, and can make tests report success."""
+"""Files that pytest or Python reads by itself, and that can make tests report success."""
 
 
 def _check_pattern(text: str) -> str:
@@ -184,7 +181,7 @@ def _require_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
 
 
 NEEDS_IMAGE = BeforeValidator(_require_image)
-"""Elsewhere than in an image the check runs as the conversation did."""
+"""Refuses a key unless the workspace is in an image: elsewhere a check has no such choice."""
 
 
 def _refuse_two_places(image: str, info: ValidationInfo[Reading]) -> str:
@@ -200,7 +197,7 @@ def _require_own_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
 
 
 NEEDS_OWN_IMAGE = BeforeValidator(_require_own_image)
-"""Only a check with an image of its own has such keys."""
+"""Refuses a key unless the check has an image of its own."""
 
 
 def _check_artifacts(
@@ -216,10 +213,10 @@ def _check_artifacts(
 
 @dataclass(frozen=True, slots=True)
 class Outcomes(OnlyThese):
-    """What the output of a check's command must say of its tests."""
+    """The results of tests that the output of a check's command must show."""
 
     log: FilePath | None = None
-    """The file that holds the output; None: what the command prints."""
+    """The file that holds the output; None: standard output and error of the command."""
     must_pass: Annotated[Texts, Field(alias="pass")] = ()
     """Names of tests that must have a status of `passed`; the key `pass`."""
     passed: Texts = ("PASSED", "XFAIL")
@@ -240,12 +237,12 @@ class Artifact(OnlyThese):
 
     path: FilePath
     exclude: Texts = ()
-    """Patterns of what is left out beneath it, as those of `tar --exclude`."""
+    """Patterns of files in the directory to leave out, as those of `tar --exclude`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collect(OnlyThese):
-    """A command that runs before a check, where the model worked; its end does not count."""
+    """A command that runs before a check, where the model worked. Its exit code does not count."""
 
     command: Annotated[Text, _refuse_blank("is missing"), Field(validate_default=True)] = ""
     timeout_s: Seconds | None = None
@@ -259,12 +256,12 @@ def _read_outcomes(raw: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Check(OnlyThese):
-    """How a workspace is judged; a command alone is as good as an object with `command`."""
+    """The check of a workspace. A text stands for an object with only `command`."""
 
     command: Annotated[Text, _refuse_blank("is empty, so every conversation would pass")]
-    """What judges; exit code 0 passes, unless `reward_file` or `tests` is given."""
+    """The command that judges. Exit code 0 passes, unless `reward_file` or `tests` is given."""
     files: Files = field(default_factory=dict)
-    """Written when the conversation has ended, so the model never sees them."""
+    """Files that are written when the conversation has ended, so the model never sees them."""
     reward_files: Annotated[
         tuple[FilePath, ...], BeforeValidator(_require_files), Field(alias="reward_file")
     ] = ()
@@ -279,11 +276,11 @@ class Check(OnlyThese):
         ]
         | None
     ) = None
-    """What the command must print of its tests."""
+    """The results of tests that the command must print."""
     timeout_s: Seconds | None = None
-    """How long the command may take; None: --command_timeout_s."""
+    """Time limit of the command; None: --command_timeout_s."""
     env: Variables = field(default_factory=dict)
-    """Variables of its command, on top of those of the sandbox."""
+    """Variables for the command, besides those of the sandbox."""
     where: Annotated[
         CheckPlace | None,
         explain_mistakes("must be same or fresh (got {})"),
@@ -293,7 +290,7 @@ class Check(OnlyThese):
     """`same`: the workspace as the model left it; `fresh`: the image with only the diff. The key
     `in`. None where there is no image, or the check has its own."""
     user: Annotated[User, NEEDS_IMAGE] | None = None
-    """None: the user of the row."""
+    """The user that runs the check; None: the user of the row."""
     network: Annotated[Flag, NEEDS_IMAGE] = False
     """True: the check needs the network, which --check_network allows."""
     from_image: Annotated[
@@ -313,8 +310,8 @@ class Check(OnlyThese):
         AfterValidator(_check_artifacts),
         Field(validate_default=True),
     ] = ()
-    """What `image` gets of the workspace: paths, or {path, exclude: [PATTERN, ...]}; those that do
-    not exist are left out."""
+    """Files of the workspace that `image` gets: paths, or {path, exclude: [PATTERN, ...]}. Missing
+    ones are left out."""
     collect: Annotated[
         tuple[Collect, ...],
         explain_mistakes(
@@ -330,7 +327,7 @@ class Check(OnlyThese):
 
     @property
     def image_spec(self) -> ImageSpec | None:
-        """The check's own image."""
+        """The check's own image; None if it runs in that of the conversation."""
         return None if self.image is None else ImageSpec(self.image, workdir=self.workdir)
 
 
@@ -342,15 +339,15 @@ CheckColumn = Annotated[
         object_of(Check, "command"),
     ),
 ]
-"""What may stand in the column: a command alone is as good as an object with `command`."""
+"""The value of the column `check`. A text stands for an object with only `command`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetupColumns:
-    """What prepares and judges the workspace of a row."""
+    """Columns that set up and judge the workspace of a row."""
 
     files: Files = field(default_factory=dict)
-    """Written before the conversation."""
+    """Files that are written before the conversation."""
     commands: Annotated[
         tuple[Text, ...],
         explain_mistakes(
@@ -360,17 +357,17 @@ class SetupColumns:
     ] = ()
     """A command or a list of them, run in the workspace before the conversation."""
     start_dir: Annotated[Directory, Field(alias="cwd")] = "."
-    """Where shells start: a directory of the workspace."""
+    """The directory of the workspace where shells start."""
     check: CheckColumn | None = None
-    """How the workspace is judged."""
+    """The check of the workspace; None: nothing judges it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryColumns:
-    """What stays of the history of the repository in an image.
+    """Columns that limit the history of the repository in an image.
 
-    They are no part of a row's identity: they change what the model could see, not what it is
-    asked.
+    They are not part of a row's identity, because they change what the model could see, not its
+    task.
     """
 
     base_commit: (
@@ -382,17 +379,17 @@ class HistoryColumns:
         ]
         | None
     ) = None
-    """Only what leads to this commit stays; "": nothing; None: all."""
+    """Only the history of this commit stays; "": nothing stays; None: all of it."""
     keep_history: Flag = False
-    """All of it stays, whatever `base_commit` says."""
+    """True: all of the history stays, whatever `base_commit` says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSetup(SetupColumns):
-    """How one row sets up its workspace."""
+    """The set-up of the workspace of one row."""
 
     hidden: tuple[str, ...] = ()
-    """Paths of the image that are away until the check."""
+    """Paths of the image that are hidden until the check."""
     base_commit: str | None = None
     """The commit whose history stays, as git names one; "": no history; None: all of it."""
 

@@ -38,8 +38,8 @@ from batch_trajectories.dataset.scan import ID_COLUMNS
 # Templates of a rows file: values that are filled in from the columns of a row.
 #
 # Texts are Jinja2; their variables are the columns, and `row` is all of them. A text that is one
-# expression, `{{column}}`, is replaced by its value, which may be a list or an object. `omit`
-# leaves out what contains it; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
+# expression, `{{column}}`, is replaced by its value, which may be a list or an object. A value that
+# contains `omit` is left out; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
 # have a meaning:
 #
 # {first_of: [VALUE, ...]} the first whose columns the row has {match: TEXT, cases: {TEXT: VALUE},
@@ -51,7 +51,7 @@ from batch_trajectories.dataset.scan import ID_COLUMNS
 _MAX_CHARS = 1 << 26
 
 _HOLE = re.compile(r"\{\{\s*([\w-]+(?:\.[\w-]+)*)\s*(\?)?\s*(?=\||\}\})")
-"""The beginning of an expression: the path of a column, by whatever names."""
+"""The beginning of an expression: the path of a column, whose names may be any words."""
 
 _STATEMENTS = (nodes.Output, nodes.If, nodes.For)
 _REFUSED = (nodes.Call, nodes.Mul, nodes.Pow, nodes.Mod)
@@ -82,7 +82,7 @@ class Absent(Exception):
 
 
 class MissingColumn(StrictUndefined):
-    """What a row lacks: false as a condition, an error where its value is needed."""
+    """A column that a row lacks: false as a condition, an error if its value is needed."""
 
     __slots__ = ()
 
@@ -98,13 +98,13 @@ _OMIT = object()
 
 
 def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of templates for a row; a column that is null is one that the row lacks."""
+    """The variables of templates for a row. A column that is null counts as missing."""
     present = {name: value for name, value in columns.items() if value is not None}
     return {**present, "omit": _OMIT, "row": columns}
 
 
 def _require_value(value: Any) -> Any:
-    """What an expression gave, if there is a value and JSON can hold it."""
+    """Return the value of an expression. Raises if there is none, or JSON cannot hold it."""
     if value is _OMIT:
         raise Absent
     if isinstance(value, Undefined):
@@ -124,7 +124,7 @@ def _to_text(value: Any) -> str:
 
 
 def _parse_json(value: Any) -> Any:
-    """The value that a text holds as JSON; other values as they are."""
+    """Parse a text as JSON; return other values as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -134,7 +134,7 @@ def _parse_json(value: Any) -> Any:
 
 
 def _between(value: Any, begin: str, end: str) -> str:
-    """The text between two marks; all of it if it lacks them."""
+    """The text between two marks; the whole text if a mark is missing."""
     text = _to_text(value)
     _, sign, rest = text.partition(begin)
     inner, closed, _ = rest.partition(end)
@@ -166,7 +166,7 @@ _FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
     "lines": (0, lambda value: "".join(f"{item}\n" for item in _to_texts(value))),
     "quote": (0, lambda value: " ".join(map(shlex.quote, _to_texts(value)))),
 }
-"""Our filters by name, with the number of texts that they take."""
+"""Our filters by name, with the number of their arguments, which are texts."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -188,7 +188,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {**theirs, **{name: ours for name, (_, ours) in _FILTERS.items()}}
 
     def compile_text(self, text: str) -> Callable[[dict[str, Any]], Any]:
-        """A function that fills in a text. Raises `ValueError` and Jinja2's `TemplateError`."""
+        """Compile a text to a function. Raises `ValueError` and Jinja2's `TemplateError`."""
         if "{{" not in text and "{%" not in text:
             return lambda variables: text
         tree = self.parse(_HOLE.sub(_jinja_path, text).replace("\r", '{{"\\r"}}'))
@@ -205,7 +205,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return (super().getattr if isinstance(obj, LoopContext) else self.getitem)(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """A member of an object or list; also of its JSON text, as CSV and Parquet often have."""
+        """A member of an object or list, which may be JSON text, as in CSV and Parquet."""
         value = None
         if isinstance(obj := _parse_json(obj), Undefined):
             return obj
@@ -216,7 +216,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.undefined(name=argument) if value is None else value
 
     def _check(self, node: nodes.Node) -> None:
-        """Raise `ValueError` for what a template cannot do."""
+        """Raise `ValueError` for a node that templates cannot have."""
         match node:
             case nodes.Filter(name=name) if name not in self.filters:
                 known = did_you_mean(name, self.filters) or f"known: {', '.join(self.filters)}"
@@ -233,7 +233,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _jinja_path(hole: re.Match[str]) -> str:
-    """The same in Jinja2, which knows no `?` and has words of its own."""
+    """Translate the path of a column to Jinja2, which knows no `?` and has reserved words."""
     names = hole[1].split(".")
     used = {"none", "true", "false", "self", "omit", "row", *keyword.kwlist}
     path = "".join(f'["{name}"]' for name in names)
@@ -263,7 +263,7 @@ class Template:
         self._place = f"{file}:{node.start_mark.line + 1}: {field}"
         self._shown = ""
         self._parts: dict[Any, Template] = {}
-        """Those of a list or an object."""
+        """The templates of the items of a list, or of the members of an object."""
         self._fill: Callable[[dict[str, Any]], Any]
         match node:
             case yaml.SequenceNode():
@@ -281,9 +281,9 @@ class Template:
                 self._fill = self._scalar_filler(construct(node))
 
     def value(self, variables: dict[str, Any]) -> Any:
-        """The value for a row, by its `variables_of`.
+        """Fill in the value for a row, whose variables are those of `variables_of`.
 
-        Raises `TemplateError`, and `Absent` where it is left out.
+        Raises `TemplateError`, and `Absent` if the value is left out.
         """
         try:
             return self._fill(variables)
@@ -347,7 +347,7 @@ class Template:
 REFERENCE = "reference"
 _KEYS = ("options", "columns", "keep", REFERENCE)
 OPTIONS = ("row_setup", "workspace", "check_in")
-"""What rows need to be used as they are; everything else is for the user to decide."""
+"""Options that a rows file may set, because its rows need them. Others are up to the user."""
 
 
 class RowsFile:
@@ -363,15 +363,15 @@ class RowsFile:
         self.digest = digest
         """12 hex digits over the content of the file."""
         self.is_ours = False
-        """Whether it comes with the program."""
+        """Whether the file comes with the program."""
         self.options = options
         self._columns = columns
         self._keep = keep
 
     def row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The row of a run that a row of the dataset becomes.
+        """Make the row of a run from a row of the dataset.
 
-        Where it cannot become one, it only has its id and `row_error`, the reason.
+        If that fails, the row only has its id and the reason, as `row_error`.
         """
         if ERROR_COLUMN in columns:
             return dict(columns)

@@ -49,7 +49,7 @@ dates, the Hugging Face loader would convert the whole column to timestamps."""
 
 
 class ScanOptions(TypedDict):
-    """What the result of `scan` depends on, beside the dataset."""
+    """Everything that the result of `scan` depends on, besides the dataset."""
 
     max_samples: int | None
     rules: RowRules
@@ -63,13 +63,13 @@ class Scan:
 
     path: Path
     sha256: str
-    """Of all usable rows, whatever the shard."""
+    """Digest of all usable rows, whatever the shard."""
     all_rows: int
     """Number of usable rows, after `max_samples`."""
     rows: int
     """Number of usable rows in the shard."""
     bad_rows: tuple[BadRow, ...]
-    """Those of the shard; each bad row belongs to one shard."""
+    """Bad rows of the shard; each bad row belongs to one shard."""
     all_bad: int
     """Number of bad rows, whatever the shard."""
     shard: Shard | None
@@ -80,18 +80,18 @@ class Scan:
     size: int
     """Number of bytes that were read."""
     content_digest: str
-    """Of these bytes; see `ContentDigest`."""
+    """Digest of the bytes that were read; see `ContentDigest`."""
     may_continue: bool
-    """The file may have more bytes than were read: `max_samples` ended the scan."""
+    """Whether the file may have more bytes than were read: `max_samples` ended the scan."""
     offsets: array[int]
     """Byte offsets of the usable rows of the shard."""
     occurrences: array[int]
-    """For each of these rows, how many rows up to it have its id; empty if each has its own."""
+    """The number of rows with its id up to each of these rows; empty if no id repeats."""
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `TELLTALE_COLUMNS`."""
     asked: dict[str, int]
-    """What rows ask for that the run may refuse; see `row_workspace.add_asked`. `expected`: usable
-    rows with this column whose answers are not compared with it."""
+    """Demands of rows that the run may refuse; see `row_workspace.add_asked`. `expected`: number of
+    usable rows with this column whose answers are not compared with it."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
@@ -111,7 +111,7 @@ class Scan:
         return self.rows * self.num_samples
 
     def occurrence(self, row: int) -> int:
-        """How many rows up to this one have its id."""
+        """Number of rows up to this one that have its id."""
         return self.occurrences[row] if self.occurrences else 1
 
     def key(self, number: int) -> bytes:
@@ -200,7 +200,7 @@ def scan(
 
 
 def _track_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
-    """What `read_rows` gives, with its progress."""
+    """Yield the rows of `read_rows`, and show progress."""
     size = path.stat().st_size if path.is_file() else None
     with LongWork(f"reading {path.name}", total=size, unit="B") as work:
         for row in read_rows(path, rules, content):
@@ -228,7 +228,7 @@ def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
 def task_of(
     columns: dict[str, Any], rules: RowRules, *, occurrence: int = 1, sample: int = 0
 ) -> Task:
-    """The task of a row which is number `occurrence` of those with its id."""
+    """The task of a row; `occurrence` is its number, from 1, among the rows with its id."""
     prompt_id = _with_occurrence(_base_id(columns), occurrence)
     digest = input_digest(columns, rules)
     return Task(

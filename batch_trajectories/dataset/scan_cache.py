@@ -4,8 +4,8 @@
 occurrences and keys of a `Scan`. It is derived and can be deleted at any time. It is valid only
 for the same bytes of the dataset (which are hashed at each start: size and time prove nothing),
 the same `ScanOptions`, and the version of the program that wrote it: a start of another version
-scans again. Who only reads a run takes the scan of its last start, of any version. If the file is
-torn or damaged, the digest differs and the dataset is scanned again.
+scans again. Commands that only read a run use the scan of its last start, of any version. If the
+file is torn or damaged, the digest differs and the dataset is scanned again.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan
 def last_scan(
     cache: Path, path: Path, dataset: Mapping[str, Any], **options: Unpack[ScanOptions]
 ) -> Scan:
-    """The scan of the last start of a run, whatever version that was of. Writes nothing.
+    """The scan of the last start of a run, by any version of the program. Writes nothing.
 
-    `dataset` is what its run.json says of the dataset; where `cache` is not of that, the dataset is
-    scanned. Raises `DatasetError` if it has no usable row.
+    `dataset` is the entry of its run.json; if `cache` does not match it, the dataset is scanned.
+    Raises `DatasetError` if it has no usable row.
     """
     saved = _read(cache)
     if saved is not None and saved.is_of(dataset, options["num_samples"]):
@@ -87,7 +87,7 @@ def save_scan(cache: Path, made: Scan) -> None:
 
 
 def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan | None:
-    """The scan of a dataset in the file `cache`, None if that is not valid for it."""
+    """The scan of a dataset in the file `cache`; None if the file is not valid for the dataset."""
     saved = _read(cache)
     if saved is None or saved.header["for"] != _options_digest(**options):
         return None
@@ -191,7 +191,7 @@ def _hash() -> blake2b:
 
 
 def _options_digest(**options: Unpack[ScanOptions]) -> str:
-    """A digest of everything but the dataset that the result of a scan depends on."""
+    """A digest of everything that the result of a scan depends on, besides the dataset."""
     rules = options["rules"]
     decisive = {
         "format": [_FORMAT, sys.byteorder, _version()],

@@ -56,7 +56,7 @@ class ForkedRows:
     """Number of other conversations, by the reason: a filter, or why they cannot be forked."""
 
     def describe(self) -> str:
-        """A line for the rows, and one per reason."""
+        """The counts for a person: a line for the rows, and one per reason."""
         lines = [f"{self.rows:>9,} conversations to branch from, in {self.path}"]
         lines += [f"{count:>9,} left out: {why}" for why, count in self.left_out.most_common()]
         return "\n".join(lines)
@@ -71,10 +71,11 @@ def forked_config(
     fresh: bool = False,
     received: Path | None = None,
 ) -> RunConfig:
-    """The config of a run of branches: that of the `parent` run.json, then file, then flags.
+    """The config of a run of branches: that of the `parent` run.json, changed by file and flags.
 
-    `received` is the directory of a parent that was not started here: file and flags must have
-    what runs code, or names a variable, a file, an address or a model. Raises `ConfigError`.
+    `received` is the directory of a parent that was not started here. Options that run code, or
+    name a variable, a file, an address or a model, must then come from file and flags. Raises
+    `ConfigError`.
     """
     if given := [f"--{name}" for name in FIXED_KEYS if name in flags]:
         raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
@@ -122,7 +123,7 @@ def forked_config(
 
 
 def _dataset_path(run_dir: Path, *, fresh: bool) -> Path:
-    """The dataset of a run of branches: that of its last start; after `fresh` it has a number.
+    """The path of the dataset of a run of branches: that of its last start.
 
     Raises `ConfigError` if the directory has a run of something else, unless `fresh` moves it.
     """

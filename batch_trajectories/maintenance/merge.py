@@ -88,7 +88,7 @@ class MergeResult:
     """Records that were also in another run, byte for byte."""
 
     def describe(self) -> str:
-        """A line per run, and the sum."""
+        """The numbers of records for a person: a line per run, and the sum."""
         lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
         if self.equal:
             lines.append(f"{self.equal:>9,} of them were equal in two runs and are taken once")
@@ -136,7 +136,7 @@ def common_config(
 
 
 def _rows_identity(dataset: Mapping[str, Any]) -> str:
-    """What two runs have in common if they have the same rows: a file, or what it was made of."""
+    """A text that is equal for runs with the same rows: a file, or the digest of its rows."""
     source = dataset.get("source")
     return str(dataset["path"] if source is None else source.get("blake2b", dataset["path"]))
 
@@ -151,7 +151,7 @@ def merge(
 ) -> MergeResult:
     """Write the records and failures of `runs` as the run of `config`, and its results by `make`.
 
-    `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
+    `drop` gives up unfinished conversations; their tasks start over. Raises `RunLocked`,
     `StorageError`, and `RunDirError` if two runs have different records of a task, a run is
     damaged, unfinished or named twice, or the new run exists already.
     """
@@ -173,7 +173,7 @@ def merge(
             return MergeResult(into, taken, ready["equal"])
         is_moved = ready is None and not (beside / into.name).exists()
         if is_moved and (merged := _find_merged(into, runs)) is not None:
-            remove_tree(beside)  # of which a kill has left the rest
+            remove_tree(beside)  # a killed merge has left the rest of it
             return merged
         try:
             _refuse_existing(into)
@@ -181,7 +181,7 @@ def merge(
                 stack.enter_context(locked(path))
                 _refuse_unfinished(path, drop=drop)
             making = beside / into.name
-            # What a killed merge has left.
+            # Leftovers of a killed merge.
             (beside / _READY).unlink(missing_ok=True)
             training_file_of(making).unlink(missing_ok=True)
             remove_tree(making)
@@ -200,7 +200,7 @@ def merge(
 
 
 def _find_merged(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> MergeResult | None:
-    """The run in the place of the new one, if it was merged of the same runs."""
+    """The result of an earlier merge of the same runs; None if there is no such run."""
     try:
         made_of = read_run_json(into)["history"][-1]["merged"]
         taken = {path: made["records"] for (path, _), made in zip(runs, made_of, strict=True)}
@@ -216,10 +216,9 @@ def _refuse_existing(into: Path) -> None:
 
 
 def _put_in_place(beside: Path, into: Path) -> bool:
-    """Move a run that is ready to its place; steps that an earlier start has made are skipped.
+    """Move a finished run to its place; skip the steps that an earlier start has made.
 
-    Returns False where it is not there afterwards: somebody else has put a run there meanwhile, or
-    has removed this one.
+    Returns False if that is impossible: somebody else has put a run there, or removed this one.
     """
     made = beside / into.name
     if not made.exists():

@@ -81,7 +81,7 @@ class Checked:
     """The tasks that the same command would run now; see `describe_remaining`."""
 
     def as_json(self) -> str:
-        """For `--json`."""
+        """The result as `--json` shows it."""
         content = {
             "run_dir": str(self.path),
             "clean": not self.left,
@@ -93,7 +93,7 @@ class Checked:
         return orjson.dumps(content, option=orjson.OPT_INDENT_2).decode()
 
     def describe(self) -> str:
-        """For a person: a line per problem, a summary, and the remaining tasks."""
+        """The result for a person: a line per problem, a summary, and the remaining tasks."""
         lines = [problem.describe() for problem in self.found]
         if self.repaired:
             lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
@@ -121,10 +121,8 @@ def check(
     `read_data` compares the training files with those that `make` writes from the same records.
     Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
     written, `ConfigError` if a repair would shorten the training file, and `RunDirError` for a
-    link in a run to be repaired: what it leads to is not the run's.
+    symbolic link in a run to be repaired, as it may lead to files that are not the run's.
     """
-    # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
-
     remake = make if read_data else None
     if repair:
         refuse_links(path)
@@ -164,10 +162,11 @@ def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
 
 
 def _refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
-    """The scan. Raises `DatasetError` if a stranger's run.json names another file than its own.
+    """Return the scan of a dataset that belongs to the run.
 
-    A dataset outside of a received run is only used with the content that the run was made of:
-    any other file of this machine is none of its business.
+    A run that was received from somebody may use a dataset outside of its directory only if the
+    dataset has the content that the run was made of: its run.json could name any file of this
+    machine. Raises `DatasetError`.
     """
     is_inside = made.path.resolve().is_relative_to(path.resolve())
     is_same = made.sha256 == identity["dataset"].get("sha256")
@@ -180,7 +179,7 @@ def _refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) ->
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
-    """The dataset that `config` names, as JSONL in a temporary directory if it is something else.
+    """The dataset that `config` names; if it is not JSONL, a copy in a temporary directory.
 
     Raises what `keep_dataset` raises.
     """

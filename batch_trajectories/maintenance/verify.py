@@ -71,7 +71,7 @@ from batch_trajectories.records.records import id_in, lines_from, track_lines
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 
 _CHECK_KEYS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
-"""Keys of summary.json that versions without `checks.scored` counted otherwise."""
+"""Keys of summary.json that versions without `checks.scored` counted in another way."""
 
 _ATTEMPT_KEYS = ("turns", "tokens_unknown", "cost_usd", "cost_unknown")
 """Keys that versions without `reasons` counted without failed attempts that have no record."""
@@ -138,7 +138,7 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> tuple[Index, T]:
-    """The records that count, by task, and what `count` gives for them.
+    """The index of the records, and the result of `count` for it.
 
     Adds problems of records to `report`.
     """
@@ -162,7 +162,7 @@ def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> t
 
 
 def _reaches_end(rows: bytes, records: Path) -> bool:
-    """Whether these are whole rows of an index, up to the end of the records."""
+    """Whether these are whole rows of an index that reaches the end of the records."""
     if not is_index(rows) or checked_bytes(rows) != len(rows) or len(rows) % ROW_BYTES:
         return False
     view = memoryview(rows)
@@ -171,9 +171,10 @@ def _reaches_end(rows: bytes, records: Path) -> bool:
 
 
 def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], object]) -> bool:
-    """Whether each line of the records is whole, and these `_reaches_end` are those of an index.
+    """Whether each record is whole, and its row in the index is right.
 
-    Large files are read by several processes; `meanwhile` is what this one does.
+    The index must reach the end of the records. Large files are read by several processes; this
+    one then calls `meanwhile`.
     """
     view = memoryview(rows)
     offsets, lengths = column_view(view, OFFSETS), column_view(view, LENGTHS)
@@ -212,7 +213,7 @@ def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], obje
 
 
 def _find_problems(path: Path, stored: bytes, report: Report) -> Index:
-    """The same as `_check_records` where something is wrong."""
+    """Find the problems of records and index line by line; return the right index."""
     records = path / RECORDS_FILE
     index = _IndexComparison(path / RECORDS_INDEX, stored)
     maker = RowMaker()
@@ -250,7 +251,10 @@ def _check_repeated(
     lines: Sequence[int],
     report: Report,
 ) -> None:
-    """Add records that a later one of the same task contradicts; `lines` are those of the rows."""
+    """Report records that a later one of the same task contradicts.
+
+    `lines` has the line of the record in each row.
+    """
     for first, second in repeated:
         before = index.entry(first)
         if before.status == "failed" and before.attempt < index.entry(second).attempt:
@@ -264,10 +268,10 @@ def _check_repeated(
 
 
 class _Facts(NamedTuple):
-    """What is checked of a whole record."""
+    """The result of checking a whole record."""
 
     fields: IndexFields
-    """Its `index_fields`."""
+    """The facts for its row in the index."""
     problems: Sequence[str]
 
 
@@ -301,7 +305,7 @@ def _id_of(records: Path, entry: IndexEntry) -> str:
 
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
-    """A line without a newline was cut off while it was written."""
+    """Report a last line without a newline, which was cut off while it was written."""
     if tail := read_tail(file):
         message = "an incomplete line, cut off while it was written; it was never used"
         if is_whole(tail):
@@ -323,7 +327,7 @@ class _IndexComparison:
     """Compares the index with the records."""
 
     def __init__(self, path: Path, rows: bytes) -> None:
-        """`rows` are its content."""
+        """`rows` are the content of the index."""
         self._path = path
         self._rows = rows
         self._compared = len(MARK)
@@ -406,7 +410,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
 
 
 def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
-    """If the next start would use the cached scan, it must match the dataset."""
+    """Report a cached scan that the next start would use though it does not match the dataset."""
     if load_scan(cache, scan.path, **scan.options) not in (None, scan):
         yield Problem("derived", cache, None, "does not match the dataset; it will be made again")
 

@@ -61,7 +61,7 @@ def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[
 
 
 def _place(path: Path, relative: str) -> Path:
-    """A file of the run in `path`; inside that directory if the run was moved aside."""
+    """The path of a file of the run in `path`; inside that directory if the run was moved aside."""
     named = Path(os.path.normpath(path / relative))
     inside = path / named.name
     return inside if inside.exists() else named
@@ -100,7 +100,7 @@ def _check_file(file: Path, entry: _Entry, *, contents: bool) -> Iterator[Proble
 
 
 def _compare(file: Path, made: Path) -> Iterator[Problem]:
-    """Name the first line that does not match the records."""
+    """Report the first line that does not match the records."""
     if not file.exists() or not made.exists():
         return
     with file.open("rb") as stored, made.open("rb") as expected:

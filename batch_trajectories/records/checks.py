@@ -188,9 +188,9 @@ class Judgement(NamedTuple):
     verdict: bool | None
     """The check's; None if there was no check, or it gave only a reward."""
     reward: float | None
-    """None if it was neither checked nor scored."""
+    """The reward; None if the record was neither checked nor scored."""
     error: str | None = None
-    """Why the check gave no result, where nothing else gave a reward of its name."""
+    """The reason why the check gave no result; None if it did, or a score gave the reward."""
 
     @property
     def passed(self) -> bool | None:
@@ -313,7 +313,7 @@ class Checks:
     pass_rate: float | None
     """Percentage of passed among passed and failed; None if there are none."""
     mean_reward: float | None
-    """Over all records with a reward, to six digits."""
+    """The mean over all records with a reward, to six digits; None without any."""
     check_failed: int = 0
     """Records whose check gave no result; they do not count as checked."""
 

@@ -113,7 +113,7 @@ class IndexEntry(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
-    """Why the task failed; `CHECK_FAILED` if only its check did."""
+    """The class of the error that failed the task; `CHECK_FAILED` if only its check failed."""
     verdict: bool | None
     """The verdict of its check; see `records.checks`."""
     reward: float | None
@@ -131,7 +131,7 @@ class IndexEntry(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a record ended; many records share one."""
+    """The ending of a record; many records share one."""
 
     status: str
     verdict: bool | None
@@ -172,7 +172,7 @@ class IndexFields(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
-    """See `IndexEntry`."""
+    """As in `IndexEntry`."""
     verdict: bool | None
     reward: float | None
 
@@ -569,7 +569,7 @@ def is_earlier_index(content: bytes) -> bool:
 
 
 def checked_bytes(content: bytes) -> int:
-    """How many bytes of an index match its checksum; 0 if it is damaged or not an index."""
+    """The number of bytes that match the checksum; 0 if the index is damaged or no index."""
     if content.startswith(MARK):
         return len(content)
     try:
@@ -585,7 +585,7 @@ def checked_bytes(content: bytes) -> int:
 
 
 def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
-    """How many bytes of an index are valid, and how many of `records_size` bytes they cover.
+    """The number of valid bytes of an index, and of bytes of the records that they cover.
 
     Each record must begin where the one before it ends. 0, 0 if the index is damaged or not an
     index.

@@ -53,7 +53,7 @@ _SEGMENT_BYTES = 16 << 20
 
 
 class Journal(Protocol):
-    """Where a worker writes the events of its tasks."""
+    """The journal to which a worker writes the events of its tasks."""
 
     def append(
         self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int

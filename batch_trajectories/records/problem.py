@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     kind: Kind
     file: Path
     line: int | None
-    """From 1; None for the whole file."""
+    """The number of the line, from 1; None for the whole file."""
     message: str
 
     def describe(self) -> str:

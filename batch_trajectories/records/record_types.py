@@ -115,7 +115,7 @@ class StoredUsage(StoredPart):
 
 
 class StoredError(StoredPart, rename={"error_class": "class"}):
-    """Why a task failed."""
+    """The error that failed a task."""
 
     error_class: str
     message: str | None = None
@@ -292,7 +292,7 @@ class StoredTurn(StoredPart):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many tokens of reasoning were counted; None if unknown."""
+        """Number of reasoning tokens; None if unknown."""
         return None if self.usage is None else self.usage.reasoning_tokens
 
     @property
@@ -361,7 +361,7 @@ class Score(StoredPart):
 
 
 class Label(StoredPart):
-    """What one reviewer decided about a record; see `records.scores`."""
+    """The decisions of one reviewer about a record; see `records.scores`."""
 
     who: str
     at: Number | None = None
