@@ -131,9 +131,11 @@ class LongWork:
         self._show_at = now + PLAIN_EVERY_S
 
     def _line(self, seconds: float) -> str:
-        done, total, unit = float(self._done), self._total, self._unit
+        done, unit = float(self._done), self._unit
+        total = None if self._total is None else float(self._total)
         if unit == "B":
-            done, total, unit = done / 1e6, total and total / 1e6, "MB"
+            done, unit = done / 1e6, "MB"
+            total = None if total is None else total / 1e6
         if not total:
             return f"{self._doing}: {done:,.0f} {unit} in {seconds:.0f} s"
         left_s = seconds * (total / done - 1) if done else 0.0
@@ -189,6 +191,6 @@ def bar_class() -> type[tqdm[Any]]:
     """The class of tqdm for a terminal or a notebook, whichever this process has."""
     with warnings.catch_warnings():  # of notebooks without widgets, which get a plain line
         warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm  # only where something is shown
+        from tqdm.auto import tqdm  # imported only if something is shown
     tqdm.monitor_interval = 0  # its thread would keep this process from being forked
     return tqdm

@@ -94,7 +94,7 @@ def _run_child(
             answer = pickle.dumps((False, error))
         pipe.send_bytes(answer)
         os._exit(0)
-    finally:  # also where the answer cannot be sent or pickled: no code of the parent may run here
+    finally:  # even if the answer cannot be sent: no code of the parent may run here
         os._exit(1)
 
 

@@ -53,7 +53,7 @@ def _read(value: Any) -> Any:
     if value.lstrip().startswith("{"):
         return parse_json(value)
     path, _ = preset_or_path(value, "agents")
-    # Only where an agent is named: --help does without YAML.
+    # Imported only for a named agent: --help needs no YAML.
     from batch_trajectories.basics.yaml_file import read_yaml
 
     loaded = read_yaml(path, "agent")

@@ -279,7 +279,7 @@ def _check_replicas(config: RunConfig, setups: Setups) -> None:
 
 
 def check_token_ids(config: RunConfig, setups: Setups) -> None:
-    """Raise `ValueError` for `--token_ids` where no model is called by an API that has them."""
+    """Raise `ValueError` for `--token_ids` if no model is called by an API that has them."""
     apis = {setup.settings.api for setup in setups.values()}
     if config.token_ids and "openai_chat" not in apis:
         raise ValueError(
@@ -294,7 +294,7 @@ def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None
 
 
 def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
-    """The model and toolsets of a task; what is drawn depends on the seed and the task's id."""
+    """The model and toolsets of a task; draws depend on the seed and the id of the task."""
     setup = setups[_choose_model(config, task)]
     distribution = config.toolset_percentages()
     if distribution is None:

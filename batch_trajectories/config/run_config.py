@@ -455,7 +455,7 @@ class RunConfig(AgentOptions):
         from batch_trajectories.dataset.rows_file import OPTIONS, load_rows_file
 
         if values.keys() >= {*OPTIONS}:
-            return values  # those of a run on disk, whose rows file may be gone
+            return values  # a stored config, whose rows file may be gone
         return {**load_rows_file(name).options, **values}
 
     @model_validator(mode="before")

@@ -230,7 +230,8 @@ def read_elements(path: Path, text: TextIO) -> Iterator[bytes]:
             element.decode()  # raises
             yield element
             position = _skip_blanks(buffer, end)
-            position += buffer[position] == ","
+            if buffer[position] == ",":
+                position += 1
             continue
         line += buffer.count("\n", 0, position)
         buffer = buffer[position:]

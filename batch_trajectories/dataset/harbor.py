@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
 
-# What task.toml of a Harbor task says, read one setting at a time (schema 1.4).
+# The settings of task.toml (schema 1.4), read one at a time.
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -73,7 +73,7 @@ _NETWORK_MODES = {"public": True, "no-network": False}
 
 
 class TaskRefused(Exception):
-    """A task cannot run: where, and why."""
+    """A task cannot run; `keys` lead to the setting in task.toml that is the reason."""
 
     def __init__(self, why: str, keys: tuple[str, ...] = ()) -> None:
         super().__init__(why)

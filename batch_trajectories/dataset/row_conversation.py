@@ -99,7 +99,7 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
 
 
 def usual_prompt(columns: Mapping[str, Any]) -> str | None:
-    """The column that is likely to hold the prompt, by its name; None where there is none."""
+    """The column that is likely to hold the prompt, by its name; None if there is none."""
     return next((name for name in USUAL_PROMPTS if _may_be_prompt(columns.get(name))), None)
 
 

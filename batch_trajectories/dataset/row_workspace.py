@@ -93,7 +93,7 @@ def read_image(
 
 
 def image_columns(columns: Mapping[str, Any]) -> list[str]:
-    """The column that names the image of a row, and those that precede it."""
+    """The columns that decide the image of a row: the one that names it, and all before it."""
     place = next((n for n, name in enumerate(IMAGE_COLUMNS) if columns.get(name) is not None), 1)
     return list(IMAGE_COLUMNS[: max(2, place + 1)])
 
@@ -288,7 +288,7 @@ class Check(OnlyThese):
         Field(alias="in"),
     ] = None
     """`same`: the workspace as the model left it; `fresh`: the image with only the diff. The key
-    `in`. None where there is no image, or the check has its own."""
+    `in`. None if there is no image, or the check has its own."""
     user: Annotated[User, NEEDS_IMAGE] | None = None
     """The user that runs the check; None: the user of the row."""
     network: Annotated[Flag, NEEDS_IMAGE] = False
@@ -405,7 +405,7 @@ def read_row_setup(
     """Read the columns of a row. Raises `ValueError` with the reason if they are invalid.
 
     `image`: how to work in the row's image, if the workspace is a directory of it. `check_in`:
-    where checks run that do not say it. `check_network`: the run allows checks the network.
+    the place of checks that do not name one. `check_network`: the run allows checks the network.
     `variables`: the variables of this machine that rows may name.
     """
     own = read_group(SetupColumns, columns, Reading(image is not None, variables))

@@ -42,8 +42,8 @@ from batch_trajectories.dataset.scan import ID_COLUMNS
 # contains `omit` is left out; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
 # have a meaning:
 #
-# {first_of: [VALUE, ...]} the first whose columns the row has {match: TEXT, cases: {TEXT: VALUE},
-# default: VALUE}
+# - {first_of: [VALUE, ...]}: the first value whose columns the row has;
+# - {match: TEXT, cases: {TEXT: VALUE}, default: VALUE}: the value of the case that is the text.
 #
 # Nothing in a row is read as a template. Templates cannot call, define or multiply anything, nor
 # nest loops, so each ends, and none reaches beyond its row.

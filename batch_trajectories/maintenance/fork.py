@@ -80,7 +80,7 @@ def forked_config(
     if given := [f"--{name}" for name in FIXED_KEYS if name in flags]:
         raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
     if (agent := parent["config"].get("agent")) is not None:
-        # The file is a stranger's, perhaps: what it names need not be an agent.
+        # The run.json may be a stranger's, so its agent may be any value.
         name = agent.get("name") if isinstance(agent, dict) else agent
         raise ConfigError(
             f"RUN is one of agent {name!r}, which cannot start in the middle of a "
@@ -244,10 +244,11 @@ def events_until(
     if any(inner["key"].startswith(f"{SUMMARY}#") for inner in record["inner"]):
         raise NotForkable("the model was shown summaries of it")
     messages: list[Message] = record["messages"]
-    own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(own) < len(record["turns"]) or not own[-len(record["turns"])]:
+    replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    replies = replies[-len(record["turns"]) :]  # earlier ones are part of the prompt
+    first = replies[0] if replies else 0
+    if len(replies) < len(record["turns"]) or first == 0:
         raise NotForkable("its messages do not fit its turns")
-    first = own[-len(record["turns"])]
     notes = [_to_note(note) for note in record["notes"] if note["turn"] < turn]
     events: list[Event] = []
     begun = _without_notes(messages[:first], [note for note in notes if note["turn"] == 0])
@@ -261,7 +262,7 @@ def events_until(
         events += [
             _to_reply(discarded) for discarded in record["discarded"] if discarded["turn"] == number
         ]
-        message = messages[own[number - 1 - len(record["turns"])]]
+        message = messages[replies[number - 1]]
         events.append(_to_reply({**record["turns"][number - 1], "message": message}))
         added = [note for note in record["notes"] if note["turn"] == number]
         events += _result_events(record, number, message, results, added)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -70,7 +70,6 @@ MakeResults = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and the summary of a run."""
 
 _SHOWN = 10
-_NONE = -1, b""
 _READY = "ready.json"
 
 _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
@@ -236,34 +235,21 @@ def _put_in_place(beside: Path, into: Path) -> bool:
 def _write_run(
     making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
 ) -> tuple[dict[Path, int], int]:
+    """Write all files of the new run but its exports; return `MergeResult.taken` and `equal`."""
     for directory in (making, making / INFLIGHT, making / WORKSPACES):
         directory.mkdir(mode=0o700)
     dataset = dataset_of(scan)
     if dataset["source"] is not None:
         link_snapshot(scan.path, making)
         dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
-    records = RecordFile(making, making / QUARANTINE)
-    failures = AppendFile(making / FAILURES_FILE)
-    taken, equal = _copy_records(runs, records)
-    for path, _ in runs:
-        for _, line in lines_from(path / FAILURES_FILE, 0):
-            if read_failure(line) is not None:
-                failures.append(line)
+    paths = [path for path, _ in runs]
+    taken, equal = _copy_records(making, paths)
+    _join_lines(making, paths, FAILURES_FILE, is_needed=True, accept=_is_whole_failure)
     for name in (SCORES_FILE, LABELS):
-        if not any((path / name).exists() for path, _ in runs):
-            continue
-        given = AppendFile(making / name)
-        for path, _ in runs:
-            for _, line in lines_from(path / name, 0):
-                given.append(line)
-        given.sync()
-        given.close()
-    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path, _ in runs)):
+        _join_lines(making, paths, name)
+    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path in paths)):
         make_directory(making / KEPT_WORKSPACES)
         link(kept, making / KEPT_WORKSPACES)
-    for file in (records, failures):
-        file.sync()
-        file.close()
     first = runs[0][1]
     sources = [{"path": str(path), "records": count} for path, count in taken.items()]
     identity = {
@@ -276,8 +262,34 @@ def _write_run(
         IMAGES: dict(chain(*(run.get(IMAGES, {}).items() for _, run in reversed(runs)))),
     }
     # The config is that of the first run, but all have the same meaning.
-    write_run_json(making, identity, is_own=all(was_started_here(path) for path, _ in runs))
+    write_run_json(making, identity, is_own=all(map(was_started_here, paths)))
     return taken, equal
+
+
+def _is_whole_failure(line: bytes) -> bool:
+    return read_failure(line) is not None
+
+
+def _join_lines(
+    making: Path,
+    paths: Sequence[Path],
+    name: str,
+    *,
+    is_needed: bool = False,
+    accept: Callable[[bytes], bool] = lambda line: True,
+) -> None:
+    """Copy the lines of the file `name` of all runs that `accept` takes into the new run.
+
+    Does nothing if no run has the file, unless it `is_needed`.
+    """
+    if not is_needed and not any((path / name).exists() for path in paths):
+        return
+    with closing(AppendFile(making / name)) as joined:
+        for path in paths:
+            for _, line in lines_from(path / name, 0):
+                if accept(line):
+                    joined.append(line)
+        joined.sync()
 
 
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
@@ -295,47 +307,51 @@ def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     )
 
 
-def _copy_records(
-    runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
-) -> tuple[dict[Path, int], int]:
-    """Append the record of each task; refuse if two runs disagree on any."""
+def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int], int]:
+    """Append the record of each task; refuse if two runs disagree on any.
+
+    Returns the number of records by source, and of records that were equal in two runs.
+    """
     seen: dict[bytes, tuple[Path, bytes]] = {}
-    taken = {path: 0 for path, _ in runs}
+    taken = dict.fromkeys(paths, 0)
     differing = []
     equal = 0
-    for path, _ in runs:
-        for key, record in watched(_current_records(path), f"merging {path.name}"):
-            content = hashlib.blake2b(record.line, digest_size=16).digest()
-            if key not in seen:
-                seen[key] = (path, content)
-                taken[path] += 1
-                records.add(record)
-            elif seen[key][1] == content:
-                equal += 1
-            else:
-                differing.append(f"{record.id} in {seen[key][0]} and {path}")
-    if differing:
-        raise RunDirError(
-            f"{len(differing)} tasks have different records in two runs: "
-            f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; merge "
-            "only runs with different rows"
-        )
+    with closing(RecordFile(making, making / QUARANTINE)) as records:
+        for path in paths:
+            for key, record in watched(_current_records(path), f"merging {path.name}"):
+                content = hashlib.blake2b(record.line, digest_size=16).digest()
+                if key not in seen:
+                    seen[key] = (path, content)
+                    taken[path] += 1
+                    records.add(record)
+                elif seen[key][1] == content:
+                    equal += 1
+                else:
+                    differing.append(f"{record.id} in {seen[key][0]} and {path}")
+        if differing:
+            raise RunDirError(
+                f"{len(differing)} tasks have different records in two runs: "
+                f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; "
+                "merge only runs with different rows"
+            )
+        records.sync()
     return taken, equal
 
 
 def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The records of a run that count, in file order, with their task keys."""
-    counting = ((entry.offset, key) for key, entry in load_index(path).counting())
-    upcoming, key = next(counting, _NONE)
+    current = ((entry.offset, key) for key, entry in load_index(path).counting())
+    upcoming = next(current, None)
     for number, (offset, line) in enumerate(lines_from(path / RECORDS_FILE, 0), start=1):
         record = parse_record(line)
         if record is None:
             raise RunDirError(
                 f"{path / RECORDS_FILE}:{number}: unreadable; run `verify --repair` first"
             )
-        if offset == upcoming and task_key(record.id, record.input_digest) == key:
+        key = task_key(record.id, record.input_digest)
+        if (offset, key) == upcoming:
             yield key, record
-            upcoming, key = next(counting, _NONE)
-    if key:
+            upcoming = next(current, None)
+    if upcoming is not None:
         index = path / RECORDS_INDEX
         raise RunDirError(f"{index}: does not match records.jsonl; run `verify --repair` first")

@@ -401,7 +401,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     workspaces = path / WORKSPACES
     for workspace in listed(workspaces):
         try:
-            key = bytes.fromhex(workspace.name.partition(".")[0])  # also what is beside one
+            key = bytes.fromhex(workspace.name.partition(".")[0])  # also files beside a workspace
         except ValueError:
             continue  # not a workspace
         if key in settled:

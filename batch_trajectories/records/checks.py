@@ -341,8 +341,11 @@ class CheckSums:
 
     def merge(self, other: CheckSums) -> None:
         """Add the judgements of `other`."""
-        for name, number in vars(other).items():
-            setattr(self, name, getattr(self, name) + number)
+        self._rewards += other._rewards
+        self._check_failed += other._check_failed
+        self._checked += other._checked
+        self._scored += other._scored
+        self._passed += other._passed
 
     def sums(self) -> Checks:
         """The sums so far."""

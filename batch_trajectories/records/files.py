@@ -79,7 +79,7 @@ _CHANGED = "it was changed since it was written: its checksum does not match"
 
 
 class DamagedLine(ValueError):
-    """A line is not what was written."""
+    """A line differs from what was written."""
 
 
 def with_checksum(line: bytes) -> bytes:

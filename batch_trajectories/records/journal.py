@@ -280,7 +280,7 @@ def journal_line(
 
 @cache
 def boot_id() -> str:
-    """The id of the machine's current boot; "" where it is unknown."""
+    """The id of the machine's current boot; "" if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -101,7 +101,7 @@ class RecordFile:
         try:
             self._records.check_is_there()
         except StorageError:
-            self._write_rows()  # the next start misses these records and does not pay again
+            self._write_rows()  # the next start reports the loss and does not pay again
             raise
         self._records.sync()
         self._write_rows()
