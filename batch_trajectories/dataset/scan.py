@@ -135,7 +135,7 @@ def scan(
     keys = bytearray()
     all_rows = 0
     setup_columns: dict[str, int] = {}
-    largest: dict[str, int] = {}
+    asked: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     content = ContentDigest()
     for row in _track_rows(path, rules, content):
@@ -146,17 +146,7 @@ def scan(
         for name in TELLTALE_COLUMNS:
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
-        if rules.ignores_expected(row.columns):
-            largest[EXPECTED] = largest.get(EXPECTED, 0) + 1
-        if rules.with_setup and row.columns.get("check") is not None:
-            from batch_trajectories.dataset.check_programs import programs_of_workspace
-
-            if programs_of_workspace(row.columns["check"]):
-                largest[PROGRAMS] = largest.get(PROGRAMS, 0) + 1
-        if rules.inside:
-            from batch_trajectories.dataset.row_workspace import add_asked
-
-            add_asked(largest, row.columns)
+        _count_demands(asked, row.columns, rules)
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
@@ -194,9 +184,24 @@ def scan(
         offsets=offsets,
         occurrences=occurrences,
         setup_columns=setup_columns,
-        asked=largest,
+        asked=asked,
         keys=bytes(keys),
     )
+
+
+def _count_demands(asked: dict[str, int], columns: dict[str, Any], rules: RowRules) -> None:
+    """Add the demands of a row to `Scan.asked`."""
+    if rules.ignores_expected(columns):
+        asked[EXPECTED] = asked.get(EXPECTED, 0) + 1
+    if rules.with_setup and columns.get("check") is not None:
+        from batch_trajectories.dataset.check_programs import programs_of_workspace
+
+        if programs_of_workspace(columns["check"]):
+            asked[PROGRAMS] = asked.get(PROGRAMS, 0) + 1
+    if rules.inside:
+        from batch_trajectories.dataset.row_workspace import add_asked
+
+        add_asked(asked, columns)
 
 
 def _track_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
