@@ -97,8 +97,8 @@ class Bucket:
         except self._obstore.exceptions.AlreadyExistsError as error:
             # Also said of other conflicts: two writes at once, a container that is removed.
             if self.read(name) is None:
-                said = self._to_error(error)
-                raise BucketFailed(f"{said} (a conflict: there is no such object)") from None
+                conflict = self._to_error(error)
+                raise BucketFailed(f"{conflict} (a conflict: there is no such object)") from None
             return False
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise self._to_error(error) from None
@@ -195,12 +195,12 @@ class Bucket:
 
     def _to_error(self, error: Exception) -> BucketFailed:
         """The error as `BucketFailed`, without the library's repetitions and without secrets."""
-        said = str(error).partition("Debug source")[0]
-        if answer := _ANSWER.search(said):
-            named = ": ".join(filter(None, answer.groups()))
-            said = f"{said.partition('<')[0].strip().rstrip(':')}: {named}"
-        said = clip(" ".join(_QUERY.sub(r"\1?…", said).split()), max_chars=_MAX_MESSAGE_CHARS)
-        return BucketFailed(f"{self.url}: {said}")
+        message = str(error).partition("Debug source")[0]
+        if answer := _ANSWER.search(message):
+            reason = ": ".join(filter(None, answer.groups()))
+            message = f"{message.partition('<')[0].strip().rstrip(':')}: {reason}"
+        message = clip(" ".join(_QUERY.sub(r"\1?…", message).split()), max_chars=_MAX_MESSAGE_CHARS)
+        return BucketFailed(f"{self.url}: {message}")
 
 
 def patiently(call: Callable[[], T]) -> T:

@@ -236,8 +236,8 @@ def infinite_number_in(value: Any) -> str | None:
             inside += [(f"{place}[{n}]", one) for n, one in enumerate(value)][::-1]
         elif is_dataclass(value) and not isinstance(value, type):
             before = f"{place}." if place else ""
-            named = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
-            inside += [(before + name, member) for name, member in reversed(named)]
+            members = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+            inside += [(before + name, member) for name, member in reversed(members)]
     return None
 
 

@@ -97,10 +97,10 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         sources: list[yaml.Node] = []
-        own = []
+        unmerged = []
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:merge":
-                own.append((key, value))
+                unmerged.append((key, value))
             elif isinstance(value, yaml.SequenceNode):
                 sources += value.value
             else:
@@ -111,7 +111,8 @@ class _Constructor(yaml.constructor.SafeConstructor):
                 raise _error_at("`<<` merges a mapping, or a list of mappings", source)
             self.flatten_mapping(source)
             merged |= {_key_identity(key): (key, value) for key, value in source.value}
-        node.value = [*(merged | {_key_identity(key): (key, value) for key, value in own}).values()]
+        merged |= {_key_identity(key): (key, value) for key, value in unmerged}
+        node.value = list(merged.values())
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -160,10 +161,10 @@ def find_line(path: Path, keys: Sequence[str]) -> int | None:
             line = node.start_mark.line + 1
             continue
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        named = [(k, v) for k, v in pairs if str(k.value).replace("-", "_") == key]
-        if not named:
+        matching = [(k, v) for k, v in pairs if str(k.value).replace("-", "_") == key]
+        if not matching:
             break
-        (found, node) = named[-1]
+        (found, node) = matching[-1]
         line = found.start_mark.line + 1
     return line
 

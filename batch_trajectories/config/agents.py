@@ -78,8 +78,8 @@ def check_options(agent: CommandAgent, given: Collection[str]) -> None:
     allowed = {*LIMITS, *(["simulated_user"] if agent.continues else ())}
     if "simulated_user" in given and not agent.continues:
         raise ValueError(f"simulated_user: {agent.why_one_message}")
-    own = [name for name in AgentOptions.model_fields if name not in allowed]
-    for name in (*own, *_UNUSED_BY_AGENTS):
+    unused = [name for name in AgentOptions.model_fields if name not in allowed]
+    for name in (*unused, *_UNUSED_BY_AGENTS):
         if name in given:
             raise ValueError(
                 f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "

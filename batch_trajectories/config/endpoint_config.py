@@ -282,10 +282,12 @@ class EndpointConfig(BaseModel):
 
     def is_endpoint_of(self, settings: ModelSettings) -> bool:
         """Whether calls of a model count against the limits of this entry."""
-        own = self.to_endpoint()
+        endpoint = self.to_endpoint()
         if self.client is not None:
-            return (own.connection, own.key_env) == (settings.connection, settings.key_env)
-        return endpoint_id(own.base_url, own.key_env, own.connection) == settings.endpoint
+            is_same_client = endpoint.connection == settings.connection
+            return is_same_client and endpoint.key_env == settings.key_env
+        own_id = endpoint_id(endpoint.base_url, endpoint.key_env, endpoint.connection)
+        return own_id == settings.endpoint
 
     def meaning(self) -> dict[str, Any]:
         """The options that affect the data, JSON-ready."""

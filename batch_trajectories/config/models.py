@@ -65,12 +65,12 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     """
     limits = {}
     for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
-        named = [entry for entry in config.endpoints.values() if entry.is_endpoint_of(settings)]
+        entries = [entry for entry in config.endpoints.values() if entry.is_endpoint_of(settings)]
         ceiling = config.conversations
-        in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
+        in_flight = _tightest((entry.max_in_flight for entry in entries), config.max_in_flight)
         if in_flight is not None:
             ceiling = min(ceiling, int(in_flight))
-        rpm = _tightest((entry.rpm for entry in named), config.rpm)
+        rpm = _tightest((entry.rpm for entry in entries), config.rpm)
         if (several := settings.connection.replication) is not None:
             count = len(several.urls)
             if several.max_in_flight is not None:
@@ -81,7 +81,7 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
             start=min(config.start_in_flight, ceiling),
             ceiling=ceiling,
             rpm=rpm,
-            tpm=_tightest((entry.tpm for entry in named), config.tpm),
+            tpm=_tightest((entry.tpm for entry in entries), config.tpm),
         )
     return limits
 
@@ -151,16 +151,16 @@ def beside(config: RunConfig, name: str) -> dict[str, Any]:
 
     A model without a provider, or with that of the run's first model, uses the run's endpoint.
     """
-    own, colon, _ = next(iter(config.model_weights())).partition(":")
-    own = own if colon and "/" not in own else ""
+    run_prefix, colon, _ = next(iter(config.model_weights())).partition(":")
+    run_prefix = run_prefix if colon and "/" not in run_prefix else ""
     prefix, colon, _ = name.partition(":")
     there = {key: getattr(config, key) for key in ("base_url", "api", "key_env")}
     is_elsewhere = colon and (prefix in config.endpoints or holds_at(prefix, config.base_url))
-    if name == SCRIPTED or (is_elsewhere and prefix != own):
+    if name == SCRIPTED or (is_elsewhere and prefix != run_prefix):
         return {"model": name}
-    if not is_elsewhere and config.base_url is None and own:
-        name = f"{own}:{name}"
-    return {"model": name, **({} if own in config.endpoints else there)}
+    if not is_elsewhere and config.base_url is None and run_prefix:
+        name = f"{run_prefix}:{name}"
+    return {"model": name, **({} if run_prefix in config.endpoints else there)}
 
 
 def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
@@ -288,9 +288,9 @@ def check_token_ids(config: RunConfig, setups: Setups) -> None:
         )
 
 
-def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:
+def _tightest(limits: Iterable[float | None], run_limit: float | None) -> float | None:
     """The lowest limit of an endpoint's entries; the run's limit if they set none."""
-    return min((value for value in own if value is not None), default=of_run)
+    return min((value for value in limits if value is not None), default=run_limit)
 
 
 def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
@@ -302,9 +302,9 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
     from toolsets.catalog.distributions import draw_toolsets
 
     # Disabled toolsets are not in `setup` and cannot be drawn.
-    left = {name: distribution[name] for name in setup.names()}
+    enabled = {name: distribution[name] for name in setup.names()}
     drawn_as = f"{config.seed}/{_draw_id(config, task)}"
-    return setup.only(draw_toolsets(left, drawn_as) if left else ())
+    return setup.only(draw_toolsets(enabled, drawn_as) if enabled else ())
 
 
 def _choose_model(config: RunConfig, task: Task) -> str:
@@ -314,9 +314,9 @@ def _choose_model(config: RunConfig, task: Task) -> str:
     weights = config.model_weights()
     if len(weights) == 1:
         return next(iter(weights))
-    own = task.columns.get(MODEL_COLUMN)
-    if isinstance(own, str):
-        return own
+    row_model = task.columns.get(MODEL_COLUMN)
+    if isinstance(row_model, str):
+        return row_model
     draw = random.Random(f"{config.seed}/{_draw_id(config, task)}/model")
     names = sorted(weights)
     return draw.choices(names, [weights[name] for name in names])[0]

@@ -471,15 +471,15 @@ class RunConfig(AgentOptions):
     def _normalize_model_names(self) -> RunConfig:
         """Write `openai/NAME` as `openai:NAME`, for the fingerprint, prices and rows."""
         if self.base_url is None:
-            own, models = self.endpoints, self.models
+            endpoints, models = self.endpoints, self.models
             if isinstance(models, dict):
-                models = {with_colon(name, own): models[name] for name in models}
+                models = {with_colon(name, endpoints): models[name] for name in models}
             elif models:
-                models = tuple(with_colon(name, own) for name in models)
+                models = tuple(with_colon(name, endpoints) for name in models)
             self.__dict__.update(
-                model=with_colon(self.model, own),
+                model=with_colon(self.model, endpoints),
                 models=models,
-                prices={with_colon(name, own): price for name, price in self.prices.items()},
+                prices={with_colon(name, endpoints): price for name, price in self.prices.items()},
             )
         return self
 
@@ -593,8 +593,8 @@ class RunConfig(AgentOptions):
     def model_prefixes(self) -> set[str]:
         """The prefixes of all model names, before the colon."""
         user = () if self.simulated_user is None else (self.simulated_user,)
-        own = (agent.model or "" for agent in (*self.subagents, *user))
-        names = [*self.model_weights(), *own]
+        agent_models = (agent.model or "" for agent in (*self.subagents, *user))
+        names = [*self.model_weights(), *agent_models]
         return {name.partition(":")[0] for name in names}
 
     def _script_use(self, api: str) -> ColumnUse:

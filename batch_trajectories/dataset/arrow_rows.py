@@ -92,13 +92,13 @@ def table_rows(
             for n, name in names.items()
         ]
         for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
-            named = {
+            members = {
                 name: cell
                 for name, cell in zip(names.values(), cells, strict=True)
                 if cell is not _ABSENT
             }
-            wrong = next((name for name, cell in named.items() if type(cell) is _NotJson), None)
-            yield named if wrong is None else _damaged_line(wrong, named[wrong])
+            damaged = next((name for name, cell in members.items() if type(cell) is _NotJson), None)
+            yield members if damaged is None else _damaged_line(damaged, members[damaged])
         done += table.num_rows
 
 
@@ -168,18 +168,20 @@ def _json_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return _json_reader(kind.value_type)
     if pa.types.is_map(kind):
-        of_item = _json_reader(kind.item_type)
-        return None if of_item is None else lambda value: _plain_object(value, {}, of_item)
+        read_item = _json_reader(kind.item_type)
+        return None if read_item is None else lambda value: _plain_object(value, {}, read_item)
     if pa.types.is_struct(kind):
-        named = (
+        readers = (
             (field.name, _json_reader(field.type))
             for field in map(kind.field, range(kind.num_fields))
         )
-        of_members = {name: read for name, read in named if read is not None}
-        return (lambda value: _plain_object(value, of_members, _plain)) if of_members else None
+        member_readers = {name: read for name, read in readers if read is not None}
+        if not member_readers:
+            return None
+        return lambda value: _plain_object(value, member_readers, _plain)
     if kind.num_fields == 1:  # all kinds of lists
-        of_element = _json_reader(kind.field(0).type)
-        return None if of_element is None else lambda value: _plain_list(value, of_element)
+        read_element = _json_reader(kind.field(0).type)
+        return None if read_element is None else lambda value: _plain_list(value, read_element)
     return None
 
 

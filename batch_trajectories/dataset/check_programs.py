@@ -40,8 +40,8 @@ def programs_of_workspace(check: Any) -> list[str]:
     command = check.get("command") if isinstance(check, Mapping) else check
     if not isinstance(command, str) or place == "fresh" or _has_image(check):
         return []
-    brought = check.get("files") if isinstance(check, Mapping) else None
-    files = [posixpath.normpath(str(path)) for path in brought or ()]
+    own_files = check.get("files") if isinstance(check, Mapping) else None
+    files = [posixpath.normpath(str(path)) for path in own_files or ()]
     found = []
     for part in _COMMAND_ENDS.split(command):
         found += [name for name in _programs_in(part.split()) if not _is_brought(name, files)]

@@ -114,10 +114,10 @@ def read_limits(environment: Mapping[str, Any]) -> dict[str, float]:
                 unit = "m" if key.endswith("_mb") else size and size[2].lower()
                 if size is None or not 0 < float(size[1]) < _MAX_SIZE:
                     raise TaskRefused(f"{raw!r} is not a size", ("environment", key))
-                said = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
-                if limits.get(name, said) != said:
+                megabytes = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
+                if limits.get(name, megabytes) != megabytes:
                     raise TaskRefused(f"{raw!r} is not what `{keys[0]}` says", ("environment", key))
-                limits[name] = said
+                limits[name] = megabytes
     return limits
 
 
@@ -129,9 +129,9 @@ def is_separate(verifier: Mapping[str, Any]) -> bool:
 
 def read_verifier_network(verifier: Mapping[str, Any], *, default: bool) -> bool:
     """Read whether the verifier's container has a network; `default` if it copies the task's."""
-    if (own := verifier.get("environment")) is None:
+    if (environment := verifier.get("environment")) is None:
         return default
-    return read_network(own, "verifier.environment", default=legacy_network(own))
+    return read_network(environment, "verifier.environment", default=legacy_network(environment))
 
 
 def read_hooks(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -483,9 +483,9 @@ class HarborTask(NamedTuple):
             "artifacts": add_published(artifacts),
         }
 
-    def _brings_tests(self, own: Mapping[str, Any]) -> bool:
+    def _brings_tests(self, environment: Mapping[str, Any]) -> bool:
         """Whether a verifier's container has an image of its own, with the tests in it."""
-        return bool(own.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
+        return bool(environment.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
 
     def _instruction(self) -> tuple[str, str]:
         """The instruction, and the canary lines before it, which are not for the model."""
@@ -556,9 +556,14 @@ class HarborTask(NamedTuple):
         if not words:
             return _SHELL
         # The variables of the verifier decide where `env` looks for a program.
-        named = [word for word in words[1:] if not word.startswith("-")]
-        if words[0].endswith("/env") and named and not self._has_path() and "=" not in named[0]:
-            return named[0]
+        arguments = [word for word in words[1:] if not word.startswith("-")]
+        if (
+            words[0].endswith("/env")
+            and arguments
+            and not self._has_path()
+            and "=" not in arguments[0]
+        ):
+            return arguments[0]
         return words[0]
 
     def _has_path(self) -> bool:

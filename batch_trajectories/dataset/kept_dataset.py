@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b, file_digest
-from operator import itemgetter
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -445,15 +444,20 @@ def _find_snapshot(run_dir: Path, key: str) -> tuple[str, str | None]:
     If there are several, the oldest: a later start with `fresh` was interrupted before it used its
     own.
     """
-    known = []
-    for path in run_dir.glob(f"dataset-{key}*.json"):
-        if entry := _read_description(path):
-            # The third part of a name, if any, is a maximum number of rows.
-            known.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), entry))
-    if not known:
+    stored = {
+        path: description
+        for path in run_dir.glob(f"dataset-{key}*.json")
+        if (description := _read_description(path)) is not None
+    }
+    if not stored:
         return f"dataset-{key}", None
-    _, stem, entry = min(known, key=itemgetter(0, 1))
-    return stem, entry["revision"]
+    oldest = min(stored, key=lambda path: (path.stat().st_mtime_ns, _stem(path)))
+    return _stem(oldest), stored[oldest]["revision"]
+
+
+def _stem(path: Path) -> str:
+    """The name of a file of the dataset, without a maximum number of rows and suffixes."""
+    return "-".join(path.stem.split("-")[:2])
 
 
 def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:

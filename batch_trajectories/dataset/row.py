@@ -124,10 +124,10 @@ class RowRules:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
         if self.toolsets is not None and (message := options.not_on_offer(self.toolsets)):
             raise ValueError(f"`preparation_toolsets`: {message}")
-        own = columns.get(MODEL_COLUMN)
-        if self.models is not None and own is not None and str(own) not in self.models:
+        model = columns.get(MODEL_COLUMN)
+        if self.models is not None and model is not None and str(model) not in self.models:
             names = ", ".join(sorted(self.models))
-            shown = clip(repr(own), max_chars=200)
+            shown = clip(repr(model), max_chars=200)
             raise ValueError(f"`{MODEL_COLUMN}`: {shown} is not a model of this run ({names})")
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:

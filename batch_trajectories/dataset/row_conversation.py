@@ -251,24 +251,24 @@ def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOpti
     """
     from agent.models.resolve import SCRIPTED  # few runs have such users
 
-    own = columns.get(USER_COLUMN)
+    row_user = columns.get(USER_COLUMN)
     user = options.simulated_user
     if user is None:
-        if own is not None:
+        if row_user is not None:
             raise ValueError(
                 f"`{USER_COLUMN}` needs a model for it: give --simulated_user, for example '{{}}'"
             )
         return options
     if columns.get(TURNS_COLUMN) is not None:
-        if own is not None:
+        if row_user is not None:
             raise ValueError(f"`{TURNS_COLUMN}` does not go together with `{USER_COLUMN}`")
         return options.model_copy(update={"simulated_user": None})
-    if own is not None:
-        if not isinstance(own, dict) or "model" in own:
-            what = "sets its model, which only the config can" if isinstance(own, dict) else ""
+    if row_user is not None:
+        if not isinstance(row_user, dict) or "model" in row_user:
+            what = "sets its model, which only the config can" if isinstance(row_user, dict) else ""
             raise ValueError(f"`{USER_COLUMN}` {what or 'must be an object'}")
         try:
-            user = SimulatedUser.model_validate({**user.model_dump(), **own})
+            user = SimulatedUser.model_validate({**user.model_dump(), **row_user})
         except ValidationError as error:
             raise ValueError(mistakes_in(error)[0].describe(USER_COLUMN)) from error
     if not user.system_prompt.strip():

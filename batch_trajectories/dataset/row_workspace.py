@@ -70,7 +70,7 @@ class InsideColumns:
 
 
 def read_image(
-    columns: Mapping[str, Any], own: InsideColumns | None, *, network: bool
+    columns: Mapping[str, Any], inside: InsideColumns | None, *, network: bool
 ) -> ImageSpec | None:
     """The image of a row, None if it names none. Raises `ValueError` with the reason.
 
@@ -81,14 +81,14 @@ def read_image(
     if name is None:
         return None
     reference = read(ImageName, columns[name], name)
-    if own is None:
+    if inside is None:
         return ImageSpec(reference)
     return ImageSpec(
         reference,
-        workdir=own.workdir,
-        user=own.user,
-        env=own.env,
-        network=network and own.network,
+        workdir=inside.workdir,
+        user=inside.user,
+        env=inside.env,
+        network=network and inside.network,
     )
 
 
@@ -408,8 +408,8 @@ def read_row_setup(
     the place of checks that do not name one. `check_network`: the run allows checks the network.
     `variables`: the variables of this machine that rows may name.
     """
-    own = read_group(SetupColumns, columns, Reading(image is not None, variables))
-    check = own.check
+    setup = read_group(SetupColumns, columns, Reading(image is not None, variables))
+    check = setup.check
     if check is not None and check.network and not check_network:
         check = replace(check, network=False)
     base_commit = None
@@ -423,9 +423,9 @@ def read_row_setup(
                 "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
             )
     return RowSetup(
-        files=own.files,
-        commands=own.commands,
-        start_dir=own.start_dir,
+        files=setup.files,
+        commands=setup.commands,
+        start_dir=setup.start_dir,
         check=check,
         hidden=() if image is None else image.hide,
         base_commit=base_commit,

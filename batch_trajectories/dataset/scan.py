@@ -332,9 +332,9 @@ def _base_id(columns: dict[str, Any]) -> str:
     for name in ID_COLUMNS:
         value = columns.get(name)
         if isinstance(value, str | int) and not isinstance(value, bool):
-            own = str(value)
-            if own and not _LOOKS_GENERATED.search(own):
-                return own
+            own_id = str(value)
+            if own_id and not _LOOKS_GENERATED.search(own_id):
+                return own_id
     content = _canonical(with_plain_prompt(columns))
     return f"row-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 

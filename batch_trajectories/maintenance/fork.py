@@ -89,8 +89,10 @@ def forked_config(
     if "run_name" not in flags:
         raise ConfigError("--run_name: the name of the new run is missing")
     needed = {"dataset_file": "-", "run_name": flags["run_name"]}
-    own = load_config(config_file, {**needed, **flags})
-    changed = own.model_dump(mode="json", include=own.model_fields_set - set(FIXED_KEYS))
+    given_config = load_config(config_file, {**needed, **flags})
+    changed = given_config.model_dump(
+        mode="json", include=given_config.model_fields_set - set(FIXED_KEYS)
+    )
     options: Mapping[str, Any] = parent["config"]
     if received is not None:
         if unused := describe_unused(received, options, given={*changed, *FIXED_KEYS}):
@@ -129,15 +131,15 @@ def _dataset_path(run_dir: Path, *, fresh: bool) -> Path:
     """
     first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
     try:
-        own = Path(read_run_json(run_dir)["dataset"]["path"]).name
+        last_name = Path(read_run_json(run_dir)["dataset"]["path"]).name
     except RunDirError:
         return first
-    if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", own):
-        return first.with_name(own)
+    if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", last_name):
+        return first.with_name(last_name)
     if not fresh:
         raise ConfigError(
-            f"--run_name: {run_dir} is a run of {own}, not of branches; use another --run_name, "
-            "or --fresh to move it aside"
+            f"--run_name: {run_dir} is a run of {last_name}, not of branches; use another "
+            "--run_name, or --fresh to move it aside"
         )
     return first
 
@@ -207,7 +209,7 @@ def _make_row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> d
     except ValueError as error:
         raise NotForkable(f"its row cannot be used: {error}") from error
     events = events_until(record, turn, opening=opening)
-    own = row.get(FORK_COLUMN) if "fork" in record else None
+    parent_fork = row.get(FORK_COLUMN) if "fork" in record else None
     return {
         **row,
         # Ids of this form cannot collide with generated ones.
@@ -216,7 +218,7 @@ def _make_row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> d
             "run": run,
             "record": record["id"],
             "turn": turn,
-            "drawn_as": own["drawn_as"] if own else record["id"],
+            "drawn_as": parent_fork["drawn_as"] if parent_fork else record["id"],
             "inherited": paid_for(events),
             "events": events,
         },

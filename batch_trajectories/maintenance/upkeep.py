@@ -324,9 +324,9 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         remaining = [number for number in remaining if samples.must_run(number)]
     if not remaining:
         return ""
-    named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
-    named += " …" if len(remaining) > _SHOWN else ""
-    line = f"run the same command again to run {plural(len(remaining), 'task')}: {named}"
+    names = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
+    names += " …" if len(remaining) > _SHOWN else ""
+    line = f"run the same command again to run {plural(len(remaining), 'task')}: {names}"
     if unfinished:
         turns = sum(replies.turns for replies in unfinished.values())
         line += f"; {len(unfinished)} of them resume after {plural(turns, 'saved turn')}"

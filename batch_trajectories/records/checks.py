@@ -61,7 +61,7 @@ def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
         value = {name: value}
     elif not value:
         raise ValueError("is an empty object; give a number, or an object of named numbers")
-    named: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
     for key, item in value.items():
         if key == BY_TURN:
@@ -72,10 +72,10 @@ def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
         elif isinstance(item, list | tuple):
             by_turn[_reward_name(key)] = _turn_rewards(key, item, turns)
         else:
-            named[_reward_name(key)] = read_number(item)
-    if len(named) + len(by_turn) > MAX_REWARDS:
-        raise ValueError(f"holds {len(named) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
-    return Rewards(named, by_turn)
+            by_name[_reward_name(key)] = read_number(item)
+    if len(by_name) + len(by_turn) > MAX_REWARDS:
+        raise ValueError(f"holds {len(by_name) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
+    return Rewards(by_name, by_turn)
 
 
 def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
@@ -217,12 +217,12 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
         if record.check is None and not (record.options or {}).get("check_expected"):
             return UNCHECKED
         return _judge_by_check(record)
-    named = rewards_of(record).named
+    by_name = rewards_of(record).named
     if name is not None:
-        return Judgement(None, named.get(name))
+        return Judgement(None, by_name.get(name))
     verdict, _, error = _judge_by_check(record)
     # Where the check should have given it, a reward of another name does not stand for it.
-    reward = named.get(MAIN, None if error is not None else next(iter(named.values()), None))
+    reward = by_name.get(MAIN, None if error is not None else next(iter(by_name.values()), None))
     return Judgement(verdict, reward, error if reward is None else None)
 
 
@@ -231,17 +231,17 @@ def rewards_of(record: Record) -> Rewards:
 
     If several have the same name, the last counts.
     """
-    named: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
     if record.check is None and not record.scores and not record.options:
-        return Rewards(named, by_turn)
+        return Rewards(by_name, by_turn)
     if (reward := _judge_by_check(record).reward) is not None:
-        named[MAIN] = reward
+        by_name[MAIN] = reward
     given: list[CheckResult | Score] = [] if record.check is None else [record.check]
     for one in [*given, *(record.scores or ())]:
-        named |= one.rewards or {}
+        by_name |= one.rewards or {}
         by_turn |= one.turn_rewards or {}
-    return Rewards(named, by_turn)
+    return Rewards(by_name, by_turn)
 
 
 def _judge_by_check(record: Record) -> Judgement:

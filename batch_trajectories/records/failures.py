@@ -130,8 +130,8 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
         if line["kind"] not in ("attempt", "death") or not _are_texts(line, "message"):
             continue
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
-            said = line["message"].strip().rpartition("\n")[2]
-            last[key] = kind = (line["class"], without_values(said))
+            last_line = line["message"].strip().rpartition("\n")[2]
+            last[key] = kind = (line["class"], without_values(last_line))
             examples[kind] = line["message"]
     counts = Counter(last.values()).most_common(_MAX_REASONS)
     return [

@@ -355,21 +355,21 @@ def read_tail(path: Path) -> bytes:
 
 def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
     """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
-    named = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
+    names = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
     readable = []
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return named
+        return names
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         if is_readable(line):
             readable.append(line + b"\n")
         else:
             set_aside(quarantine, f"{path.name}.line{number}", line + b"\n")
-            named.append(f"{path.name}:{number}")
+            names.append(f"{path.name}:{number}")
     if b"".join(readable) != content:
         replace_file(path, b"".join(readable))
-    return named
+    return names
 
 
 def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
@@ -467,9 +467,9 @@ def refuse_strange_files(run_dir: Path) -> None:
 
 def refuse_links(run_dir: Path) -> None:
     """Raise `RunDirError` if a file or directory of a run to be written to is a symbolic link."""
-    own = (*_PLAIN_FILES, *_DIRECTORIES)
-    inside = (entry for name in _WORKER_DIRECTORIES for entry in listed(run_dir / name))
-    for path in (*(run_dir / name for name in own), *inside):
+    names = (*_PLAIN_FILES, *_DIRECTORIES)
+    worker_entries = (entry for name in _WORKER_DIRECTORIES for entry in listed(run_dir / name))
+    for path in (*(run_dir / name for name in names), *worker_entries):
         if path.is_symlink():
             raise RunDirError(_link_refusal(path))
 

@@ -355,11 +355,12 @@ class Index(Mapping[bytes, IndexEntry]):
 
         The lengths replace the rows in the same array, which saves 4 MB per million.
         """
-        of_offsets, of_lengths = column_view(self._view, OFFSETS), column_view(self._view, LENGTHS)
+        all_offsets = column_view(self._view, OFFSETS)
+        all_lengths = column_view(self._view, LENGTHS)
         offsets = array("Q", [0]) * len(rows)
         for number, row in enumerate(rows):
             if row:
-                offsets[number], rows[number] = of_offsets[row], of_lengths[row]
+                offsets[number], rows[number] = all_offsets[row], all_lengths[row]
         return offsets, rows
 
     def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:

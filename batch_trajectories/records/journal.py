@@ -419,11 +419,11 @@ class Inflight:
         """A message about the damaged lines found since the last call; "" if there are none."""
         if not self.damaged:
             return ""
-        named, count = first_few(self.damaged), len(self.damaged)
+        names, count = first_few(self.damaged), len(self.damaged)
         self.damaged.clear()
         return (
             f"{count} damaged lines of its journals were set aside in {self._quarantine}: "
-            f"{named}; these calls are made again"
+            f"{names}; these calls are made again"
         )
 
     def workspace_place(self, key: bytes) -> str:
@@ -625,8 +625,8 @@ def segments(inflight: Path) -> list[Path]:
     """The journal files of a run; none if it has not begun. Reading a pipe would never end."""
     if not inflight.is_dir():
         return []
-    named = (path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
-    return [path for path in named if path.is_file()]
+    matching = (path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    return [path for path in matching if path.is_file()]
 
 
 def _worker_number(segment: Path) -> int:

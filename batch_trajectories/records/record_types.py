@@ -504,11 +504,11 @@ class Record(StoredConversation, kw_only=True):
         given = self._later_scores()
         if not (given or self.row_texts):  # mostly, and then one cut is often enough
             before, key, after = self.line.rpartition(_TOOLS)
-            own, rest = bytes(self.raw_tools), without_checksum(after)
-            if key not in before and rest.startswith(own) and rest.endswith(_END):
-                more = dict(members)
-                tools, rest = more.pop("tools", own), rest[len(own) : -len(_END)]
-                added = [b',"%b":%b' % (name.encode(), json) for name, json in more.items()]
+            own_tools, rest = bytes(self.raw_tools), without_checksum(after)
+            if key not in before and rest.startswith(own_tools) and rest.endswith(_END):
+                new = dict(members)
+                tools, rest = new.pop("tools", own_tools), rest[len(own_tools) : -len(_END)]
+                added = [b',"%b":%b' % (name.encode(), json) for name, json in new.items()]
                 return b"".join((before, key, tools, rest, *added, b"}"))
         places = _members_in(self.line)
         places.pop(CHECKSUM_KEY, None)
@@ -575,10 +575,10 @@ def stored_messages(messages: Sequence[Mapping[str, Any]]) -> list[StoredMessage
 
 
 def _damage_from(error: Exception) -> DamagedLine:
-    what, _, place = str(error).partition(" - at ")
-    field = place.strip("`").removeprefix("$").removeprefix(".")
+    problem, _, path = str(error).partition(" - at ")
+    field = path.strip("`").removeprefix("$").removeprefix(".")
     where = f"`{field}`: " if field else ""
-    return DamagedLine(f"{where}{what[:1].lower()}{what[1:]}")
+    return DamagedLine(f"{where}{problem[:1].lower()}{problem[1:]}")
 
 
 class _SharedTools:
@@ -605,6 +605,6 @@ def _parse_tools(json: bytes) -> Tools:
     try:
         msgspec.convert(tools, list[_OfferedTool])
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise msgspec.ValidationError(f"{what} - at `$.tools{place.strip('`')[1:]}`") from None
+        problem, _, path = str(error).partition(" - at ")
+        raise msgspec.ValidationError(f"{problem} - at `$.tools{path.strip('`')[1:]}`") from None
     return tools

@@ -167,8 +167,8 @@ def unreadable_record(
     except DamagedLine as damage:
         error = damage
     why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
-    named = id_in(line)
-    of_id = f" ({named!r})" if named else ""
+    record_id = id_in(line)
+    of_id = f" ({record_id!r})" if record_id else ""
     return UnreadableRecord(
         f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
         "`verify --repair` sets it aside, and the next start runs its task again."
@@ -285,29 +285,29 @@ def _update_index(records: Path, index: Path, quarantine: Path) -> list[str]:
         file.close()
     if unreadable:
         index.unlink()  # first: its offsets will be wrong
-        named = quarantine_lines(records, unreadable, quarantine)
+        names = quarantine_lines(records, unreadable, quarantine)
         _update_index(records, index, quarantine)
-        return named
+        return names
     return []
 
 
 def quarantine_lines(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
     """Move the lines at these offsets to the quarantine; return their names, as
     `records.jsonl:7`."""
-    named = []
+    names = []
     replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
     with closing(AppendFile(replacement)) as replacement_file:
         for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
             if offset in offsets:
                 set_aside(quarantine, f"{records.name}.line{number}", line)
-                named.append(f"{records.name}:{number}")
+                names.append(f"{records.name}:{number}")
             else:
                 replacement_file.append(line)
         replacement_file.sync()
     replacement.replace(records)
     sync_directory(records.parent)
-    return named
+    return names
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:

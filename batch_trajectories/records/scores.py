@@ -95,7 +95,7 @@ class Scores:
         if not self._by_source:
             return []
         key = bytes.fromhex(score_key(record))
-        return [of_source[key] for of_source in self._by_source.values() if key in of_source]
+        return [offsets[key] for offsets in self._by_source.values() if key in offsets]
 
 
 def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
@@ -105,12 +105,12 @@ def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
     with path.open("rb") as file:
         added = [_score_at(file, place) for place in places]
     sources = {score.source for score in added}
-    of_source = [score for score in record.scores or () if score.source not in sources]
+    kept_scores = [score for score in record.scores or () if score.source not in sources]
     check = record.check
     for score in added:
         if score.check is not None:
             check = msgspec.convert(score.check, CheckResult)
-    return msgspec.structs.replace(record, scores=[*of_source, *added], check=check)
+    return msgspec.structs.replace(record, scores=[*kept_scores, *added], check=check)
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -275,11 +275,11 @@ class Labels:
         for offset, content in lines_from(self._path, self._read):
             self._number += 1
             line = _parse_label(content, f"{self._path}:{self._number}")
-            of_record = self._by_record.setdefault(line["record"], {})
-            said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
+            by_reviewer = self._by_record.setdefault(line["record"], {})
+            decisions = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
             who = line["who"]
-            before = of_record.get(who, Label(who=who))
-            of_record[who] = msgspec.structs.replace(before, at=line["at"], **said)
+            before = by_reviewer.get(who, Label(who=who))
+            by_reviewer[who] = msgspec.structs.replace(before, at=line["at"], **decisions)
             self._ids[line["id"]] = line["record"]
             self._read = offset + len(content)
 
@@ -316,8 +316,8 @@ def marked_turns(record: Record) -> list[int]:
 def _parse_label(content: bytes, place: str) -> dict[str, Any]:
     try:
         line = read_object(content)
-        said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
-        msgspec.convert(said, LabelChange)
+        decisions = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
+        msgspec.convert(decisions, LabelChange)
         if not all(isinstance(line[key], str) for key in ("record", "id", "who")):
             raise TypeError("`record`, `id` and `who` must be texts")
         float(line["at"])
