@@ -267,7 +267,7 @@ def events_until(
         message = messages[replies[number - 1]]
         events.append(_to_reply({**record["turns"][number - 1], "message": message}))
         added = [note for note in record["notes"] if note["turn"] == number]
-        events += _result_events(record, number, message, results, added)
+        events += _result_events(record, number, message, results, notes=added)
         events += [note for note in notes if note["turn"] == number]
     _check_events(Trajectory(opening, events), messages, record, turn)
     return events
@@ -305,6 +305,7 @@ def _result_events(
     turn: int,
     message: Message,
     results: Mapping[str, Message],
+    *,
     notes: Sequence[Mapping[str, Any]],
 ) -> list[ResultEvent]:
     timings = {call["call"]: call for call in record["tool_calls"] if call["turn"] == turn}

@@ -54,6 +54,7 @@ from batch_trajectories.records.names import (
     FAILURES_FILE,
     INFLIGHT,
     KEPT_WORKSPACES,
+    LABELS_FILE,
     QUARANTINE,
     RECORDS_FILE,
     RECORDS_INDEX,
@@ -62,7 +63,6 @@ from batch_trajectories.records.names import (
 )
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import RecordFile, lines_from, load_index, parse_record
-from batch_trajectories.records.scores import LABELS
 from batch_trajectories.records.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -245,7 +245,7 @@ def _write_run(
     paths = [path for path, _ in runs]
     taken, equal = _copy_records(making, paths)
     _join_lines(making, paths, FAILURES_FILE, is_needed=True, accept=_is_whole_failure)
-    for name in (SCORES_FILE, LABELS):
+    for name in (SCORES_FILE, LABELS_FILE):
         _join_lines(making, paths, name)
     for kept in chain(*(listed(path / KEPT_WORKSPACES) for path in paths)):
         make_directory(making / KEPT_WORKSPACES)

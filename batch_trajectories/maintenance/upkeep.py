@@ -1,4 +1,7 @@
-"""Verify a run that is not in progress, and repair it."""
+"""Verify a run that is not in progress, and repair it.
+
+Repairing again finishes a repair that a crash interrupted.
+"""
 
 from __future__ import annotations
 

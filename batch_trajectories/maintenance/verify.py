@@ -149,13 +149,13 @@ def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> t
         rows = b""
     if _reaches_end(rows, records):
         index = Index(rows)
-        known = cache(lambda: (count(index), [*index.repeated()]))
-        if _matches_records(rows, records, meanwhile=known):
+        # Counted while other processes read the records, or else when it is first needed.
+        count_once = cache(lambda: (count(index), [*index.repeated()]))
+        if _matches_records(rows, records, meanwhile=count_once):
             report.records = index.written()
-            counted, repeated = known()
+            counted, repeated = count_once()
             if repeated:
-                lines = array("I", accumulate(map(bool, column_view(memoryview(rows), LENGTHS))))
-                _check_repeated(records, index, repeated, [number - 1 for number in lines], report)
+                _check_repeated(records, index, repeated, lines=_row_lines(rows), report=report)
             return index, counted
     rebuilt = _find_problems(path, rows, report)
     return rebuilt, count(rebuilt)
@@ -212,6 +212,13 @@ def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], obje
     return all(parts)
 
 
+def _row_lines(rows: bytes) -> list[int]:
+    """The line of the record in each row of an index."""
+    lengths = column_view(memoryview(rows), LENGTHS)
+    # Row 0 has a length, but no record; rows of endings have no length.
+    return [number - 1 for number in accumulate(map(bool, lengths))]
+
+
 def _find_problems(path: Path, stored: bytes, report: Report) -> Index:
     """Find the problems of records and index line by line; return the right index."""
     records = path / RECORDS_FILE
@@ -240,7 +247,7 @@ def _find_problems(path: Path, stored: bytes, report: Report) -> Index:
     index.end(number)
     report.problems += index.problems
     rebuilt = Index(bytes(rows))
-    _check_repeated(records, rebuilt, rebuilt.repeated(), lines, report)
+    _check_repeated(records, rebuilt, rebuilt.repeated(), lines=lines, report=report)
     return rebuilt
 
 
@@ -248,6 +255,7 @@ def _check_repeated(
     records: Path,
     index: Index,
     repeated: Iterable[tuple[int, int]],
+    *,
     lines: Sequence[int],
     report: Report,
 ) -> None:
