@@ -1,1 +1,1 @@
-"""What all folders use: errors, text, JSON, checks of values, processes."""
+"""Helpers for all folders: errors, text, JSON, checks of values, processes."""

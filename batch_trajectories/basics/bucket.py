@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REQUEST_S = 10
-"""Timeout of a request of a mirror: three that fail are less than the lag that a run allows."""
+"""Seconds for a request of a mirror: three that fail take less than a mirror may lag behind."""
 _SILENT_S = 30
-"""Timeout of files that are brought or sent, without a byte."""
+"""Seconds without a byte after which the transfer of a file fails."""
 
 _TRIES = 3
 _PAUSE_S = 1.0
-_AT_A_TIME = 16
+_READ_AHEAD = 16
 _CHUNK_BYTES = 8 << 20
-_SHOWN = 300
+_MAX_MESSAGE_CHARS = 300
 
 _QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s)\"']*")
-"""A URL with a query; that of Azure may be a signature."""
+"""A URL with a query, which may be a signature (Azure)."""
 
 _ANSWER = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*))?", re.DOTALL)
 """The error in the answer of a bucket, which may quote more of the request."""
@@ -46,22 +46,22 @@ class BucketFailed(EnvironmentStop):
 
 
 class StoredFile(NamedTuple):
-    """An object."""
+    """An object of a bucket."""
 
     name: str
-    """Below the URL of its bucket."""
+    """The name below the URL of its bucket."""
     size: int
     version: str
-    """Its ETag: another content has another one."""
+    """The ETag, which changes with the content."""
 
 
 class Bucket:
     """The objects below a URL. Its methods can be called in any thread."""
 
     def __init__(self, url: str, *, of_files: bool = False) -> None:
-        """With `of_files`, objects may be large, and what fails is tried again.
+        """`of_files`: the bucket stores large objects, and failed transfers are retried.
 
-        Raises `ConfigError` without the extra, and `BucketFailed` for a URL it cannot use.
+        Raises `ConfigError` without the extra, and `BucketFailed` for a URL that it cannot use.
         """
         try:
             import obstore
@@ -88,7 +88,7 @@ class Bucket:
         try:
             self._store = from_url(url, **more)
         except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def create(self, name: str, content: bytes) -> bool:
         """Create an object; False if there is one of this name. Raises `BucketFailed`."""
@@ -97,11 +97,11 @@ class Bucket:
         except self._obstore.exceptions.AlreadyExistsError as error:
             # Also said of other conflicts: two writes at once, a container that is removed.
             if self.read(name) is None:
-                said = self._failed(error)
-                raise BucketFailed(f"{said} (a conflict: there is no such object)") from None
+                conflict = self._to_error(error)
+                raise BucketFailed(f"{conflict} (a conflict: there is no such object)") from None
             return False
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
         return True
 
     def read(self, name: str) -> bytes | None:
@@ -111,10 +111,10 @@ class Bucket:
         except FileNotFoundError:
             return None
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def after(self, directory: str, name: str) -> Iterator[tuple[str, bytes]]:
-        """The objects of a directory whose names sort after `name`, in order.
+        """Yield names and contents of the objects in a directory that sort after `name`, in order.
 
         Reads some ahead. Raises `BucketFailed`.
         """
@@ -123,12 +123,12 @@ class Bucket:
             found = self._obstore.list(self._store, prefix=directory, offset=begin)
             listed = found.collect()
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
         # Azure also lists the name from which it begins.
         paths = sorted(path for path in (str(entry["path"]) for entry in listed) if path > begin)
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            for first in range(0, len(paths), _AT_A_TIME):
-                few = paths[first : first + _AT_A_TIME]
+        with ThreadPoolExecutor(_READ_AHEAD) as pool:
+            for first in range(0, len(paths), _READ_AHEAD):
+                few = paths[first : first + _READ_AHEAD]
                 for path, content in zip(few, pool.map(self.read, few), strict=True):
                     if content is None:
                         raise BucketFailed(f"{self.url}/{path}: it was removed")
@@ -141,22 +141,22 @@ class Bucket:
         try:
             listed = self._obstore.list(self._store).collect()
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
-        return sorted(map(_stored, listed))
+            raise self._to_error(error) from None
+        return sorted(map(_to_stored_file, listed))
 
     def file(self, name: str) -> StoredFile | None:
         """An object; None if there is none. Raises `BucketFailed`."""
         try:
-            return _stored(self._obstore.head(self._store, name))
+            return _to_stored_file(self._obstore.head(self._store, name))
         except FileNotFoundError:
             return None
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def bring(self, file: StoredFile, path: Path) -> bool:
-        """Write an object to a path; False if it is another one by now.
+        """Download an object to a path. Return False if the object has changed or is gone.
 
-        Raises `BucketFailed`, and `OSError` where the path cannot be written.
+        Raises `BucketFailed`, and `OSError` if the path cannot be written.
         """
         exceptions = self._obstore.exceptions
         try:
@@ -165,46 +165,49 @@ class Bucket:
         except (FileNotFoundError, exceptions.PreconditionError):
             return False
         except (exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
         with path.open("wb") as target:
             while True:
                 try:
                     chunk = next(chunks, None)
                 except (exceptions.BaseError, OSError, ValueError) as error:
-                    raise self._failed(error) from None
+                    raise self._to_error(error) from None
                 if chunk is None:
                     return True
                 target.write(chunk)
 
     def send(self, name: str, content: Path | bytes) -> None:
-        """Write an object, whole or not at all. Raises `BucketFailed`."""
+        """Upload an object, whole or not at all. Raises `BucketFailed`."""
         try:
             self._obstore.put(self._store, name, content)
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise self._failed(error) from None
+            raise self._to_error(error) from None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are not there do not matter. Raises `BucketFailed`."""
+        """Delete objects; a missing one is no error. Raises `BucketFailed`."""
         for name in names:
             try:
                 self._obstore.delete(self._store, name)
             except FileNotFoundError:
                 continue
             except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-                raise self._failed(error) from None
+                raise self._to_error(error) from None
 
-    def _failed(self, error: Exception) -> BucketFailed:
-        """The error without the library's repetitions, and without what may be secret."""
-        said = str(error).partition("Debug source")[0]
-        if answer := _ANSWER.search(said):
-            named = ": ".join(filter(None, answer.groups()))
-            said = f"{said.partition('<')[0].strip().rstrip(':')}: {named}"
-        said = clip(" ".join(_QUERY.sub(r"\1?…", said).split()), max_chars=_SHOWN)
-        return BucketFailed(f"{self.url}: {said}")
+    def _to_error(self, error: Exception) -> BucketFailed:
+        """The error as `BucketFailed`, without the library's repetitions and without secrets."""
+        message = str(error).partition("Debug source")[0]
+        if answer := _ANSWER.search(message):
+            reason = ": ".join(filter(None, answer.groups()))
+            message = f"{message.partition('<')[0].strip().rstrip(':')}: {reason}"
+        message = clip(" ".join(_QUERY.sub(r"\1?…", message).split()), max_chars=_MAX_MESSAGE_CHARS)
+        return BucketFailed(f"{self.url}: {message}")
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """What a call returns; two times out of three it may raise `BucketFailed`, as busy ones do."""
+    """Call a function up to three times, until it does not raise `BucketFailed`.
+
+    Busy buckets refuse some requests.
+    """
     for _ in range(_TRIES - 1):
         try:
             return call()
@@ -214,7 +217,7 @@ def patiently(call: Callable[[], T]) -> T:
     return call()
 
 
-def _stored(meta: Any) -> StoredFile:
+def _to_stored_file(meta: Any) -> StoredFile:
     version = meta["e_tag"] or f"{meta['size']}-{meta['last_modified'].timestamp()}"
     return StoredFile(str(meta["path"]), int(meta["size"]), str(version))
 
@@ -223,7 +226,7 @@ def _stored(meta: Any) -> StoredFile:
 
 
 def files_at(url: str) -> tuple[Bucket, list[StoredFile]]:
-    """The object at a URL, or else those below it, none if there are none.
+    """The bucket of a URL, and the object at this URL or else all objects below it.
 
     Raises `ConfigError` without the extra, and `BucketFailed`.
     """
@@ -237,24 +240,25 @@ def files_at(url: str) -> tuple[Bucket, list[StoredFile]]:
 
 
 def cache_of(url: str, kind: str) -> Path:
-    """The directory, below the user's cache, for what is brought from a URL."""
+    """The directory in the user's cache for files that are downloaded from a URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = blake2b(url.encode(), digest_size=6).hexdigest()
     return cache / "batch-trajectories" / kind / key
 
 
 def bring_all(url: str, directory: Path) -> None:
-    """Have the files of a directory be those at a URL; only those that changed are brought.
+    """Make a directory hold the files at a URL; only changed files are downloaded.
 
-    Files beside the directory hold a lock and what was brought. Files that did not come from there
-    stay. Raises `ConfigError` without the extra, `BucketFailed`, and `OSError`.
+    Two files beside the directory hold a lock, and the version of each file that was downloaded:
+    after a crash the next call continues. Files that did not come from the URL stay. Raises
+    `ConfigError` without the extra, `BucketFailed`, and `OSError`.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(directory.with_name(f"{directory.name}.lock")):
         bucket, files = files_at(url)
-        note = _note_of(directory)
-        had: dict[str, str] = _read(note)["files"]
-        there = {_checked(url, file.name): file for file in files}
+        note = _note_path(directory)
+        had: dict[str, str] = _read_note(note)["files"]
+        there = {_check_name(url, file.name): file for file in files}
         for name in had.keys() - there.keys():
             (directory / name).unlink(missing_ok=True)
         has = {name: version for name, version in had.items() if name in there}
@@ -269,33 +273,33 @@ def bring_all(url: str, directory: Path) -> None:
                     raise BucketFailed(f"{url}: {name} changed while it was brought; try again")
                 new.replace(path)
                 has[name] = there[name].version
-                _write(note, has, is_whole=False)
+                _write_note(note, has, is_whole=False)
                 work.advance(there[name].size)
-        _write(note, has, is_whole=True)
+        _write_note(note, has, is_whole=True)
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether `bring_all` has brought all files of a directory."""
-    return bool(_read(_note_of(directory))["is_whole"])
+    """Whether all files of a directory were downloaded once; see `bring_all`."""
+    return bool(_read_note(_note_path(directory))["is_whole"])
 
 
-def _note_of(directory: Path) -> Path:
-    """The version of each of its files, and whether they were all there once."""
+def _note_path(directory: Path) -> Path:
+    """The file with the versions of downloaded files, and whether all were there once."""
     return directory.with_name(f"{directory.name}.json")
 
 
-def _read(note: Path) -> dict[str, Any]:
+def _read_note(note: Path) -> dict[str, Any]:
     return orjson.loads(note.read_bytes()) if note.exists() else {"files": {}, "is_whole": False}
 
 
-def _write(note: Path, versions: dict[str, str], *, is_whole: bool) -> None:
+def _write_note(note: Path, versions: dict[str, str], *, is_whole: bool) -> None:
     new = note.with_suffix(".tmp")
     new.write_bytes(orjson.dumps({"files": versions, "is_whole": is_whole}))
     new.replace(note)
 
 
-def _checked(url: str, name: str) -> str:
-    """The name, which must be that of a file inside. Raises `BucketFailed`."""
+def _check_name(url: str, name: str) -> str:
+    """Return the name if it can be that of a file in a directory. Raises `BucketFailed`."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise BucketFailed(f"{url}: {name!r} cannot be the name of a file")

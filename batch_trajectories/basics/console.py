@@ -30,7 +30,7 @@ WARNING = "WARNING: "
 
 
 def show(result: str) -> None:
-    """Print a result on standard output; escape control characters and what its encoding lacks."""
+    """Print a result on standard output; escape characters that cannot or must not be shown."""
     result = without_controls(result)
     if WARNING in result and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         result = "\n".join(map(_colored, result.split("\n")))
@@ -67,7 +67,7 @@ def open_missing_streams() -> None:
 
 
 PLAIN_EVERY_S = 10.0
-"""How often a log gets a line."""
+"""Seconds between two lines of progress in a log."""
 
 _SILENT_S = 2.0
 _DRAW_EVERY_S = 0.25
@@ -77,15 +77,15 @@ T = TypeVar("T")
 
 
 class _Depth:
-    """How many works are inside each other, or inside `silenced`."""
+    """The number of works in progress inside each other, with blocks of `silenced`."""
 
     now = 0
 
 
 class LongWork:
-    """Counts what is done; shows it once the work has taken two seconds.
+    """The progress of a work, shown once the work has taken two seconds.
 
-    Of works inside each other only the outer one is shown.
+    If one work contains another, only the outer one is shown.
     """
 
     def __init__(self, doing: str, *, total: int | None = None, unit: str = "records") -> None:
@@ -109,13 +109,13 @@ class LongWork:
                 self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """Add what has been done."""
+        """Count so many more as done."""
         self._done += count
         if self._is_shown and time.monotonic() >= self._show_at:
             self._show()
 
     def reach(self, done: int) -> None:
-        """Say how much has been done in all."""
+        """Set how much is done in total."""
         self.advance(done - self._done)
 
     def _show(self) -> None:
@@ -141,9 +141,11 @@ class LongWork:
         self._show_at = now + PLAIN_EVERY_S
 
     def _line(self, seconds: float) -> str:
-        size = (self._done, self._total)
-        done, total = (n and n / 1e6 for n in size) if self._unit == "B" else size
-        unit = "MB" if self._unit == "B" else self._unit
+        done, unit = float(self._done), self._unit
+        total = None if self._total is None else float(self._total)
+        if unit == "B":
+            done, unit = done / 1e6, "MB"
+            total = None if total is None else total / 1e6
         if not total:
             return f"{self._doing}: {done:,.0f} {unit} in {seconds:.0f} s"
         left_s = seconds * (total / done - 1) if done else 0.0
@@ -154,7 +156,7 @@ class LongWork:
 def watched(
     items: Iterable[T], doing: str, *, total: int | None = None, unit: str = "records"
 ) -> Iterator[T]:
-    """The items, with their number shown as `LongWork` does."""
+    """Yield the items, and show how many were taken, as `LongWork` does."""
     with LongWork(doing, total=total, unit=unit) as work:
         for item in items:
             yield item
@@ -172,7 +174,7 @@ def silenced() -> Iterator[None]:
 
 
 def draws_lines() -> bool:
-    """Whether standard error is a terminal, or that of a notebook."""
+    """Whether standard error can redraw a line: it is a terminal, or belongs to a notebook."""
     return sys.stderr is not None and (sys.stderr.isatty() or in_notebook())
 
 
@@ -183,7 +185,10 @@ def in_notebook() -> bool:
 
 
 def terminal_size() -> dict[str, Any]:
-    """The size to draw; some terminals report none, and tqdm alone would then draw nothing."""
+    """Arguments for tqdm with the size to draw.
+
+    Some terminals report no size, and tqdm alone would then draw nothing.
+    """
     if in_notebook():
         return {}
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -193,9 +198,9 @@ def terminal_size() -> dict[str, Any]:
 
 
 def bar_class() -> type[tqdm[Any]]:
-    """The progress line of tqdm for where this process runs."""
+    """The class of tqdm for a terminal or a notebook, whichever this process has."""
     with warnings.catch_warnings():  # of notebooks without widgets, which get a plain line
         warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm  # only where something is shown
+        from tqdm.auto import tqdm  # imported only if something is shown
     tqdm.monitor_interval = 0  # its thread would keep this process from being forked
     return tqdm

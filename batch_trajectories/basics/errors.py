@@ -63,7 +63,7 @@ _SPARE_BYTES = 64 << 20
 
 
 def machine_failure(error: BaseException) -> str | None:
-    """Which resource the machine is out of and what to do; None for any other error."""
+    """The resource that the machine has run out of, with advice; None for any other error."""
     if isinstance(error, HostError):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
@@ -79,18 +79,21 @@ def machine_failure(error: BaseException) -> str | None:
 
 
 def machine_failure_in(output: str) -> str | None:
-    """Like `machine_failure`, for the output of a program that failed to start something."""
+    """A program's output with advice, if it says that the machine has run out of a resource.
+
+    None for any other output.
+    """
     match = _ANY_TEXT.search(output)
     return None if match is None else f"{output}; {_TO_DO[_TEXTS[match[0]]]}"
 
 
 def describe(number: int) -> str:
-    """One of `HOST_ERRNOS` in words, and what to do about it."""
+    """The text of one of `HOST_ERRNOS`, with advice."""
     return f"{os.strerror(number)}; {_TO_DO[number]}"
 
 
 def help_for_write(error: OSError) -> str:
-    """What to do about a file or directory that cannot be written."""
+    """Advice about a file or directory that cannot be written."""
     match error.errno:
         case errno.EACCES | errno.EPERM:
             return "give this user the right to write there"
@@ -176,13 +179,13 @@ def missing(what: str, extra: str) -> ConfigError:
 
 
 def interrupted(number: int) -> str:
-    """The message after a signal."""
+    """The message of a run that was stopped by signal `number`."""
     name = signal.Signals(number).name
     return f"interrupted by {name}; finished work is safe: run the same command again to continue"
 
 
 def lost_directory() -> str | None:
-    """What to do where the current directory was removed; None where it is there."""
+    """Advice if the current directory was removed; None if it exists."""
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -26,17 +26,17 @@ MAX_NESTING = 100
 about 250 levels, and widely used readers of training files refuse 128."""
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-"""Possessive: positions to backtrack to would take a hundred times the memory of the text."""
+"""A JSON string. Possessive: backtracking would take a hundred times the memory of the text."""
 _BRACES = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _DIGITS = 19
-_LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
-"""Digits that can be an integer: not those of a fraction (0.0001239776611328125) or of a name."""
-_RUN = re.compile(rb"[0-9]+")
-_STEP = 6
-_FEW = 16
-"""Up to this many places, checking each is faster than scanning the whole text, however short."""
+_LONG_INTEGER = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
+"""19 digits that may belong to an integer, not to a fraction (0.0001239776611328125) or a name."""
+_DIGIT_RUN = re.compile(rb"[0-9]+")
+_SAMPLE_STEP = 6
+_MIN_CHECKS = 16
+"""Number of candidates up to which checking each is faster than scanning the whole text."""
 _DIGITS_AS_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 
 _DECODER = json.JSONDecoder()
@@ -67,7 +67,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def dumps(value: Any, *, option: int | None = None) -> bytes:
-    """Write JSON as `orjson.dumps` does, with integers of any size. Raises `TypeError`, too."""
+    """Write JSON as `orjson.dumps` does, with integers of any size. Raises `TypeError`."""
     try:
         return orjson.dumps(value, option=option)
     except TypeError:
@@ -137,9 +137,10 @@ def is_nested_too_deep(json_text: bytes) -> bool:
 
 
 def place_of_repeated_key(text: bytes) -> str | None:
-    """Where an object in JSON has a key twice, such as `messages[0].content`; None: nowhere.
+    """The path of a key that an object in JSON has twice, such as `messages[0].content`.
 
-    `text` was read without errors. Slower than reading it: `loads` takes the last value.
+    `text` must be valid JSON. This is slower than `loads`, which takes the last value of such a
+    key. None if no key is repeated.
     """
     if is_nested_too_deep(text):
         return None
@@ -168,7 +169,7 @@ def place_of_repeated_key(text: bytes) -> str | None:
 def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
     """A key that a JSON object, or an object directly in it, has twice; None if there is none.
 
-    `read` is what reading `content` gave, where one of the two is gone.
+    `read` is `content` as it was read, with only one of the two values.
     """
     inner = (value for value in read.values() if isinstance(value, dict))
     written = (b'"%b"' % key.encode() for key in chain(read, *inner))
@@ -181,21 +182,21 @@ def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
 def _repeated_key(text: str, *, levels: int) -> str | None:
     keys: set[str] = set()
     at = text.index("{") + 1
-    while (at := _after_space(text, at)) < len(text) and text[at] == '"':
+    while (at := _skip_space(text, at)) < len(text) and text[at] == '"':
         key, at = _DECODER.raw_decode(text, at)
         if key in keys:
             return str(key)
         keys.add(key)
-        at = _after_space(text, _after_space(text, at) + 1)
+        at = _skip_space(text, _skip_space(text, at) + 1)
         value, end = _DECODER.raw_decode(text, at)
         has_more = levels > 1 and isinstance(value, dict)
         if has_more and (inner := _repeated_key(text[at:end], levels=levels - 1)) is not None:
             return inner
-        at = _after_space(text, end) + 1
+        at = _skip_space(text, end) + 1
     return None
 
 
-def _after_space(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return at if match is None else match.end()
 
@@ -206,9 +207,9 @@ def objects_among(value: Any) -> list[dict[str, Any]]:
 
 
 def infinite_number_in(value: Any) -> str | None:
-    """Where a value has a NaN or an infinity, such as `a[0].b is nan`; None: nowhere.
+    """The place of a NaN or an infinity in a value, such as `a[0].b is nan`; None if it has none.
 
-    JSON has no such number, and orjson writes null.
+    JSON has no such number, and orjson writes null in its place.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return f"it is {value}"
@@ -235,13 +236,13 @@ def infinite_number_in(value: Any) -> str | None:
             inside += [(f"{place}[{n}]", one) for n, one in enumerate(value)][::-1]
         elif is_dataclass(value) and not isinstance(value, type):
             before = f"{place}." if place else ""
-            named = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
-            inside += [(before + name, member) for name, member in reversed(named)]
+            members = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+            inside += [(before + name, member) for name, member in reversed(members)]
     return None
 
 
 def within_64_bits(value: Any) -> Any:
-    """The value with each integer beyond signed 64 bits as the text of its digits."""
+    """Replace each integer in a value beyond signed 64 bits by the text of its digits."""
     if isinstance(value, dict):
         return {key: within_64_bits(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
@@ -257,13 +258,13 @@ def has_long_digits(text: str | bytes) -> bool:
     # Every sixth byte: a run of 19 digits shows at least three of them, and all 13 bytes from the
     # first of these to the last are digits, which is rare in floats. Scanning all bytes would cost
     # several times as much as reading the JSON.
-    sample = raw[::_STEP].translate(_DIGITS_AS_ZERO)
+    sample = raw[::_SAMPLE_STEP].translate(_DIGITS_AS_ZERO)
     at = sample.find(b"000")
-    looks = max(_FEW, len(raw) >> 8)
+    looks = max(_MIN_CHECKS, len(raw) >> 8)
     while at >= 0 and looks:
-        first = at * _STEP
-        if raw[first : first + 2 * _STEP + 1].isdigit() and _LONG.search(
-            raw, max(0, first - _STEP), first + 2 * _DIGITS
+        first = at * _SAMPLE_STEP
+        if raw[first : first + 2 * _SAMPLE_STEP + 1].isdigit() and _LONG_INTEGER.search(
+            raw, max(0, first - _SAMPLE_STEP), first + 2 * _DIGITS
         ):
             return True
         looks -= 1
@@ -274,13 +275,13 @@ def has_long_digits(text: str | bytes) -> bool:
 
 
 def _holds_long_integer(raw: bytes) -> bool:
-    """The same for a text that holds many digits: looks at all bytes."""
+    """Do the check of `has_long_digits` for a text with many digits: look at all bytes."""
     digits = raw.translate(_DIGITS_AS_ZERO)
     at = digits.find(b"0" * _DIGITS)
     while at >= 0:
-        if _LONG.match(raw, at):
+        if _LONG_INTEGER.match(raw, at):
             return True
-        at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
+        at = digits.find(b"0" * _DIGITS, _DIGIT_RUN.match(raw, at).end())  # type: ignore[union-attr]
     return False
 
 
@@ -311,7 +312,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _refuse(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -327,7 +328,7 @@ def _integer_or_text(digits: str) -> int | str:
         return digits
 
 
-_exact_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
+_exact_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 _lenient_decoder = json.JSONDecoder(
     parse_float=_float_or_text, parse_int=_integer_or_text, parse_constant=str
 )

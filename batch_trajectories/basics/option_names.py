@@ -1,7 +1,7 @@
-"""Names of options that are not, or no longer, the program's own, and what says the same today.
+"""Former and foreign names of options, each with its replacement.
 
-Stored configs of earlier versions are read with all of them. Of what a user gives, those that
-other programs have, too, are accepted; for all others the refusal says what to do instead.
+Stored configs of earlier versions may have any of these names. If a user gives one, it is accepted
+only if other programs have such an option, too; otherwise it is refused with advice.
 """
 
 from __future__ import annotations
@@ -12,48 +12,50 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.validation import did_you_mean
 
 
-class Former(NamedTuple):
-    """One such name."""
+class FormerOption(NamedTuple):
+    """An option that was renamed or removed, or that another program has."""
 
     advice: str
-    """What a refusal tells the user to do."""
+    """Advice for the user if the option is refused."""
     today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
-    """From all options that were given, those that the name stands for."""
+    """Makes the options that replace this one from all options that were given."""
     is_accepted: bool = False
     fixed: Any = None
-    """What all conversations have now, where the option affected the data."""
+    """The value for all conversations today, if the option affected the data."""
 
 
-def _without_reasoning(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _effort_none(values: Mapping[str, Any]) -> Mapping[str, Any]:
     is_set = str(values["reasoning_disabled"]).lower() in ("true", "yes", "on", "1")
     return {"reasoning_effort": "none"} if is_set else {}
 
 
-def _prefill(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _prefill_path(values: Mapping[str, Any]) -> Mapping[str, Any]:
     path = values["prefill_messages_file"]
     return {} if path is None or "prefill_messages" in values else {"prefill_messages": path}
 
 
-FORMER: Mapping[str, Former] = {
-    "api_key_env": Former(
+FORMER: Mapping[str, FormerOption] = {
+    "api_key_env": FormerOption(
         "use key_env", lambda values: {"key_env": values["api_key_env"]}, is_accepted=True
     ),
-    "batch_live_share": Former("calls are made live when 95 % of the tasks have ended"),
-    "blank_reasoning": Former("an endpoint that asks for blank reasoning gets it"),
-    "plan_step_turns": Former("a step of a plan has 5 replies", fixed=5),
-    "prefill_messages_file": Former("use prefill_messages=FILE", _prefill, is_accepted=True),
-    "preparation_attempts": Former("a preparation has 2 attempts", fixed=2),
-    "ray_scratch_dir": Former("set the variable TMPDIR where Ray starts on the nodes"),
-    "reasoning_disabled": Former("use reasoning_effort=none", _without_reasoning, is_accepted=True),
-    "resume": Former("the same command always resumes", is_accepted=True),
-    "web_search_url": Former("set the variable TAVILY_SEARCH_URL or BRAVE_SEARCH_URL"),
+    "batch_live_share": FormerOption("calls are made live when 95 % of the tasks have ended"),
+    "blank_reasoning": FormerOption("an endpoint that asks for blank reasoning gets it"),
+    "plan_step_turns": FormerOption("a step of a plan has 5 replies", fixed=5),
+    "prefill_messages_file": FormerOption(
+        "use prefill_messages=FILE", _prefill_path, is_accepted=True
+    ),
+    "preparation_attempts": FormerOption("a preparation has 2 attempts", fixed=2),
+    "ray_scratch_dir": FormerOption("set the variable TMPDIR where Ray starts on the nodes"),
+    "reasoning_disabled": FormerOption("use reasoning_effort=none", _effort_none, is_accepted=True),
+    "resume": FormerOption("the same command always resumes", is_accepted=True),
+    "web_search_url": FormerOption("set the variable TAVILY_SEARCH_URL or BRAVE_SEARCH_URL"),
 }
 
 FIXED = {name: former.fixed for name, former in FORMER.items() if former.fixed is not None}
 
 
 def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> dict[str, Any]:
-    """Options under the names of today; of those that the user gives, only accepted ones."""
+    """Replace former names of options. If a user gave the options, only accepted names."""
     renamed = dict(values)
     for name in values.keys() & FORMER.keys():
         if is_stored or FORMER[name].is_accepted:
@@ -63,7 +65,7 @@ def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> 
 
 
 def unknown(name: str, known: Iterable[str], advice: str) -> str:
-    """Why an option is refused, and what to write instead; `advice` if no known one is close."""
+    """The reason to refuse an option, and what to write instead: `advice` if no name is close."""
     if (former := FORMER.get(name)) is not None:
         return f"no longer an option; {former.advice}"
     return f"unknown option; {did_you_mean(name, known) or advice}"

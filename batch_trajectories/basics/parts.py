@@ -13,14 +13,14 @@ from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.basics.process import rare_garbage_collection
 
-_MOST = 8
+_MAX_PROCESSES = 8
 _REPORT_EVERY = 256
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 Advance = Callable[[int], object]
-"""Says how many more items are done."""
+"""Reports how many more items are done."""
 
 
 def in_parts(
@@ -32,16 +32,16 @@ def in_parts(
     amount: int | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[R]:
-    """What `do` gives for each part of `items`, in order; shows progress as `doing`.
+    """Call `do` for each part of `items`; return the results in order. Shows progress as `doing`.
 
-    There are as many parts as processors, each in a forked process and with at least `enough` of
-    the `amount` of work: the items, or their bytes. A single part, in this process, where that is
-    too little or a fork would be unsafe because other threads run. Results are pickled. `meanwhile`
-    is called in this process, which otherwise waits. Raises what both raise, and `EnvironmentStop`
-    if a process dies.
+    Each part has a forked process and at least `enough` of the `amount` of work, which is the
+    number of items unless it is given, for example their bytes. There are at most as many parts as
+    processors. If the work is too little, or other threads run so that a fork is unsafe, this
+    process does all of it. Results are pickled. `meanwhile` is called in this process, which
+    otherwise waits. Raises the errors of both functions, and `EnvironmentStop` if a process dies.
     """
     amount = len(items) if amount is None else amount
-    parts = min(len(os.sched_getaffinity(0)), _MOST, len(items), amount // enough)
+    parts = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(items), amount // enough)
     with LongWork(doing, total=len(items)) as work, rare_garbage_collection():
         if parts < 2 or threading.active_count() > 1 or not hasattr(os, "fork"):
             meanwhile()
@@ -50,7 +50,7 @@ def in_parts(
         children = [_Child(do, items[first : first + size]) for first in range(0, len(items), size)]
         try:
             meanwhile()
-            return _results_of(children, work)
+            return _collect_results(children, work)
         finally:
             for child in children:
                 child.end()
@@ -65,7 +65,7 @@ class _Child:
         self._pid = os.fork()
         if not self._pid:
             self.pipe.close()
-            _do(do, items, theirs)
+            _run_child(do, items, theirs)
         theirs.close()
 
     def end(self) -> None:
@@ -74,8 +74,10 @@ class _Child:
         os.waitpid(self._pid, 0)
 
 
-def _do(do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Connection) -> NoReturn:
-    """The child: do a part, send the result or the error, and end without clean-up."""
+def _run_child(
+    do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Connection
+) -> NoReturn:
+    """Do a part in the child, send the result or the error, and end without clean-up."""
     done = 0
 
     def advance(count: int) -> None:
@@ -92,11 +94,11 @@ def _do(do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Conne
             answer = pickle.dumps((False, error))
         pipe.send_bytes(answer)
         os._exit(0)
-    finally:  # also where the answer cannot be sent or pickled: no code of the parent may run here
+    finally:  # even if the answer cannot be sent: no code of the parent may run here
         os._exit(1)
 
 
-def _results_of(children: list[_Child], work: LongWork) -> list[Any]:
+def _collect_results(children: list[_Child], work: LongWork) -> list[Any]:
     open_pipes = {child.pipe: child for child in children}
     while open_pipes:
         for pipe in wait(list(open_pipes)):

@@ -11,7 +11,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def presets(kind: str = "") -> dict[str, Path]:
-    """The presets in a folder of configs/ by name; of a folder with a `run.yaml`, that file."""
+    """The presets in a folder of configs/, by name. A folder with a `run.yaml` is a preset, too."""
     paths = [*(CONFIGS / kind).glob("*.yaml"), *(CONFIGS / kind).glob("*/run.yaml")]
     names = ((path.parent.name if path.stem == "run" else path.stem, path) for path in paths)
     return dict(sorted(names))
@@ -20,7 +20,7 @@ def presets(kind: str = "") -> dict[str, Path]:
 def preset_or_path(value: str, kind: str = "") -> tuple[Path, bool]:
     """The file that `value` names, and whether it is a preset; a slash or a dot makes it a path.
 
-    Raises `ValueError` for a name that neither a preset nor a file here has.
+    Raises `ValueError` if neither a preset nor a file of the current directory has this name.
     """
     if not re.fullmatch(r"[\w-]+", value):
         return Path(value), False

@@ -54,7 +54,7 @@ def settings_restored() -> Iterator[None]:
 
 
 def _dumpable() -> int:
-    """1 if other processes of this user may read /proc/PID/environ."""
+    """The flag of this process: 1 if others of this user may read /proc/PID/environ."""
     return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE)) if sys.platform == "linux" else 0
 
 
@@ -74,7 +74,10 @@ def collect_garbage_rarely() -> None:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """The same while records are read, some at a time: a sixteenth of the time of an export."""
+    """Run the garbage collector less often inside a `with` block.
+
+    While records are read, it would take a sixteenth of the time of an export.
+    """
     before = gc.get_threshold()
     gc.set_threshold(*_RARELY)
     try:
@@ -85,7 +88,10 @@ def rare_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Imports leave no garbage, and looking for some takes an eighth of a start."""
+    """Switch the garbage collector off inside a `with` block.
+
+    Imports leave no garbage, and looking for some takes an eighth of a start.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -149,8 +155,8 @@ def log_to(path: Path, level: str) -> None:
 
 
 def log_through(send: Callable[..., None], level: str) -> None:
-    """Log by messages "log" of `send`: warnings at once, others at `flush_log`."""
-    handler = _Sent(send)
+    """Log by calling `send` with messages "log": warnings at once, other lines at `flush_log`."""
+    handler = _SendingHandler(send)
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, handlers=[handler], force=True)
     _quieten()
 
@@ -161,7 +167,7 @@ def flush_log() -> None:
         handler.flush()
 
 
-class _Sent(logging.Handler):
+class _SendingHandler(logging.Handler):
     def __init__(self, send: Callable[..., None]) -> None:
         super().__init__()
         self._send = send
@@ -186,10 +192,10 @@ def _quieten() -> None:
 
 
 def insist_on_utf8() -> None:
-    """Start the command again in Python's UTF-8 mode where names and arguments would be ASCII.
+    """Start the command again in Python's UTF-8 mode if Python reads file names as ASCII.
 
-    With LC_ALL=C and UTF-8 mode switched off, an id with other letters would be halves of
-    surrogates, which no record has, and a path in a config could not be opened.
+    That is so with LC_ALL=C and UTF-8 mode switched off. Letters beyond ASCII would become lone
+    surrogates: ids would match no record, and paths in a config could not be opened.
     """
     if sys.flags.utf8_mode or codecs.lookup(sys.getfilesystemencoding()).name != "ascii":
         return
@@ -219,20 +225,20 @@ def leave_first_place() -> None:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    _wait_for_all(child, waited)
+    _run_as_init(child, waited)
 
 
-def _wait_for_all(child: int, waited: set[signal.Signals]) -> NoReturn:
+def _run_as_init(child: int, waited: set[signal.Signals]) -> NoReturn:
     """Pass signals on to `child`, reap all processes that end, and exit like `child`."""
     while True:
         info = signal.sigwaitinfo(waited)
         if info.si_signo == signal.SIGCHLD:
-            _collect(child)
+            _reap_children(child)
         elif info.si_code <= 0:  # sent by a process; those of a terminal reach the child, too
             os.kill(child, info.si_signo)
 
 
-def _collect(child: int) -> None:
+def _reap_children(child: int) -> None:
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)  # never fails: `child` exists
         if pid == 0:
@@ -247,7 +253,10 @@ def _collect(child: int) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made where it is missing; blocks while another has it."""
+    """Hold an exclusive lock on a file inside a `with` block; wait while another process has it.
+
+    Creates the file if it is missing.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

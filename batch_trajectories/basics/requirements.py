@@ -43,12 +43,12 @@ def check_requirements(program: str) -> None:
 
 
 def requirements_problem(program: str, version: "tuple[int, int]") -> "str | None":
-    """Why Python `version` as it is installed here cannot run `program`, and what to do."""
+    """The reason why Python `version` here cannot run `program`, with advice; None if it can."""
     oldest = ".".join(map(str, OLDEST))
     if version < OLDEST:
         version_text = ".".join(map(str, version))
         what = f"{program} needs Python {oldest} or newer; {sys.executable} is {version_text}"
-        return f"{what}. {_what_to_do(program, 'python' + oldest)}"
+        return f"{what}. {_advice(program, 'python' + oldest)}"
     if sys.flags.optimize > 1:
         return (
             f"{program} cannot run without docstrings, which describe its tools to the model: "
@@ -57,11 +57,11 @@ def requirements_problem(program: str, version: "tuple[int, int]") -> "str | Non
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         what = f"{sys.executable} does not have what the program needs ({', '.join(missing)})"
-        return f"{what}. {_what_to_do(program, 'python3')}"
+        return f"{what}. {_advice(program, 'python3')}"
     return None
 
 
-def _what_to_do(program: str, python: str) -> str:
+def _advice(program: str, python: str) -> str:
     home = Path(__file__).resolve().parents[2]
     environment = home / ".venv"
     there = environment / "bin" / "python"

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 
 _NUMBERS = r"\b(?=[a-fA-F-]*\d)[0-9a-fA-F-]{8,}\b|(?<!HTTP )(?<!\d)\d+"
-"""Also hexadecimal ids; no HTTP status."""
+"""Numbers and hexadecimal ids, but not the number of an HTTP status."""
 _VALUES = re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
 
-_LEFT_OUT = "[...]"
+_CUT_MARK = "[...]"
 
 
 def clip(text: str, *, max_chars: int) -> str:
@@ -27,10 +27,10 @@ def clip(text: str, *, max_chars: int) -> str:
 
 
 def in_a_line(message: str, *, max_chars: int = 300) -> str:
-    """A message of several lines for a place that has one; marks and bars beside `max_chars`.
+    """Put a message of several lines into one line.
 
-    It has the first line, which says what failed, and as many of the last ones as fit, which say
-    why; what is left out between them is marked.
+    Keeps the first line, which says what failed, and as many of the last lines as fit, which say
+    why. A mark stands for the lines between them. Marks and bars do not count in `max_chars`.
     """
     lines = [line for line in (" ".join(line.split()) for line in message.splitlines()) if line]
     if len(lines) < 2:
@@ -41,7 +41,7 @@ def in_a_line(message: str, *, max_chars: int = 300) -> str:
     left -= len(last[0])
     for line in reversed(lines[1:-1]):
         if (left := left - len(line)) < 0:
-            last.append(_LEFT_OUT)
+            last.append(_CUT_MARK)
             break
         last.append(line)
     return " | ".join([first, *reversed(last)])
@@ -51,7 +51,7 @@ def _without_middle(line: str, max_chars: int) -> str:
     if len(line) <= max_chars:
         return line
     head = max_chars // 2
-    return f"{line[:head].rstrip()} {_LEFT_OUT} {line[head - max_chars :].lstrip()}"
+    return f"{line[:head].rstrip()} {_CUT_MARK} {line[head - max_chars :].lstrip()}"
 
 
 def valid_utf8(text: str) -> str:
@@ -68,21 +68,21 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 
 def without_controls(text: str) -> str:
-    r"""Return `text` with control characters written as `\u001b`; JSON stays equal JSON.
+    r"""Escape control characters in `text`, as `\u001b`; the value of JSON stays the same.
 
-    Ids, errors and file names come from others, and a terminal obeys their escape sequences: these
-    can hide a line, change the title or write to the clipboard.
+    Ids, errors and file names come from others, and a terminal obeys escape sequences: these can
+    hide a line, change the title or write to the clipboard.
     """
     return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def without_values(text: str, mark: str = "") -> str:
-    """A message without what differs between messages of its kind: ids, numbers, quoted names."""
+    """Replace the parts that differ between messages of one kind: ids, numbers, quoted names."""
     return _VALUES.sub(mark, text)
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 turn`, `2,000 turns`."""
+    """A number with its noun, such as `1 turn` and `2,000 turns`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -44,14 +44,14 @@ _FORMS = "s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PAT
 
 
 class UrlPath(PosixPath):
-    """A URL where a path may be: it keeps both slashes, and is no path of this machine."""
+    """A URL in place of a path. It keeps both slashes, and names no file of this machine."""
 
     def __str__(self) -> str:
         return _SCHEME.sub(r"\1://", super().__str__(), count=1)
 
 
 def is_url(value: object) -> bool:
-    """Whether a text names something that is not on this machine by a URL."""
+    """Whether a value is a text that begins as a URL does."""
     return isinstance(value, str) and _SCHEME.match(value) is not None
 
 
@@ -67,7 +67,10 @@ def bucket_url(value: str) -> str:
 
 
 def place_of(value: Path) -> Path:
-    """A path of this machine, or a `UrlPath`; a file URL is a path. Raises `ValueError`."""
+    """Make a path that is the URL of a bucket a `UrlPath`, and a file URL a plain path.
+
+    Other paths stay. Raises `ValueError`.
+    """
     if not is_url(text := str(value)):
         return value
     scheme, path = text.split(":", 1)
@@ -77,9 +80,9 @@ def place_of(value: Path) -> Path:
 
 
 def place_beside(place: Any, directory: Path) -> Any:
-    """FILE.py:ATTRIBUTE with the path of that file in `directory`, where it exists there.
+    """Find the file of FILE.py:ATTRIBUTE in `directory`, if it exists there.
 
-    Else it is as given: a module, or a file of the current directory.
+    Other values stay: modules, and files of the current directory.
     """
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     is_there = file.endswith(".py") and (directory / file).is_file()
@@ -87,7 +90,7 @@ def place_beside(place: Any, directory: Path) -> Any:
 
 
 def path_beside(path: str, directory: Path) -> str:
-    """A path in `directory`, where it exists there; else it is as given."""
+    """Find a path in `directory`, if it exists there; otherwise return it as it is."""
     beside = directory / path
     return str(beside) if beside.exists() else path
 
@@ -106,7 +109,7 @@ class Mistake(NamedTuple):
     """One value that was rejected."""
 
     keys: tuple[str, ...]
-    """Where it is, from the outside in; empty if the value as a whole is wrong."""
+    """Keys that lead to the value, from the outside in; empty if the whole value is wrong."""
     reason: str
     kind: str
     """Pydantic's name for the error."""
@@ -114,7 +117,7 @@ class Mistake(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it is, as dotted keys."""
+        """The keys that lead to the value, joined by dots."""
         return ".".join(self.keys)
 
     def describe(self, place: str = "") -> str:
@@ -123,7 +126,7 @@ class Mistake(NamedTuple):
         return f"{where}: {self.reason}" if where else self.reason
 
     def with_value(self) -> str:
-        """The reason and the value that was given; for a missing key that would be all others."""
+        """The reason, and the value that was given; without the value if a key is missing."""
         if self.kind == "missing":
             return self.reason
         return f"{self.reason} (got {clip(repr(self.value), max_chars=_SHOWN_CHARS)})"
@@ -134,13 +137,13 @@ def mistakes_in(error: ValidationError) -> list[Mistake]:
     mistakes = []
     for mistake in error.errors(include_url=False):
         reason = _reason(mistake["type"], mistake["msg"], mistake.get("ctx", {}))
-        keys = tuple(key for key in map(str, mistake["loc"]) if not _OF_A_UNION.fullmatch(key))
+        keys = tuple(key for key in map(str, mistake["loc"]) if not _UNION_MEMBER.fullmatch(key))
         mistakes.append(Mistake(keys, reason, mistake["type"], mistake["input"]))
     return mistakes
 
 
-_OF_A_UNION = re.compile(r"(?:function-\w+|constrained-\w+|dict|list|tuple|set|nullable)\[.*\]")
-"""What pydantic puts among the keys: which of several types it has tried."""
+_UNION_MEMBER = re.compile(r"(?:function-\w+|constrained-\w+|dict|list|tuple|set|nullable)\[.*\]")
+"""A name that pydantic puts among the keys: the one of several types that it has tried."""
 
 _REASONS = {
     **dict.fromkeys(("string_type", "string_sub_type"), "must be a text"),
@@ -171,16 +174,16 @@ _REASONS = {
     "missing": "is missing",
     UNKNOWN_KEY: "unknown key",
 }
-"""Our words for what pydantic rejects, by its kinds; `{...}` are facts that it adds."""
+"""Our messages for the kinds of errors of pydantic; `{...}` are facts that it adds."""
 
-_OF_PYDANTIC = re.compile(r"(?:Value error, |(?:[A-Z]\w+ )+should (?=\w))")
+_PYDANTIC_PREFIX = re.compile(r"(?:Value error, |(?:[A-Z]\w+ )+should (?=\w))")
 
 
 def _reason(kind: str, message: str, facts: Mapping[str, Any]) -> str:
     if (words := _REASONS.get(kind)) is not None:
         whole = {k: int(v) for k, v in facts.items() if isinstance(v, float) and v.is_integer()}
         return words.format_map({**facts, **whole})
-    begins = _OF_PYDANTIC.match(message)
+    begins = _PYDANTIC_PREFIX.match(message)
     if begins is None:
         return message
     return ("must " if "should" in begins[0] else "") + message[begins.end() :]

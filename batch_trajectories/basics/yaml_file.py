@@ -12,11 +12,11 @@ import yaml
 from batch_trajectories.basics.text import valid_utf8
 
 _MAX_BYTES = 16 << 20
-"""Files that people write are smaller; a dataset or a device given by mistake is not read whole."""
+"""The largest file that is read: a dataset or a device may be given by mistake."""
 
 _MAX_ALIASED = 100_000
-"""Values that aliases may stand for. A few lines of aliases to aliases stand for billions, which
-everything that walks the content would visit."""
+"""The most values that aliases may stand for. A few lines of aliases to aliases can stand for
+billions of values, and everything that walks the content would visit them."""
 
 
 class YamlFileError(ValueError):
@@ -24,16 +24,16 @@ class YamlFileError(ValueError):
 
 
 class _Composer(yaml.SafeLoader):
-    """Refuses what YAML would change silently, and text that is not Unicode."""
+    """Composes nodes; refuses duplicate keys, too many aliases, and text that is not Unicode."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._around: list[Any] = []
         """The anchors of the nodes that are being composed."""
         self._values = self._aliased = 0
-        """Values so far, with those that aliases stand for, and only the latter."""
+        """Number of values so far, and how many of them only aliases stand for."""
         self._sizes: dict[str, int] = {}
-        """How many values each anchor names."""
+        """Number of values below each anchor."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         parser: Any = self  # whose methods have no types
@@ -76,19 +76,19 @@ class _Composer(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise _error(f"duplicate key {key.value!r}", key)
+                raise _error_at(f"duplicate key {key.value!r}", key)
             seen.add(key.value)
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if valid_utf8(node.value) != node.value:
-            raise _error("half of a surrogate pair (\\ud800 to \\udfff) is not text", node)
+            raise _error_at("half of a surrogate pair (\\ud800 to \\udfff) is not text", node)
         return node
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Reports scalars that look like a date or a number and are none; merges by the rule of YAML.
+    """Constructs values: reports invalid dates and numbers, and merges by the rule of YAML.
 
     https://yaml.org/type/merge.html: a key of the mapping itself wins, then the first mapping of a
     list. PyYAML 6.0.4 lets the last of the list win, and a merged key that was overridden once
@@ -97,10 +97,10 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         sources: list[yaml.Node] = []
-        own = []
+        unmerged = []
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:merge":
-                own.append((key, value))
+                unmerged.append((key, value))
             elif isinstance(value, yaml.SequenceNode):
                 sources += value.value
             else:
@@ -108,46 +108,51 @@ class _Constructor(yaml.constructor.SafeConstructor):
         merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
         for source in reversed(sources):
             if not isinstance(source, yaml.MappingNode):
-                raise _error("`<<` merges a mapping, or a list of mappings", source)
+                raise _error_at("`<<` merges a mapping, or a list of mappings", source)
             self.flatten_mapping(source)
-            merged |= {_identity(key): (key, value) for key, value in source.value}
-        node.value = [*(merged | {_identity(key): (key, value) for key, value in own}).values()]
+            merged |= {_key_identity(key): (key, value) for key, value in source.value}
+        merged |= {_key_identity(key): (key, value) for key, value in unmerged}
+        node.value = list(merged.values())
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except ValueError as error:  # such as the date 2026-02-30, or an integer of 5,000 digits
-            raise _error(f"not a value: {error}", node) from error
+            raise _error_at(f"not a value: {error}", node) from error
 
 
-def _identity(key: yaml.Node) -> Any:
-    """Tells the keys of mappings apart; a key that is no scalar is like no other."""
+def _key_identity(key: yaml.Node) -> Any:
+    """A value that only equal keys share; a key that is no scalar equals no other key."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
-def _error(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+def _error_at(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def read_yaml(path: Path, kind: str) -> Any:
-    """The content of a YAML file, which errors call a `kind`. Raises `YamlFileError`."""
-    with _errors_of(str(path), kind):
+    """Read a YAML file; errors call it a `kind`. Raises `YamlFileError`."""
+    with _translate_errors(str(path), kind):
         return construct(_compose(_read(path)))
 
 
 def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.Node | None]:
-    """The bytes of a YAML file, and its nodes, which know their lines; errors call it `shown`."""
-    with _errors_of(shown, kind):
+    """Read the bytes of a YAML file, and its nodes, which know their lines.
+
+    Errors call the file `shown`. Raises `YamlFileError`.
+    """
+    with _translate_errors(shown, kind):
         content = _read(path)
         node = _compose(content)
         construct(node)
         return content, node
 
 
-def line_of(path: Path, keys: Sequence[str]) -> int | None:
-    """The line where the value at these keys begins, or the last of them that is there.
+def find_line(path: Path, keys: Sequence[str]) -> int | None:
+    """The line where the value at these keys begins.
 
-    None without any of them. Dashes in keys are as underscores. Raises `OSError` and `YAMLError`.
+    If a key is missing, it is the line of the last key before it. Dashes in keys count as
+    underscores. None if the first key is missing. Raises `OSError` and `YAMLError`.
     """
     node, line = _compose(_read(path)), None
     for key in keys:
@@ -156,10 +161,10 @@ def line_of(path: Path, keys: Sequence[str]) -> int | None:
             line = node.start_mark.line + 1
             continue
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        named = [(k, v) for k, v in pairs if str(k.value).replace("-", "_") == key]
-        if not named:
+        matching = [(k, v) for k, v in pairs if str(k.value).replace("-", "_") == key]
+        if not matching:
             break
-        (found, node) = named[-1]
+        (found, node) = matching[-1]
         line = found.start_mark.line + 1
     return line
 
@@ -182,7 +187,7 @@ def _compose(content: bytes) -> yaml.Node | None:
     try:
         loader = _Composer(text)
     except yaml.reader.ReaderError as error:
-        raise _at(
+        raise _error_after(
             f"the character U+{ord(text[error.position]):04X} is not allowed",
             text[: error.position],
         ) from error
@@ -192,8 +197,8 @@ def _compose(content: bytes) -> yaml.Node | None:
         loader.dispose()
 
 
-def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
-    """An error after the text `before`."""
+def _error_after(problem: str, before: str) -> yaml.MarkedYAMLError:
+    """An error at the end of the text `before`."""
     line = before.count("\n")
     column = len(before) - before.rfind("\n") - 1
     mark = yaml.Mark("", len(before), line, column, None, 0)
@@ -201,7 +206,7 @@ def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
 
 
 @contextmanager
-def _errors_of(shown: str, kind: str) -> Iterator[None]:
+def _translate_errors(shown: str, kind: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

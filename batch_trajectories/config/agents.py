@@ -15,9 +15,9 @@ from batch_trajectories.basics.validation import path_beside
 from batch_trajectories.config.endpoints import is_secret
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
-"""Of options whose usual defaults are for conversations of this program."""
+"""Defaults with agents, for options whose usual defaults suit conversations of this program."""
 
-_NOT_OF_AGENTS = (
+_UNUSED_BY_AGENTS = (
     "system_prompt",
     "temperature",
     "top_p",
@@ -35,7 +35,7 @@ _NOT_OF_AGENTS = (
     "docker_image",
     "batch_api",
 )
-"""Options of a run that mean nothing, because the agent writes its own requests and has its own
+"""Options of a run that have no effect, because an agent writes its own requests and has its own
 tools."""
 
 
@@ -53,7 +53,7 @@ def _read(value: Any) -> Any:
     if value.lstrip().startswith("{"):
         return parse_json(value)
     path, _ = preset_or_path(value, "agents")
-    # Only where an agent is named: --help does without YAML.
+    # Imported only for a named agent: --help needs no YAML.
     from batch_trajectories.basics.yaml_file import read_yaml
 
     loaded = read_yaml(path, "agent")
@@ -61,11 +61,11 @@ def _read(value: Any) -> Any:
         loaded = loaded["agent"]  # as in a config file
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: must have `key: value` lines, such as command and speaks")
-    return {"name": path.stem, **with_programs(loaded, path.parent)}
+    return {"name": path.stem, **resolve_programs(loaded, path.parent)}
 
 
-def with_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """An agent that a file in `directory` holds: its `programs` are looked for there first."""
+def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Find the `programs` of an agent that was read from a file in `directory`: there first."""
     programs = loaded.get("programs")
     if not isinstance(programs, list):
         return dict(loaded)
@@ -74,12 +74,12 @@ def with_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:
-    """Raise `ValueError` if an option of `given`, not at its default, means nothing to `agent`."""
+    """Raise `ValueError` if one of the options in `given` has no effect with `agent`."""
     allowed = {*LIMITS, *(["simulated_user"] if agent.continues else ())}
     if "simulated_user" in given and not agent.continues:
         raise ValueError(f"simulated_user: {agent.why_one_message}")
-    own = [name for name in AgentOptions.model_fields if name not in allowed]
-    for name in (*own, *_NOT_OF_AGENTS):
+    unused = [name for name in AgentOptions.model_fields if name not in allowed]
+    for name in (*unused, *_UNUSED_BY_AGENTS):
         if name in given:
             raise ValueError(
                 f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "

@@ -1,4 +1,4 @@
-"""An entry of `endpoints`: where it is, its credentials, and options for its models.
+"""An entry of `endpoints`: its URL, its credentials, and options for its models.
 
 Imported only where a config has endpoints, so that `--help` need not wait for it.
 """
@@ -41,17 +41,17 @@ from batch_trajectories.config.endpoints import (
     ExtraBody,
     PriceConfig,
     is_secret,
-    names_secret,
+    is_secret_name,
     to_prices,
 )
 
 NO_ID = "none"
 """The value of `session_header` with which no request names its conversation."""
 
-_OF_REPLICAS = ("health_path", "replica_max_in_flight", "replica_rpm")
+_REPLICA_OPTIONS = ("health_path", "replica_max_in_flight", "replica_rpm")
 """Options of an endpoint of several replicas."""
 
-_OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
+_MODEL_OPTIONS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
 """Options of an endpoint that override those of the run and affect the data."""
 
 
@@ -68,12 +68,12 @@ def _check_proxy(value: str) -> str:
     return value
 
 
-def _no_secret(where: str, advice: str) -> AfterValidator:
+def _refuse_secrets(where: str, advice: str) -> AfterValidator:
     """Refuses names and values that look like credentials."""
 
     def check(values: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items():
-            if names_secret(name) or is_secret(str(value)):
+            if is_secret_name(name) or is_secret(str(value)):
                 msg = f"{where} {name!r} seems to hold a secret, and a config is written into files"
                 raise PydanticCustomError(
                     HOLDS_SECRET,
@@ -85,17 +85,17 @@ def _no_secret(where: str, advice: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_OF_THE_BODY = {"connection", "content-encoding", "content-length", "transfer-encoding"}
+_BODY_HEADERS = {"connection", "content-encoding", "content-length", "transfer-encoding"}
 """Headers that would make a request unreadable if they did not fit it."""
 
 
-_OF_CREDENTIALS = {"authorization", "api-key", "x-api-key", "host", "content-type", "accept"}
+_CREDENTIAL_HEADERS = {"authorization", "api-key", "x-api-key", "host", "content-type", "accept"}
 
 
 def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
     if bad := [name for name in headers if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)]:
         raise ValueError(f"{bad[0]!r} cannot be the name of a header")
-    if bad := [name for name in headers if name.lower() in _OF_THE_BODY]:
+    if bad := [name for name in headers if name.lower() in _BODY_HEADERS]:
         raise ValueError(f"{bad[0]!r} describes the body of a request; this program sets it")
     if bad := [
         value for value in headers.values() if not (value.isascii() and value.isprintable())
@@ -106,7 +106,7 @@ def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
 
 def _check_session_header(name: str) -> str:
     _check_header_names({name: ""})
-    if name.lower() in _OF_CREDENTIALS:
+    if name.lower() in _CREDENTIAL_HEADERS:
         raise ValueError(f"{name!r} is the header of a key; choose one that a router reads")
     return name
 
@@ -138,14 +138,14 @@ def _check_client(value: str) -> str:
 
 
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-_BY_VARIABLE = "name the variable that holds it, as headers_env: {NAME: VARIABLE}"
+_VARIABLE_ADVICE = "name the variable that holds it, as headers_env: {NAME: VARIABLE}"
 Headers = Annotated[
-    dict[str, str], AfterValidator(_check_header_names), _no_secret("header", _BY_VARIABLE)
+    dict[str, str], AfterValidator(_check_header_names), _refuse_secrets("header", _VARIABLE_ADVICE)
 ]
 HeadersEnv = Annotated[dict[str, _Variable], AfterValidator(_check_header_names)]
 Query = Annotated[
     dict[str, str],
-    _no_secret("parameter", "send it as a header, whose variable headers_env names"),
+    _refuse_secrets("parameter", "send it as a header, whose variable headers_env names"),
 ]
 Command = Annotated[
     tuple[str, ...], BeforeValidator(_split_command), AfterValidator(_check_command)
@@ -155,7 +155,7 @@ SessionHeader = Annotated[
 ]
 ClientOptions = Annotated[
     dict[str, str | int | float | bool],
-    _no_secret("argument", "set the variable that the client reads, or key_env"),
+    _refuse_secrets("argument", "set the variable that the client reads, or key_env"),
 ]
 
 
@@ -165,23 +165,23 @@ class EndpointConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     base_url: BaseUrl | None = None
-    """None only with `client`, which knows it, and with `base_urls`."""
+    """The base URL; None only with `client`, which knows it, and with `base_urls`."""
     base_urls: tuple[BaseUrl, ...] = ()
-    """Instead of `base_url`: those of several replicas with the same models, without a router."""
+    """URLs of several replicas with the same models, without a router, instead of `base_url`."""
     health_path: str = Field(HEALTH_PATH, pattern=r"^(/\S*|none)$")
-    """Where each of `base_urls` tells of its health, at its root; "none": only calls tell."""
+    """Path of the health check of each of `base_urls`, from its root; "none": no health check."""
     replica_max_in_flight: PositiveInt | None = None
-    """The most calls at once at each of `base_urls`, beside `max_in_flight` for all of them."""
+    """The most calls at once at each of `base_urls`; `max_in_flight` limits all together."""
     replica_rpm: PositiveFloat | None = None
     api: Api | None = None
-    """None: that of the known provider with this URL, else openai_chat."""
+    """The API; None: that of the known provider with this URL, else openai_chat."""
     key_env: str | None = Field(
         None, min_length=1, validation_alias=AliasChoices("key_env", "api_key_env")
     )
     """Environment variable that holds the API key. None: a known provider's own at its URL, and
     elsewhere "none": no key is sent unless it is named."""
     headers: Headers = {}
-    """Sent with every request, such as {anthropic-beta: ...}; no secrets."""
+    """Headers of every request, such as {anthropic-beta: ...}; no secrets."""
     headers_env: HeadersEnv = {}
     """Headers, each with the environment variable that holds its value. With them and without
     `key_env`, no other credentials are sent."""
@@ -194,7 +194,7 @@ class EndpointConfig(BaseModel):
     """A program that prints the key; run at the start, after `key_refresh_s`, and after a 401."""
     key_refresh_s: PositiveFloat = KEY_REFRESH_S
     proxy: Annotated[str, AfterValidator(_check_proxy)] | None = None
-    """An HTTP proxy in place of what the environment says, or "none"."""
+    """An HTTP proxy in place of the environment's, or "none"."""
     client: Annotated[str, AfterValidator(_check_client)] | None = None
     """azure, bedrock, vertex, foundry, or MODULE:FUNCTION, which returns a client of the openai or
     anthropic package: its URL and credentials are used."""
@@ -214,7 +214,7 @@ class EndpointConfig(BaseModel):
     tpm: PositiveFloat | None = None
 
     @model_validator(mode="after")
-    def _is_reachable(self) -> EndpointConfig:
+    def _check_reachable(self) -> EndpointConfig:
         if self.client is None and self.base_url is None and not self.base_urls:
             raise ValueError("base_url: missing; only with `client` can it be left out")
         if self.base_urls and (self.base_url is not None or self.client is not None):
@@ -223,7 +223,7 @@ class EndpointConfig(BaseModel):
             raise ValueError(f"base_urls: {repeated[0]} is there twice")
         # A stored config has every field, also those with their defaults.
         fields = type(self).model_fields
-        given = [name for name in _OF_REPLICAS if getattr(self, name) != fields[name].default]
+        given = [name for name in _REPLICA_OPTIONS if getattr(self, name) != fields[name].default]
         if given and not self.base_urls:
             raise ValueError(f"{given[0]}: only with `base_urls`")
         if self.client is None and self.client_options:
@@ -235,9 +235,11 @@ class EndpointConfig(BaseModel):
         return self
 
     def to_endpoint(self) -> Endpoint:
-        """For `resolve_model`."""
+        """The entry in the form of `resolve_model`."""
         known = self.provider_row
-        options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
+        options = {
+            name: value for name in _MODEL_OPTIONS if (value := getattr(self, name)) is not None
+        }
         if known:
             options |= habits_of(known)
         if self.session_header == NO_ID:
@@ -249,10 +251,10 @@ class EndpointConfig(BaseModel):
         replication = None
         if self.base_urls:
             replication = Replication(
-                tuple(root_of(url, self._api or "") for url in self.base_urls),
-                self.health_path,
-                self.replica_max_in_flight,
-                self.replica_rpm,
+                urls=tuple(root_of(url, self._api or "") for url in self.base_urls),
+                health_path=self.health_path,
+                max_in_flight=self.replica_max_in_flight,
+                rpm=self.replica_rpm,
             )
         arguments = dict(self.client_options)
         if self.client is not None and self.base_url is not None:
@@ -278,17 +280,19 @@ class EndpointConfig(BaseModel):
             ),
         )
 
-    def is_of(self, settings: ModelSettings) -> bool:
+    def is_endpoint_of(self, settings: ModelSettings) -> bool:
         """Whether calls of a model count against the limits of this entry."""
-        own = self.to_endpoint()
+        endpoint = self.to_endpoint()
         if self.client is not None:
-            return (own.connection, own.key_env) == (settings.connection, settings.key_env)
-        return endpoint_id(own.base_url, own.key_env, own.connection) == settings.endpoint
+            is_same_client = endpoint.connection == settings.connection
+            return is_same_client and endpoint.key_env == settings.key_env
+        own_id = endpoint_id(endpoint.base_url, endpoint.key_env, endpoint.connection)
+        return own_id == settings.endpoint
 
     def meaning(self) -> dict[str, Any]:
         """The options that affect the data, JSON-ready."""
         api = self._api or (self.provider_row.api if self.provider_row else None)
-        return {"api": api, **{name: getattr(self, name) for name in _OF_MODELS}}
+        return {"api": api, **{name: getattr(self, name) for name in _MODEL_OPTIONS}}
 
     @property
     def url(self) -> str | None:
@@ -297,7 +301,7 @@ class EndpointConfig(BaseModel):
 
     @property
     def provider_row(self) -> Provider | None:
-        """The row of the table that it is an endpoint of."""
+        """The known provider of the endpoint; None for a server of the user's own."""
         return PROVIDERS.get(self.client) if self.client else provider_at(self.url or "")
 
     @property

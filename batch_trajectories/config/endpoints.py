@@ -78,15 +78,15 @@ class PriceConfig(BaseModel):
     cache_read: Dollars | None = None
     """Input read from the provider's cache."""
     cache_write: Dollars | None = None
-    """Input written to it."""
+    """Input written to the cache."""
 
     def to_price(self) -> Price:
-        """For `ModelSettings`."""
+        """The price in the form of `ModelSettings`."""
         return Price(
-            self.input,
-            self.output,
-            self.input if self.cache_read is None else self.cache_read,
-            self.input if self.cache_write is None else self.cache_write,
+            input=self.input,
+            output=self.output,
+            cache_read=self.input if self.cache_read is None else self.cache_read,
+            cache_write=self.input if self.cache_write is None else self.cache_write,
         )
 
 
@@ -94,11 +94,11 @@ Prices = Mapping[str, PriceConfig]
 
 
 def to_prices(prices: Prices) -> dict[str, Price]:
-    """For `ModelSettings`, by the names that the user gave."""
+    """The prices in the form of `ModelSettings`, by the names that the user gave."""
     return {name: price.to_price() for name, price in prices.items()}
 
 
-_WORDS = frozenset(
+_SECRET_WORDS = frozenset(
     {
         "apikey",
         "auth",
@@ -119,7 +119,7 @@ _WORDS = frozenset(
 )
 """Words of names whose values are credentials."""
 
-_ABOUT = frozenset(
+_LOCATION_WORDS = frozenset(
     {
         "endpoint",
         "env",
@@ -138,26 +138,26 @@ _ABOUT = frozenset(
         "version",
     }
 )
-"""Last words of names that say where a credential is, such as `token_file`."""
+"""Last words of names that tell where a credential is, such as `token_file`."""
 
-_PREFIX = (
+_KEY_START = (
     r"(?:^|[\s=:/\"'])(?:sk-|sk_|pk-|gsk_|xai-|hf_|nvapi-|csk-|fw_|ghp_|github_pat_|glpat-|AIza|ya29\."
     r"|AKIA|ASIA|ABSK|eyJ[A-Za-z0-9_-]{10,}\.|Bearer\s+\S|Basic\s+\S)"
 )
-"""How the keys of known providers begin, a JSON web token, and the two usual schemes."""
+"""Beginnings of known providers' keys, of a JSON web token, and the two usual schemes."""
 
 _LONG_WORD = r"[A-Za-z0-9+/_]{28,}"
 
 
-def names_secret(name: str) -> bool:
-    """Whether what has this name is a credential, such as `api-key` or `aws_secret_key`."""
+def is_secret_name(name: str) -> bool:
+    """Whether a value with this name is a credential, such as `api-key` or `aws_secret_key`."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower())
-    return words[-1] not in _ABOUT and not _WORDS.isdisjoint(words)
+    return words[-1] not in _LOCATION_WORDS and not _SECRET_WORDS.isdisjoint(words)
 
 
 def is_secret(value: str) -> bool:
     """Whether a text looks like a credential: it begins like one, or is long and random."""
-    if re.search(_PREFIX, value):
+    if re.search(_KEY_START, value):
         return True
     return any(
         re.search(r"\d", word) and re.search(r"[a-z]", word) and re.search(r"[A-Z]", word)
@@ -182,11 +182,11 @@ class Cost:
         return Cost(self.usd - other.usd, self.tokens - other.tokens)
 
     def covers(self, other: Cost) -> bool:
-        """Whether `other` can be paid from this."""
+        """Whether this is enough to pay `other`."""
         return self.usd >= other.usd and self.tokens >= other.tokens
 
     def to_json(self) -> list[float]:
-        """For a message."""
+        """The amounts as a list, for a message between processes."""
         return [self.usd, self.tokens]
 
 

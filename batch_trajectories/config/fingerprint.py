@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 EARLIER_DEFAULTS: Mapping[str, Any] = {"expected_match": "exact", "expected_attempts": 3}
-"""What runs of versions without `expected_match` go on with: the defaults of that time."""
+"""Options of runs by versions without `expected_match`: the defaults of that time."""
 
 
 def meaning_of(config: RunConfig) -> dict[str, Any]:
@@ -62,22 +62,24 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
 
 
 def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
-    """A stored config or fingerprint with the names of options and models of today.
+    """Update the names of options and models in a stored config or fingerprint.
 
-    Earlier versions took models without a provider for those of OpenRouter where no base URL was
+    In earlier versions, a model without a provider was one of OpenRouter, unless a base URL was
     given.
     """
     renamed = with_todays_names(values, is_stored=True)
     if renamed.get("models"):
         renamed.pop("model", None)  # a default that was not used
     if base_url is None and isinstance(renamed.get("models"), dict):
-        renamed["models"] = {_full(name): weight for name, weight in renamed["models"].items()}
+        renamed["models"] = {
+            _add_provider(name): weight for name, weight in renamed["models"].items()
+        }
     elif base_url is None and renamed.get("model"):
-        renamed["model"] = _full(renamed["model"])
+        renamed["model"] = _add_provider(renamed["model"])
     return renamed
 
 
-def _full(model: str) -> str:
+def _add_provider(model: str) -> str:
     prefix, colon, _ = model.partition(":")
     is_full = model == SCRIPTED or (colon and "/" not in prefix)
     return model if is_full else f"openrouter:{model}"
@@ -95,16 +97,16 @@ def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint with the defaults of options that its version did not have.
+    """Add to a fingerprint the defaults of options that its version did not have.
 
-    This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
-    for the data only in earlier versions. Compare fingerprints only in this form: a run of an
+    This also adds defaults to objects inside it, such as a subagent, and removes options that only
+    earlier versions counted. Compare fingerprints only in this form: a run of an
     earlier version must not differ by a new option. For stored ones, see `stored_meaning`.
     """
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
     given = {"endpoints": {}, **FIXED, **_defaults(fields), **meaning}
     whole = {
-        name: _completed(value, fields[name].annotation) if name in fields else value
+        name: _fill_missing(value, fields[name].annotation) if name in fields else value
         for name, value in given.items()
     }
     if whole["agent"] is not None:
@@ -124,23 +126,23 @@ def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     }
 
 
-def _completed(value: Any, annotation: Any) -> Any:
-    """A JSON value with the defaults of the models that its type names."""
+def _fill_missing(value: Any, annotation: Any) -> Any:
+    """Add to a JSON value the defaults of the pydantic models that its type names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not isinstance(value, dict):
             return value
         fields = annotation.model_fields
         return {
-            name: _completed(item, fields[name].annotation) if name in fields else item
+            name: _fill_missing(item, fields[name].annotation) if name in fields else item
             for name, item in (_defaults(fields) | value).items()
         }
     parts = get_args(annotation)
     if get_origin(annotation) is dict and isinstance(value, dict):
-        return {name: _completed(item, parts[1]) for name, item in value.items()}
+        return {name: _fill_missing(item, parts[1]) for name, item in value.items()}
     if get_origin(annotation) is tuple and isinstance(value, list):
-        return [_completed(item, parts[0]) for item in value]
+        return [_fill_missing(item, parts[0]) for item in value]
     for part in parts:
-        value = _completed(value, part)
+        value = _fill_missing(value, part)
     return value
 
 

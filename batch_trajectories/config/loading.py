@@ -63,7 +63,7 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
 
 
 def _is_path(value: Any) -> TypeGuard[str]:
-    """Whether the value of an input is a path of this machine, not its content or elsewhere."""
+    """Whether the value of an input is a path of this machine, not content or a URL."""
     is_elsewhere = ("[", HUB_PREFIX)
     return (
         isinstance(value, str) and not is_url(value) and not value.lstrip().startswith(is_elsewhere)
@@ -102,37 +102,37 @@ def _read_config(path: Path) -> dict[str, Any]:
         if _is_path(loaded.get(key)):
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
-        loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
+        loaded["tools"] = [_resolve_tool(place, path.parent) for place in _to_list(loaded["tools"])]
     if "reward" in loaded:
-        loaded["reward"] = [place_beside(one, path.parent) for one in _listed(loaded["reward"])]
+        loaded["reward"] = [place_beside(one, path.parent) for one in _to_list(loaded["reward"])]
     if "approve" in loaded:
         loaded["approve"] = place_beside(loaded["approve"], path.parent)
     for key in ("distribution", "rows", "agent"):
         if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
             loaded[key] = str(path.parent / loaded[key])
     if isinstance(agent := loaded.get("agent"), dict):
-        from batch_trajectories.config.agents import with_programs  # few runs have agents
+        from batch_trajectories.config.agents import resolve_programs  # few runs have agents
 
-        loaded["agent"] = with_programs(agent, path.parent)
+        loaded["agent"] = resolve_programs(agent, path.parent)
     return loaded
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     value = split_commas(value)
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _place(place: Any, directory: Path) -> Any:
-    """A place of tools, with the path of a file relative to the config file's directory."""
+def _resolve_tool(place: Any, directory: Path) -> Any:
+    """Find the file of FILE.py:ATTRIBUTE relative to the config file's directory."""
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     return str(directory / place) if file.endswith(".py") else place
 
 
 def place_in(file: Path, keys: Sequence[str]) -> str:
-    """A YAML file that was read, and the line where the value at these keys begins."""
-    from batch_trajectories.basics.yaml_file import line_of  # which has read this file
+    """FILE:LINE of the value at these keys in a YAML file; only FILE if the keys are missing."""
+    from batch_trajectories.basics.yaml_file import find_line  # which has read this file
 
-    line = line_of(file, keys)
+    line = find_line(file, keys)
     return str(file) if line is None else f"{file}:{line}"
 
 

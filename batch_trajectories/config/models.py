@@ -1,4 +1,4 @@
-"""The models that a run calls, which of them a task draws, and the limits and budget of calls."""
+"""The models that a run calls: set-up, the choice for each task, limits and budget of calls."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     """
     limits = {}
     for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
-        named = [entry for entry in config.endpoints.values() if entry.is_of(settings)]
+        entries = [entry for entry in config.endpoints.values() if entry.is_endpoint_of(settings)]
         ceiling = config.conversations
-        in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
+        in_flight = _tightest((entry.max_in_flight for entry in entries), config.max_in_flight)
         if in_flight is not None:
             ceiling = min(ceiling, int(in_flight))
-        rpm = _tightest((entry.rpm for entry in named), config.rpm)
+        rpm = _tightest((entry.rpm for entry in entries), config.rpm)
         if (several := settings.connection.replication) is not None:
             count = len(several.urls)
             if several.max_in_flight is not None:
@@ -81,27 +81,27 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
             start=min(config.start_in_flight, ceiling),
             ceiling=ceiling,
             rpm=rpm,
-            tpm=_tightest((entry.tpm for entry in named), config.tpm),
+            tpm=_tightest((entry.tpm for entry in entries), config.tpm),
         )
     return limits
 
 
 def budget_of(config: RunConfig) -> Cost | None:
-    """What the run may spend, None if it has no budget."""
+    """The budget of the run; None if it has none."""
     if config.max_run_cost_usd is None and config.max_run_tokens is None:
         return None
     return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
 def settings_of(config: RunConfig, name: str) -> ModelSettings:
-    """How a model is called that the user would write as `name`.
+    """The settings of calls of the model that a user writes as `name`.
 
     Raises `ValueError`: among others `UnknownModel`, and `MissingKey`.
     """
     settings = resolve_model(
         name,
         base_url=config.base_url,
-        api=config.api or _api_of_agent(config),
+        api=config.api or _agent_api(config),
         key_env=config.key_env,
         endpoints=_endpoints(config),
         prices=to_prices(config.prices),
@@ -124,7 +124,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
 
 
 def price_of(config: RunConfig, name: str) -> Price | None:
-    """What a model costs that the user would write as `name`; None if it is unknown.
+    """The price of the model that a user writes as `name`; None if it is unknown.
 
     No key is needed.
     """
@@ -147,20 +147,20 @@ def price_of(config: RunConfig, name: str) -> Price | None:
 
 
 def beside(config: RunConfig, name: str) -> dict[str, Any]:
-    """The options `model`, `base_url`, `api` and `key_env` of a model beside those of a run.
+    """The options `model`, `base_url`, `api` and `key_env` of a further model, such as a judge.
 
-    Without a provider, or with that of the run's first model, it is asked at the run's endpoint.
+    A model without a provider, or with that of the run's first model, uses the run's endpoint.
     """
-    own, colon, _ = next(iter(config.model_weights())).partition(":")
-    own = own if colon and "/" not in own else ""
+    run_prefix, colon, _ = next(iter(config.model_weights())).partition(":")
+    run_prefix = run_prefix if colon and "/" not in run_prefix else ""
     prefix, colon, _ = name.partition(":")
     there = {key: getattr(config, key) for key in ("base_url", "api", "key_env")}
     is_elsewhere = colon and (prefix in config.endpoints or holds_at(prefix, config.base_url))
-    if name == SCRIPTED or (is_elsewhere and prefix != own):
+    if name == SCRIPTED or (is_elsewhere and prefix != run_prefix):
         return {"model": name}
-    if not is_elsewhere and config.base_url is None and own:
-        name = f"{own}:{name}"
-    return {"model": name, **({} if own in config.endpoints else there)}
+    if not is_elsewhere and config.base_url is None and run_prefix:
+        name = f"{run_prefix}:{name}"
+    return {"model": name, **({} if run_prefix in config.endpoints else there)}
 
 
 def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
@@ -184,8 +184,8 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
     return replace(setup, aliases=_aliases(config.agent, settings, endpoints))
 
 
-def _api_of_agent(config: RunConfig) -> Api | None:
-    """The API of a server of the user's own, which nothing but the agent says."""
+def _agent_api(config: RunConfig) -> Api | None:
+    """The API of the user's own server, which follows from the agent; None for known providers."""
     if config.agent is None or config.base_url is None or provider_at(config.base_url):
         return None
     return config.agent.speaks[0]
@@ -279,7 +279,7 @@ def _check_replicas(config: RunConfig, setups: Setups) -> None:
 
 
 def check_token_ids(config: RunConfig, setups: Setups) -> None:
-    """Raise `ValueError` for `--token_ids` where no model is called by an API that has them."""
+    """Raise `ValueError` for `--token_ids` if no model is called by an API that has them."""
     apis = {setup.settings.api for setup in setups.values()}
     if config.token_ids and "openai_chat" not in apis:
         raise ValueError(
@@ -288,40 +288,40 @@ def check_token_ids(config: RunConfig, setups: Setups) -> None:
         )
 
 
-def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:
-    """The lowest limit that an endpoint's entries set; that of the run if they set none."""
-    return min((value for value in own if value is not None), default=of_run)
+def _tightest(limits: Iterable[float | None], run_limit: float | None) -> float | None:
+    """The lowest limit of an endpoint's entries; the run's limit if they set none."""
+    return min((value for value in limits if value is not None), default=run_limit)
 
 
 def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
-    """The model and toolsets of a task; what is drawn depends on the seed and the task's id."""
-    setup = setups[_model_of(config, task)]
+    """The model and toolsets of a task; draws depend on the seed and the id of the task."""
+    setup = setups[_choose_model(config, task)]
     distribution = config.toolset_percentages()
     if distribution is None:
         return setup
     from toolsets.catalog.distributions import draw_toolsets
 
     # Disabled toolsets are not in `setup` and cannot be drawn.
-    left = {name: distribution[name] for name in setup.names()}
-    drawn_as = f"{config.seed}/{_drawn_as(config, task)}"
-    return setup.only(draw_toolsets(left, drawn_as) if left else ())
+    enabled = {name: distribution[name] for name in setup.names()}
+    drawn_as = f"{config.seed}/{_draw_id(config, task)}"
+    return setup.only(draw_toolsets(enabled, drawn_as) if enabled else ())
 
 
-def _model_of(config: RunConfig, task: Task) -> str:
-    """That of the cascade, else the row's own, else one drawn by weight."""
+def _choose_model(config: RunConfig, task: Task) -> str:
+    """Choose the model of a task: the cascade's, else the row's own, else one drawn by weight."""
     if config.escalate_after is not None:
         return task.model or next(iter(config.model_weights()))
     weights = config.model_weights()
     if len(weights) == 1:
         return next(iter(weights))
-    own = task.columns.get(MODEL_COLUMN)
-    if isinstance(own, str):
-        return own
-    draw = random.Random(f"{config.seed}/{_drawn_as(config, task)}/model")
+    row_model = task.columns.get(MODEL_COLUMN)
+    if isinstance(row_model, str):
+        return row_model
+    draw = random.Random(f"{config.seed}/{_draw_id(config, task)}/model")
     names = sorted(weights)
     return draw.choices(names, [weights[name] for name in names])[0]
 
 
-def _drawn_as(config: RunConfig, task: Task) -> str:
-    """The id that a task draws with; a branch uses its parent's, to draw the same."""
+def _draw_id(config: RunConfig, task: Task) -> str:
+    """The id that decides what a task draws; a branch has its parent's, to draw the same."""
     return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

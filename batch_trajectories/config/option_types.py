@@ -45,19 +45,19 @@ StopIf = Annotated[Names, AfterValidator(check_stop_rules)]
 LocalPath = Annotated[Path, BeforeValidator(local_path)]
 
 
-def shared_place(value: str) -> str:
-    """Return a URL as of `bucket_url`, or the absolute path of a directory. Raises `ValueError`."""
+def url_or_absolute_path(value: str) -> str:
+    """Check a URL as `bucket_url` does, or make a path absolute. Raises `ValueError`."""
     return bucket_url(value) if is_url(value) else str(Path(value).absolute())
 
 
-def named(value: Any) -> Any:
+def refuse_empty(value: Any) -> Any:
     """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
     if value == "":
         raise ValueError("must not be empty")
     return value
 
 
-Place = Annotated[Path, BeforeValidator(named), AfterValidator(place_of)]
+Place = Annotated[Path, BeforeValidator(refuse_empty), AfterValidator(place_of)]
 """A path of this machine, or the URL of a bucket."""
 
 
@@ -96,7 +96,7 @@ def parse_columns(value: Any) -> Any:
 
 
 _NAME_CHARS, _NAME_BYTES = 120, 200
-"""File systems allow 255 bytes, of which the ends of our names of files take up to 50."""
+"""Limits of a run's name. File systems allow 255 bytes, and our suffixes take up to 50."""
 
 
 def plain_name(value: str) -> str:
@@ -135,7 +135,7 @@ def _assignments(value: Any, form: str) -> Any:
     return assignments
 
 
-# Options that few runs have: what reads them is imported where one is given.
+# Options that few runs have: their readers are imported only if one is given.
 
 
 def _read_agent(value: Any) -> CommandAgent | None:

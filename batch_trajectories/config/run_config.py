@@ -47,7 +47,7 @@ from batch_trajectories.config.option_types import (
     parse_resources,
     plain_name,
     running,
-    shared_place,
+    url_or_absolute_path,
 )
 from batch_trajectories.dataset.row import ColumnUse, RowRules
 from batch_trajectories.dataset.shards import plain_shard
@@ -331,7 +331,7 @@ class RunConfig(AgentOptions):
     max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
     rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
     tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
-    shared_limits: Annotated[str, AfterValidator(shared_place)] | None = running(
+    shared_limits: Annotated[str, AfterValidator(url_or_absolute_path)] | None = running(
         None, "Directory or URL by which runs share rpm, tpm and budgets (docs/scale.md)."
     )
     start_in_flight: PositiveInt = running(
@@ -371,7 +371,7 @@ class RunConfig(AgentOptions):
     log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
 
     @model_validator(mode="after")
-    def _has_images(self) -> Self:
+    def _check_image_options(self) -> Self:
         if not self.is_inside:
             if self.images is not None or self.workdir is not None:
                 name = "workdir" if self.images is None else "images"
@@ -382,7 +382,7 @@ class RunConfig(AgentOptions):
         return self
 
     def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
-        """What sandboxes are to know, with the image of a row in the place of the run's."""
+        """The settings of sandboxes; `image` is that of a row, in place of the run's."""
         return SandboxSettings(
             image=image or self.docker_image,
             engine=self.container_engine,
@@ -393,7 +393,7 @@ class RunConfig(AgentOptions):
 
     @property
     def is_inside(self) -> bool:
-        """The workspace is a directory of an image."""
+        """Whether the workspace is a directory of an image."""
         return self.workspace == "image"
 
     @property
@@ -412,8 +412,8 @@ class RunConfig(AgentOptions):
             raise ConfigError(str(error)) from error
 
     @model_validator(mode="after")
-    def _stops_in_time(self) -> Self:
-        """The options of samples that depend on others; a cascade gives them their defaults."""
+    def _check_samples(self) -> Self:
+        """Check options of samples that depend on each other; set the defaults of a cascade."""
         is_list = isinstance(self.models, tuple)
         if is_list != (self.escalate_after is not None):
             raise ValueError(
@@ -453,20 +453,20 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_options_of_rows(cls, values: Any) -> Any:
-        """Options that the rows file needs, unless they are given."""
+    def _add_row_options(cls, values: Any) -> Any:
+        """Add the options that the rows file sets, unless they are given."""
         name = values.get("rows") if isinstance(values, dict) else None
         if not isinstance(name, str) or not name:
             return values
         from batch_trajectories.dataset.rows_file import OPTIONS, load_rows_file
 
         if values.keys() >= {*OPTIONS}:
-            return values  # those of a run on disk, whose rows file may be gone
+            return values  # a stored config, whose rows file may be gone
         return {**load_rows_file(name).options, **values}
 
     @model_validator(mode="before")
     @classmethod
-    def _has_limits_of_agents(cls, values: Any) -> Any:
+    def _add_agent_defaults(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("agent") is None:
             return values
         from batch_trajectories.config.agents import DEFAULTS
@@ -474,23 +474,23 @@ class RunConfig(AgentOptions):
         return {**DEFAULTS, **values}
 
     @model_validator(mode="after")
-    def _has_one_name_per_model(self) -> RunConfig:
-        """`openai/NAME` becomes `openai:NAME`, for the fingerprint, prices and rows."""
+    def _normalize_model_names(self) -> RunConfig:
+        """Write `openai/NAME` as `openai:NAME`, for the fingerprint, prices and rows."""
         if self.base_url is None:
-            own, models = self.endpoints, self.models
+            endpoints, models = self.endpoints, self.models
             if isinstance(models, dict):
-                models = {with_colon(name, own): models[name] for name in models}
+                models = {with_colon(name, endpoints): models[name] for name in models}
             elif models:
-                models = tuple(with_colon(name, own) for name in models)
+                models = tuple(with_colon(name, endpoints) for name in models)
             self.__dict__.update(
-                model=with_colon(self.model, own),
+                model=with_colon(self.model, endpoints),
                 models=models,
-                prices={with_colon(name, own): price for name, price in self.prices.items()},
+                prices={with_colon(name, endpoints): price for name, price in self.prices.items()},
             )
         return self
 
     @model_validator(mode="after")
-    def _goes_with_its_agent(self) -> RunConfig:
+    def _check_agent_options(self) -> RunConfig:
         if self.agent is not None:
             from batch_trajectories.config.agents import check_options
 
@@ -504,7 +504,7 @@ class RunConfig(AgentOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _holds_text(cls, values: Any) -> Any:
+    def _check_text(cls, values: Any) -> Any:
         for key, value in values.items() if isinstance(values, dict) else ():
             if not is_text(value):
                 raise ValueError(
@@ -513,7 +513,7 @@ class RunConfig(AgentOptions):
         return values
 
     @model_validator(mode="after")
-    def _selects_once(self) -> RunConfig:
+    def _check_selections(self) -> RunConfig:
         if self.models is not None and self.model:
             raise ValueError("model and models both name the model; give one of them")
         if isinstance(self.models, dict) and not any(self.models.values()):
@@ -572,7 +572,7 @@ class RunConfig(AgentOptions):
     def row_rules(
         self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
     ) -> RowRules:
-        """How to read the rows of the dataset, for a model of this API."""
+        """The rules to read the rows of the dataset, for a model of this API."""
         return RowRules(
             system_prompt=self.system_prompt,
             options=self.agent_options,
@@ -599,8 +599,8 @@ class RunConfig(AgentOptions):
     def model_prefixes(self) -> set[str]:
         """The prefixes of all model names, before the colon."""
         user = () if self.simulated_user is None else (self.simulated_user,)
-        own = (agent.model or "" for agent in (*self.subagents, *user))
-        names = [*self.model_weights(), *own]
+        agent_models = (agent.model or "" for agent in (*self.subagents, *user))
+        names = [*self.model_weights(), *agent_models]
         return {name.partition(":")[0] for name in names}
 
     def _script_use(self, api: str) -> ColumnUse:
@@ -638,7 +638,7 @@ class RunConfig(AgentOptions):
 def _load_distribution(
     name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
 ) -> Distribution:
-    """Cached because every task needs it; imports here keep `--help` fast."""
+    """Load a distribution. Cached because every task needs it; imports here keep `--help` fast."""
     from toolsets.catalog.custom import load_own
     from toolsets.catalog.distributions import load_distribution
     from toolsets.catalog.registry import Toolset, catalog

@@ -1,4 +1,4 @@
-"""The sandboxes that a run's options ask for, on the machine that this runs on."""
+"""The sandboxes that the options of a run name, on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def image_sandboxes(config: RunConfig) -> ImageSandboxes:
-    """How the conversations of a run work in images; raises `SandboxError` if they cannot."""
+    """Sandboxes in which conversations work in images. Raises `SandboxError` if there are none."""
     if (made := _in_images(config)) is None:
         raise SandboxError(
             f"sandbox {config.sandbox}: it cannot work in images; use --sandbox=bwrap or docker, "
@@ -29,7 +29,7 @@ def image_sandboxes(config: RunConfig) -> ImageSandboxes:
 
 
 def problem_of_sandbox(config: RunConfig) -> str | None:
-    """Why the sandbox of a run does not work here, and what to do; None where it does."""
+    """The reason why the sandbox of a run does not work here, with advice; None if it works."""
     try:
         if config.agent is not None and not sandbox_kind(config.sandbox).takes_extras:
             return f"sandbox {config.sandbox}: {NO_AGENTS}"
@@ -41,24 +41,27 @@ def problem_of_sandbox(config: RunConfig) -> str | None:
 
 
 def warning_of_sandbox(config: RunConfig) -> str | None:
-    """What makes the images of a run slow here; None if nothing does, or it uses none."""
+    """A warning that the images of a run are slow here; None if they are not, or not used."""
     made = _in_images(config) if config.uses_images else None
     return None if made is None else made.warning()
 
 
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
-    """The digests of those images that are others now than `known`; missing ones do not count."""
+    """Digests of the images that have changed since `known`; missing images are left out."""
     digests = _digests(config, known) if known else {}
     return {name: digest for name, digest in digests.items() if digest != known[name]}
 
 
 def image_digest(config: RunConfig, reference: str) -> str | None:
-    """The digest of an image that conversations use; None where it is not there or has no name."""
+    """The digest of an image; None if the image is missing, or conversations use no images."""
     return _digests(config, [reference]).get(reference)
 
 
 def replaced_during_run(known: dict[str, str], reference: str, digest: str) -> str | None:
-    """Why an image cannot be used that is not the `known` one; else it is known from now on."""
+    """Refuse an image whose digest is not the known one; add the digest of a new image.
+
+    Returns the reason to refuse the image; None if it can be used.
+    """
     before = known.setdefault(reference, digest)
     if before == digest:
         return None

@@ -55,7 +55,7 @@ def with_listed_servers(config: RunConfig) -> RunConfig:
 def _is_wanted(name: str, config: RunConfig) -> bool:
     """Whether any conversation or subagent may be offered this toolset."""
     selected = config.selected_toolsets()
-    named = {*(ALL if selected is None else selected)}
+    names = {*(ALL if selected is None else selected)}
     for subagent in config.subagents:
-        named.update(subagent.enabled_toolsets)
-    return name not in config.disabled_toolsets and not named.isdisjoint((name, *ALL))
+        names.update(subagent.enabled_toolsets)
+    return name not in config.disabled_toolsets and not names.isdisjoint((name, *ALL))

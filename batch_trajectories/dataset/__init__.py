@@ -1,1 +1,1 @@
-"""From what a user names as a dataset to rows, and from rows to tasks."""
+"""Reads the dataset that a user names: its rows, and the tasks that they become."""

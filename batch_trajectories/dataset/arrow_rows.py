@@ -2,9 +2,9 @@
 
 Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
 and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out. Values of Arrow's
-type for JSON (`arrow.json`, and Parquet's logical type) are what their text says, at any depth:
-`datasets` stores columns of mixed JSON that way. In these, null stays null. A row in which such a
-text is no JSON is a line that says so, as a torn line of JSONL is: the others are read.
+type for JSON (`arrow.json`, and Parquet's logical type) are parsed, at any depth: `datasets`
+stores columns of mixed JSON that way. In these, null stays null. If such a text is not JSON, a line
+with the reason stands for the row; the other rows are read.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256
 """Maximum rows of a batch; large rows come in smaller ones."""
 
-_PIECE_BYTES = 16 << 20
+_SLICE_BYTES = 16 << 20
 
 _READ_BYTES = 1 << 20
-"""Of a column at a time. By default pyarrow reads all of it in a row group, which may be a file."""
+"""Bytes read of a column at a time. By default pyarrow reads a whole row group."""
 
 _ABSENT = object()
 
 
 class _NotJson(str):
-    """Why a value whose type is JSON is none."""
+    """The reason why a value whose type is JSON cannot be parsed."""
 
     __slots__ = ()
 
 
 def parquet_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Read the rows of a Parquet file. See `rows_of`. Raises `DatasetError`."""
+    """Read the rows of a Parquet file. See `table_rows`. Raises `DatasetError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, buffer_size=_READ_BYTES) as file:
-            yield from rows_of(_batches_of(file), str(path), left_out)
+            yield from table_rows(_batches_of(file), str(path), left_out)
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"{path}: cannot read it as Parquet: {error}") from error
 
@@ -62,14 +62,14 @@ def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
 
 
 def rows_per_batch(row_bytes: int) -> int:
-    """How many rows of this size make a batch."""
-    return max(1, min(BATCH_ROWS, _PIECE_BYTES // max(1, row_bytes)))
+    """Number of rows of this size in a batch."""
+    return max(1, min(BATCH_ROWS, _SLICE_BYTES // max(1, row_bytes)))
 
 
-def rows_of(
+def table_rows(
     tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
 ) -> Iterator[bytes | dict[str, Any]]:
-    """The rows of tables, as what JSON can hold; one that cannot be read begins with `DAMAGED`.
+    """Yield the rows of tables as JSON objects, or for a damaged row a line with `DAMAGED`.
 
     Adds the names of columns with bytes to `left_out`. Raises `DatasetError`, which names `place`
     and the column.
@@ -77,38 +77,40 @@ def rows_of(
     schema = None
     names: dict[int, str] = {}
     done = 0
-    for table in chain.from_iterable(map(_pieces, tables)):
+    for table in chain.from_iterable(map(_slices, tables)):
         if table.schema != schema:
             schema = table.schema
             for name in schema.names:
                 if schema.names.count(name) > 1:
                     raise DatasetError(f"{place}: two columns have the name {name!r}")
-            left_out.update(name for field in schema for name in _bytes_in(field.type, field.name))
+            left_out.update(
+                name for field in schema for name in _byte_columns(field.type, field.name)
+            )
             names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
         columns = [
             _values(table.column(n), f"{place}: column {name!r}", done + 1)
             for n, name in names.items()
         ]
         for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
-            named = {
+            members = {
                 name: cell
                 for name, cell in zip(names.values(), cells, strict=True)
                 if cell is not _ABSENT
             }
-            wrong = next((name for name, cell in named.items() if type(cell) is _NotJson), None)
-            yield named if wrong is None else _damaged(wrong, named[wrong])
+            damaged = next((name for name, cell in members.items() if type(cell) is _NotJson), None)
+            yield members if damaged is None else _damaged_line(damaged, members[damaged])
         done += table.num_rows
 
 
-def _pieces(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBatch]:
-    """Slices of at most `_PIECE_BYTES`, or single rows: all rows as objects could fill memory."""
-    rows = max(1, table.num_rows * _PIECE_BYTES // max(1, table.nbytes))
+def _slices(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBatch]:
+    """Slices of at most `_SLICE_BYTES`, or single rows: all rows as objects could fill memory."""
+    rows = max(1, table.num_rows * _SLICE_BYTES // max(1, table.nbytes))
     for first in range(0, table.num_rows, rows):
         yield table.slice(first, rows)
 
 
-def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
-    """The names of what holds bytes in a column, as `image.bytes`."""
+def _byte_columns(kind: pa.DataType, name: str) -> Iterator[str]:
+    """Yield the names of the parts of a column that hold bytes, such as `image.bytes`."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -118,7 +120,7 @@ def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
     for n in range(kind.num_fields):
         field = kind.field(n)
         inner = f"{name}.{field.name}" if pa.types.is_struct(kind) else name
-        yield from _bytes_in(field.type, inner)
+        yield from _byte_columns(field.type, inner)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -149,44 +151,46 @@ def _values(column: pa.Array | pa.ChunkedArray, place: str, first: int) -> list[
     return values
 
 
-def _damaged(column: str, why: str) -> bytes:
+def _damaged_line(column: str, why: str) -> bytes:
     """The line that stands for a row with a torn value."""
     reason = f"column {column!r}: its type is JSON, but its text is not: {why}"
     return DAMAGED + " ".join(reason.split()).encode()
 
 
 def _json_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What makes a value of this type plain; None if it holds no JSON, so that `_plain` does."""
+    """The function that reads values of a type that contains JSON; None for other types."""
     import pyarrow as pa
 
     if isinstance(kind, pa.JsonType):
-        return _parsed
+        return _parse_json
     if isinstance(kind, pa.BaseExtensionType):
         return _json_reader(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return _json_reader(kind.value_type)
     if pa.types.is_map(kind):
-        of_item = _json_reader(kind.item_type)
-        return None if of_item is None else lambda value: _object(value, {}, of_item)
+        read_item = _json_reader(kind.item_type)
+        return None if read_item is None else lambda value: _plain_object(value, {}, read_item)
     if pa.types.is_struct(kind):
-        named = (
+        readers = (
             (field.name, _json_reader(field.type))
             for field in map(kind.field, range(kind.num_fields))
         )
-        of_members = {name: read for name, read in named if read is not None}
-        return (lambda value: _object(value, of_members, _plain)) if of_members else None
+        member_readers = {name: read for name, read in readers if read is not None}
+        if not member_readers:
+            return None
+        return lambda value: _plain_object(value, member_readers, _plain)
     if kind.num_fields == 1:  # all kinds of lists
-        of_element = _json_reader(kind.field(0).type)
-        return None if of_element is None else lambda value: _list(value, of_element)
+        read_element = _json_reader(kind.field(0).type)
+        return None if read_element is None else lambda value: _plain_list(value, read_element)
     return None
 
 
-def _parsed(value: str | None) -> Any:
+def _parse_json(value: str | None) -> Any:
     parsed = None if value is None else exact_json.loads(value)
     return _ABSENT if parsed is None else parsed
 
 
-def _object(
+def _plain_object(
     value: Any, members: dict[str, Callable[[Any], Any]], other: Callable[[Any], Any]
 ) -> Any:
     """An object, whose members with these names are read by functions of their own."""
@@ -196,7 +200,7 @@ def _object(
     return {name: member for name, member in plain if member is not _ABSENT}
 
 
-def _list(value: Any, read: Callable[[Any], Any]) -> Any:
+def _plain_list(value: Any, read: Callable[[Any], Any]) -> Any:
     if value is None:
         return _ABSENT
     return [None if item is _ABSENT else item for item in map(read, value)]
@@ -211,9 +215,9 @@ def _plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else _ABSENT
         case dict():
-            return _object(value, {}, _plain)
+            return _plain_object(value, {}, _plain)
         case list():
-            return _list(value, _plain)
+            return _plain_list(value, _plain)
         case datetime.datetime() | datetime.date() | datetime.time():
             return value.isoformat()
         case _:

@@ -1,7 +1,8 @@
-"""Which programs of the workspace the command of a check runs.
+"""Finds programs of the workspace that the command of a check runs.
 
-The model can write whatever is in the workspace, and a check that runs a program from there judges
-by what the model wrote. Only what a command says is looked at: `check_tasks` tries the rest.
+The model can write any file of the workspace. A check that runs a program from there trusts a
+program that the model may have written. Only the text of the command is examined; `check_tasks`
+tests the rest.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_ENDS_OF_COMMANDS = re.compile(r"&&|\|\||[;|&\n(){}`]")
+_COMMAND_ENDS = re.compile(r"&&|\|\||[;|&\n(){}`]")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _WRAPPERS = frozenset({"!", "command", "env", "exec", "if", "nice", "sudo", "then", "time"})
-_WITH_A_NUMBER = frozenset({"timeout"})
+_NUMBER_WRAPPERS = frozenset({"timeout"})
 _INTERPRETERS = re.compile(r"(\.|source|(ba|da|k|z)?sh|python[\d.]*|node|perl|ruby|deno|bun)")
-_HERE = re.compile(r"\$PWD|\$\(pwd\)|(^|:)[^/$:~]")
+_WORKSPACE_IN_PATH = re.compile(r"\$PWD|\$\(pwd\)|(^|:)[^/$:~]")
 """A directory of the workspace in a value of PATH."""
-_RULES: Mapping[str, tuple[str, ...]] = {
+_RULE_FILES: Mapping[str, tuple[str, ...]] = {
     "make": ("GNUmakefile", "makefile", "Makefile"),
     "npm": ("package.json",),
     "pnpm": ("package.json",),
@@ -27,7 +28,7 @@ _RULES: Mapping[str, tuple[str, ...]] = {
     "tox": ("tox.ini", "pyproject.toml", "setup.cfg"),
     "nox": ("noxfile.py",),
 }
-"""What these programs run is said by one of these files."""
+"""Programs that run what one of these files says."""
 
 
 def programs_of_workspace(check: Any) -> list[str]:
@@ -39,11 +40,11 @@ def programs_of_workspace(check: Any) -> list[str]:
     command = check.get("command") if isinstance(check, Mapping) else check
     if not isinstance(command, str) or place == "fresh" or _has_image(check):
         return []
-    brought = check.get("files") if isinstance(check, Mapping) else None
-    files = [posixpath.normpath(str(path)) for path in brought or ()]
+    own_files = check.get("files") if isinstance(check, Mapping) else None
+    files = [posixpath.normpath(str(path)) for path in own_files or ()]
     found = []
-    for part in _ENDS_OF_COMMANDS.split(command):
-        found += [name for name in _run_by(part.split()) if not _is_brought(name, files)]
+    for part in _COMMAND_ENDS.split(command):
+        found += [name for name in _programs_in(part.split()) if not _is_brought(name, files)]
     return list(dict.fromkeys(found))
 
 
@@ -51,17 +52,17 @@ def _has_image(check: Any) -> bool:
     return isinstance(check, Mapping) and check.get("image") is not None
 
 
-def _run_by(words: list[str]) -> list[str]:
-    """What one simple command runs: a path, a script, or a file with rules."""
+def _programs_in(words: list[str]) -> list[str]:
+    """The programs of one simple command: a path, a script, or a file with rules."""
     words = [word.strip("'\"") for word in words]
     for word in words:
         name, is_assigned, value = word.partition("=")
-        if name == "PATH" and is_assigned and _HERE.search(value):
+        if name == "PATH" and is_assigned and _WORKSPACE_IN_PATH.search(value):
             return [value]
     while words and (
-        _ASSIGNMENT.match(words[0]) or words[0] in _WRAPPERS or words[0] in _WITH_A_NUMBER
+        _ASSIGNMENT.match(words[0]) or words[0] in _WRAPPERS or words[0] in _NUMBER_WRAPPERS
     ):
-        if words.pop(0) in _WITH_A_NUMBER:
+        if words.pop(0) in _NUMBER_WRAPPERS:
             while words and (words[0][:1] == "-" or words[0][:1].isdigit()):
                 words.pop(0)
     if not words:
@@ -69,8 +70,8 @@ def _run_by(words: list[str]) -> list[str]:
     program, *rest = words
     if _is_in_workspace(program):
         return [program]
-    if program in _RULES:
-        return [_RULES[program][-1]]
+    if program in _RULE_FILES:
+        return [_RULE_FILES[program][-1]]
     if not _INTERPRETERS.fullmatch(program):
         return []
     for word in rest:
@@ -88,5 +89,5 @@ def _is_in_workspace(word: str) -> bool:
 
 def _is_brought(name: str, files: list[str]) -> bool:
     name = posixpath.normpath(name)
-    names = next((names for names in _RULES.values() if name in names), (name,))
+    names = next((names for names in _RULE_FILES.values() if name in names), (name,))
     return any(file == one or file.endswith(f"/{one}") for file in files for one in names)

@@ -1,4 +1,4 @@
-"""How the declared columns of a row are read, and the kinds of values that several of them have.
+"""Reads declared columns of a row, and defines the types of values that several columns have.
 
 A column group is a dataclass whose fields are columns, or keys of one column. `read` makes it of
 the JSON values of a row: null is as good as absent, and a mistake names the column.
@@ -49,31 +49,31 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", re.ASCII)
 
 _PREDICATE = re.compile(r"(?:must|is|are|needs|names|does) ")
-"""How reasons begin that continue the name of their column as a sentence."""
+"""Beginning of a reason that forms a sentence with the name of its column."""
 
 
 class Reading(NamedTuple):
-    """What a run allows the values of its rows."""
+    """Permissions of the run for the values of its rows."""
 
     inside: bool = False
-    """The workspace is a directory of the row's image, so paths may be absolute."""
+    """Whether the workspace is a directory of the row's image, so paths may be absolute."""
     variables: Collection[str] = ()
     """The variables of this machine that rows may name."""
 
 
-PLAIN = Reading()
+DEFAULT_READING = Reading()
 """A workspace of this machine, and no variables."""
 
 
-def read(kind: Any, raw: Any, place: str = "", reading: Reading = PLAIN) -> Any:
-    """The value of type `kind` that `raw` holds. Raises `ValueError` with the reason.
+def read(kind: Any, raw: Any, place: str = "", reading: Reading = DEFAULT_READING) -> Any:
+    """Read `raw` as a value of type `kind`. Raises `ValueError` with the reason.
 
     `place` names the column; "" if `raw` is a row, whose keys are the columns.
     """
     try:
         return _reader(kind).validate_python(raw, context=reading)
     except ValidationError as error:
-        raise ValueError(_described(error, place)) from error
+        raise ValueError(_describe_mistake(error, place)) from error
 
 
 @cache
@@ -81,7 +81,7 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _described(error: ValidationError, place: str) -> str:
+def _describe_mistake(error: ValidationError, place: str) -> str:
     """The first mistake, as a sentence or after a colon; items of lists have no name."""
     keys = [place, *(key for key in error.errors()[0]["loc"] if isinstance(key, str))]
     reason = mistakes_in(error)[0].reason
@@ -89,8 +89,8 @@ def _described(error: ValidationError, place: str) -> str:
     return f"`{'.'.join(filter(None, keys))}`{joint}{reason}"
 
 
-def read_group(group: type[T], columns: Mapping[str, Any], reading: Reading = PLAIN) -> T:
-    """A group of columns of a row. Raises `ValueError` with the reason."""
+def read_group(group: type[T], columns: Mapping[str, Any], reading: Reading = DEFAULT_READING) -> T:
+    """Read a group of columns of a row. Raises `ValueError` with the reason."""
     kind: Any = group
     given = {name: columns[name] for name in names_of(kind) if columns.get(name) is not None}
     value: T = read(kind, given, reading=reading) if given else kind()
@@ -107,13 +107,13 @@ def names_of(group: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def in_words(text: str, form: Callable[[Any], Any] | None = None) -> WrapValidator:
-    """Say `text` of a value that the library refuses; `{}` in it stands for the value.
+def explain_mistakes(text: str, form: Callable[[Any], Any] | None = None) -> WrapValidator:
+    """Report a value that the library refuses by `text`, in which `{}` stands for the value.
 
-    `form` brings the forms that a value may have into one, before it is read.
+    `form` converts the forms that a value may have to one form, before it is read.
     """
 
-    def read_value(raw: Any, handler: Callable[[Any], Any]) -> Any:
+    def validate(raw: Any, handler: Callable[[Any], Any]) -> Any:
         try:
             return handler(raw if form is None else form(raw))
         except ValidationError as error:
@@ -124,16 +124,19 @@ def in_words(text: str, form: Callable[[Any], Any] | None = None) -> WrapValidat
             shown = clip(repr(raw), max_chars=_SHOWN_CHARS)
             raise ValueError(text.replace("{}", shown) + unknown) from error
 
-    return WrapValidator(read_value)
+    return WrapValidator(validate)
 
 
-def one_or_many(raw: Any) -> list[Any]:
-    """A list as it is, another value as a list of it."""
+def to_list(raw: Any) -> list[Any]:
+    """Return a list as it is, and another value as a list of one item."""
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
 def object_of(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
-    """Leave out the keys of a group that are null; a text is the value of the key `text_is`."""
+    """Make a reader of objects: it leaves out keys that are null.
+
+    A text stands for an object whose only key is `text_is`.
+    """
 
     def as_object(raw: Any) -> Any:
         if isinstance(raw, str) and text_is is not None:
@@ -147,8 +150,8 @@ def object_of(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
 
 
 def objects_of(group: type, text_is: str) -> Callable[[Any], Any]:
-    """One or many of those."""
-    return lambda raw: [*map(object_of(group, text_is), one_or_many(raw))]
+    """Make a reader of one object or a list of objects; see `object_of`."""
+    return lambda raw: [*map(object_of(group, text_is), to_list(raw))]
 
 
 class OnlyThese:
@@ -158,22 +161,22 @@ class OnlyThese:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
-def _flat(raw: Any) -> list[Any]:
-    return [text for item in one_or_many(raw) for text in one_or_many(item)]
+def _flatten(raw: Any) -> list[Any]:
+    return [text for item in to_list(raw) for text in to_list(item)]
 
 
 Text = Annotated[str, Strict()]
 
-Texts = Annotated[tuple[Text, ...], in_words("must be a list of texts", _flat)]
+Texts = Annotated[tuple[Text, ...], explain_mistakes("must be a list of texts", _flatten)]
 """A text, a list of texts, or a list of lists of texts."""
 
-Flag = Annotated[bool, Strict(), in_words("must be true or false")]
+Flag = Annotated[bool, Strict(), explain_mistakes("must be true or false")]
 
 Seconds = Annotated[
     float,
     Strict(),
     Field(gt=0, allow_inf_nan=False),
-    in_words("{} is not a number of seconds above 0"),
+    explain_mistakes("{} is not a number of seconds above 0"),
 ]
 
 
@@ -192,8 +195,8 @@ def absolute_path(raw: Any) -> str | None:
     return None if ".." in names else "/" + "/".join(names)
 
 
-def _in_workspace(raw: Any) -> PurePosixPath | None:
-    """The path relative to the workspace; None if it is outside."""
+def _workspace_path(raw: Any) -> PurePosixPath | None:
+    """The path relative to the workspace; None if it leads outside."""
     if not isinstance(raw, str) or not raw or "\0" in raw:
         return None
     path = PurePosixPath(raw)
@@ -210,18 +213,18 @@ def _file_path(raw: Any, info: ValidationInfo[Reading]) -> str:
         if path is None or path == "/":
             raise ValueError(f"{raw!r} is not the path of a file, without `..`")
         return path
-    relative = _in_workspace(raw)
+    relative = _workspace_path(raw)
     if relative is None or relative == _ROOT:
         raise ValueError(f"{raw!r} is not a path in the workspace")
     return str(relative)
 
 
 def _directory(raw: Any) -> str | None:
-    path = _in_workspace(raw)
+    path = _workspace_path(raw)
     return None if path is None else str(path)
 
 
-def _by_path(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _check_paths(raw: Any, info: ValidationInfo[Reading]) -> Any:
     if not isinstance(raw, dict):
         return raw
     files = {_file_path(path, info): content for path, content in raw.items()}
@@ -256,19 +259,19 @@ def _decoded(text: str) -> bytes:
 
 
 FilePath = Annotated[str, BeforeValidator(_file_path)]
-"""A path in the workspace; where that is a directory of an image, paths may be absolute."""
+"""A path in the workspace; it may be absolute if the workspace is a directory of an image."""
 
 Directory = Annotated[
     str,
-    in_words(
+    explain_mistakes(
         "must be a directory in the workspace: a relative path, or one in /workspace", _directory
     ),
 ]
 
 Files = Annotated[
     dict[str, Annotated[bytes, PlainValidator(_content)]],
-    BeforeValidator(_by_path),
-    in_words("must be an object that maps paths to contents"),
+    BeforeValidator(_check_paths),
+    explain_mistakes("must be an object that maps paths to contents"),
 ]
 """{PATH: text, {"base64": …} or {"text": …}}; the objects may have `executable`: true."""
 
@@ -276,15 +279,15 @@ Files = Annotated[
 # Variables.
 
 
-def _by_name(raw: Any) -> Any:
+def _check_names(raw: Any) -> Any:
     for name in raw if isinstance(raw, dict) else ():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a variable")
     return raw
 
 
-def _filled_in(raw: Any, info: ValidationInfo[Reading]) -> str:
-    """The text of a variable, with those of this machine."""
+def _fill_variables(raw: Any, info: ValidationInfo[Reading]) -> str:
+    """Replace the names of this machine's variables in a text by their values."""
     if not isinstance(raw, str) or "\0" in raw:
         raise ValueError("must be text without NUL")
     variables = info.context.variables
@@ -303,9 +306,9 @@ def _filled_in(raw: Any, info: ValidationInfo[Reading]) -> str:
 
 
 Variables = Annotated[
-    dict[str, Annotated[str, BeforeValidator(_filled_in)]],
-    BeforeValidator(_by_name),
-    in_words("must be an object that maps names of variables to texts"),
+    dict[str, Annotated[str, BeforeValidator(_fill_variables)]],
+    BeforeValidator(_check_names),
+    explain_mistakes("must be an object that maps names of variables to texts"),
 ]
 """{NAME: TEXT}, where `${NAME}` is a variable of this machine that the run allows."""
 
@@ -317,7 +320,7 @@ def _user(raw: Any) -> Any:
     return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0 else raw
 
 
-def _whole(raw: Any) -> Any:
+def _whole_number(raw: Any) -> Any:
     return int(raw) if isinstance(raw, float) and math.isfinite(raw) else raw
 
 
@@ -326,28 +329,30 @@ ImageName = Annotated[
     Strict(),
     # No name of an image may look like an option of the container engine.
     Field(pattern=r"^[A-Za-z0-9][\w.:/@-]*$"),
-    in_words("{} is not a valid image name"),
+    explain_mistakes("{} is not a valid image name"),
 ]
 
-ImagePath = Annotated[str, in_words("{} is not an absolute path without `..`", absolute_path)]
+ImagePath = Annotated[
+    str, explain_mistakes("{} is not an absolute path without `..`", absolute_path)
+]
 
 User = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9_][\w.-]*(:[A-Za-z0-9_][\w.-]*)?$"),
-    in_words("{} is not a user: give NAME, UID, NAME:GROUP or UID:GID", _user),
+    explain_mistakes("{} is not a user: give NAME, UID, NAME:GROUP or UID:GID", _user),
 ]
 
 Megabytes = Annotated[
     int,
     Strict(),
     Field(ge=1, lt=2**31),
-    in_words("{} is not a number of megabytes, 1 or more", _whole),
+    explain_mistakes("{} is not a number of megabytes, 1 or more", _whole_number),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class RowLimits(OnlyThese):
-    """What a row needs at most; None: as much as the run allows."""
+    """Limits of a row; None: as much as the run allows."""
 
     memory_mb: Megabytes | None = None
     disk_mb: Megabytes | None = None
@@ -356,12 +361,13 @@ class RowLimits(OnlyThese):
             float,
             Strict(),
             Field(ge=0.01, lt=2**31),  # the least that container engines take
-            in_words("{} is not a number of CPUs, 0.01 or more"),
+            explain_mistakes("{} is not a number of CPUs, 0.01 or more"),
         ]
         | None
     ) = None
 
 
 Limits = Annotated[
-    RowLimits, in_words("must be an object with memory_mb, disk_mb and cpus", object_of(RowLimits))
+    RowLimits,
+    explain_mistakes("must be an object with memory_mb, disk_mb and cpus", object_of(RowLimits)),
 ]

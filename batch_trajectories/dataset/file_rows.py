@@ -35,7 +35,7 @@ _BLOCK = 1 << 16
 _DELIMITERS = ";\t|,"
 
 _MAX_CSV_CHARS = 64 << 20
-"""In a line or a cell. The reader of CSV takes four bytes for each."""
+"""Limit of a line or a cell. The reader of CSV takes four bytes for each character."""
 
 
 def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
@@ -49,19 +49,19 @@ def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
         yield from parquet_rows(file.path, left_out)
         return
     try:
-        with _opened(file.path, file.compression) as stream:
+        with _open(file.path, file.compression) as stream:
             refuse_other_kinds(file.path, stream.peek(8)[:8])
             match file.kind:
                 case "lines":
                     yield from _lines(stream)
                 case "list":
-                    yield from _listed(file.path, stream)
+                    yield from _array_rows(file.path, stream)
                 case "csv":
-                    yield from _table(file.path, stream, ",")
+                    yield from _csv_rows(file.path, stream, ",")
                 case "tsv":
-                    yield from _table(file.path, stream, "\t")
+                    yield from _csv_rows(file.path, stream, "\t")
     except UnicodeDecodeError as error:
-        line = _line_that_is_not_utf8(file)
+        line = _first_undecodable_line(file)
         raise DatasetError(
             f"{file.path}:{line}: not UTF-8: {error.reason}; convert it first (iconv -t UTF-8)"
         ) from error
@@ -71,7 +71,7 @@ def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
 
 
 @contextmanager
-def _opened(path: Path, compression: Compression | None) -> Iterator[BufferedReader[Any]]:
+def _open(path: Path, compression: Compression | None) -> Iterator[BufferedReader[Any]]:
     match compression:
         case None:
             with BufferedReader(FileIO(path), 1 << 20) as file:
@@ -86,10 +86,13 @@ def _opened(path: Path, compression: Compression | None) -> Iterator[BufferedRea
                 yield BufferedReader(stream, 1 << 20)
 
 
-def _line_that_is_not_utf8(file: SourceFile) -> int:
-    """The number of the first such line. Text is decoded in blocks, so the error has no line."""
+def _first_undecodable_line(file: SourceFile) -> int:
+    """The number of the first line that is not UTF-8.
+
+    Text is decoded in blocks, so the error itself has no line number.
+    """
     number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
-    with _opened(file.path, file.compression) as stream:
+    with _open(file.path, file.compression) as stream:
         while block := stream.read(_BLOCK):
             try:
                 number += decoder.decode(block).count("\n")
@@ -99,7 +102,7 @@ def _line_that_is_not_utf8(file: SourceFile) -> int:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines without their ends; `TOO_LONG` for one that is."""
+    """Yield the lines without their ends; `TOO_LONG` in place of a line that is too long."""
     first = True
     while line := _line(stream):
         yield line.removeprefix(_BOM).rstrip(b"\r\n") if first else line.rstrip(b"\r\n")
@@ -122,7 +125,7 @@ def _line(stream: BinaryIO) -> bytes:
     return bytes(whole)
 
 
-def _listed(path: Path, stream: BufferedReader[Any]) -> Iterator[bytes]:
+def _array_rows(path: Path, stream: BufferedReader[Any]) -> Iterator[bytes]:
     if stream.peek(_PEEKED).removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
         yield from _lines(stream)  # JSONL under the name .json.gz
         return
@@ -130,13 +133,13 @@ def _listed(path: Path, stream: BufferedReader[Any]) -> Iterator[bytes]:
     stream.read(mark)
     # A character for each byte: others would take up to four bytes for each.
     with TextIOWrapper(stream, encoding="latin-1", newline="") as text:
-        yield from elements(path, text)
+        yield from read_elements(path, text)
 
 
-def _table(path: Path, stream: BufferedReader[Any], delimiter: str) -> Iterator[dict[str, str]]:
+def _csv_rows(path: Path, stream: BufferedReader[Any], delimiter: str) -> Iterator[dict[str, str]]:
     csv.field_size_limit(_MAX_CSV_CHARS)
     with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(_short_lines(path, text), delimiter=delimiter, strict=True)
+        reader = csv.reader(_check_line_lengths(path, text), delimiter=delimiter, strict=True)
         first = 1
         names: list[str] = []
         try:
@@ -160,7 +163,7 @@ def _table(path: Path, stream: BufferedReader[Any], delimiter: str) -> Iterator[
             ) from error
 
 
-def _short_lines(path: Path, text: TextIO) -> Iterator[str]:
+def _check_line_lengths(path: Path, text: TextIO) -> Iterator[str]:
     number = 0
     while line := text.readline(_MAX_CSV_CHARS):
         number += 1
@@ -182,19 +185,19 @@ def _check_header(place: str, names: list[str], delimiter: str) -> None:
         )
 
 
-_MOST_MORE = 8 << 20
-"""Bytes that are read beyond a large element at most."""
+_MAX_READ_MORE = 8 << 20
+"""The most bytes that are read beyond the end of a large element."""
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 _MARGIN = 16
-"""An error this near the end of what was read may only mean that more follows."""
+"""An error within so many characters of the end may only mean that more has to be read."""
 
 _decoder = json.JSONDecoder(parse_int=str, parse_float=str)
-"""Finds where a value ends. Its text is taken, so numbers need not be read."""
+"""Finds the end of a value. Only the text of the value is used, so numbers are not parsed."""
 
 
-def elements(path: Path, text: TextIO) -> Iterator[bytes]:
+def read_elements(path: Path, text: TextIO) -> Iterator[bytes]:
     """Read the elements of a list whose bytes are the characters of `text`.
 
     Raises `DatasetError`, which names the file and the line, and `UnicodeDecodeError` for an
@@ -203,7 +206,7 @@ def elements(path: Path, text: TextIO) -> Iterator[bytes]:
     buffer, position, line = "", 0, 1
     begun = False
     while True:
-        position = _after_blanks(buffer, position)
+        position = _skip_blanks(buffer, position)
         if not begun and buffer[position : position + 1] == "[":
             begun = True
             position += 1
@@ -213,7 +216,9 @@ def elements(path: Path, text: TextIO) -> Iterator[bytes]:
             while not rest.strip() and (rest := text.read(_BLOCK)):
                 pass
             if rest.strip():
-                raise _refusal(path, line + buffer.count("\n", 0, position), "more follows its end")
+                raise _array_error(
+                    path, line + buffer.count("\n", 0, position), "more follows its end"
+                )
             return
         try:
             end = _end_of_element(buffer, position)
@@ -224,8 +229,9 @@ def elements(path: Path, text: TextIO) -> Iterator[bytes]:
             element = buffer[position:end].replace("\r", " ").replace("\n", " ").encode("latin-1")
             element.decode()  # raises
             yield element
-            position = _after_blanks(buffer, end)
-            position += buffer[position] == ","
+            position = _skip_blanks(buffer, end)
+            if buffer[position] == ",":
+                position += 1
             continue
         line += buffer.count("\n", 0, position)
         buffer = buffer[position:]
@@ -237,26 +243,26 @@ def elements(path: Path, text: TextIO) -> Iterator[bytes]:
             wrong = _Unreadable(f"an element is longer than {MAX_LINE_BYTES >> 20} MiB")
         else:
             # As much again each time: what is incomplete is read again from its beginning.
-            more = text.read(max(_BLOCK, min(len(buffer), _MOST_MORE)))
+            more = text.read(max(_BLOCK, min(len(buffer), _MAX_READ_MORE)))
         if not more and not begun and not buffer:
             return  # an empty file
         if not more:
-            raise _refusal(path, line + buffer.count("\n", 0, wrong.at), wrong.reason)
+            raise _array_error(path, line + buffer.count("\n", 0, wrong.at), wrong.reason)
         buffer += more
 
 
 class _Unreadable(Exception):
-    """What is wrong with an element, and where, counted from its beginning."""
+    """An element cannot be read; `at` is the offset of the mistake in the element."""
 
     def __init__(self, reason: str, at: int = 0, *, is_final: bool = True) -> None:
         self.reason = reason
         self.at = at
         self.is_final = is_final
-        """It stays wrong, whatever follows what was read."""
+        """Whether the element stays wrong, whatever follows."""
 
 
 def _end_of_element(buffer: str, position: int) -> int:
-    """Where an element ends that is in `buffer` together with what follows it."""
+    """The end of the element at `position`. Raises `_Unreadable`, also if more must be read."""
     near = len(buffer) - _MARGIN
     try:
         _, end = _decoder.raw_decode(buffer, position)
@@ -268,16 +274,16 @@ def _end_of_element(buffer: str, position: int) -> int:
             error.pos - position,
             is_final=error.pos < near and not error.msg.startswith("Unterminated"),
         ) from None
-    after = _after_blanks(buffer, end)
+    after = _skip_blanks(buffer, end)
     if buffer[after : after + 1] in (",", "]"):
         return end
     raise _Unreadable("Expecting ',' delimiter", after - position, is_final=after < near)
 
 
-def _after_blanks(buffer: str, position: int) -> int:
+def _skip_blanks(buffer: str, position: int) -> int:
     match = _BLANKS.match(buffer, position)
     return position if match is None else match.end()
 
 
-def _refusal(path: Path, line: int, reason: str) -> DatasetError:
+def _array_error(path: Path, line: int, reason: str) -> DatasetError:
     return DatasetError(f"{path}:{line}: not a JSON array of rows: {reason}")

@@ -5,8 +5,8 @@ A dataset is a directory of task directories, at any depth, or a single one. A r
 `check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
 `collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
-files); where the verifier has a container of its own also `verifier` (see `_verifier`); for audits
-also `solution` (see `audit.reference`). A task that needs what is not supported becomes a row
+files); if the verifier has a container of its own also `verifier` (see `_verifier`); for audits
+also `solution` (see `audit.reference`). A task that needs an unsupported feature becomes a row
 with `row_error`: it is refused before anything runs.
 """
 
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
 
-# What task.toml of a Harbor task says, read one setting at a time (schema 1.4).
+# The settings of task.toml (schema 1.4), read one at a time.
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -35,7 +35,7 @@ _MAX_SIZE = 1e15
 _MEGABYTES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024, "": 1 / (1 << 20)}
 
 _MAIN = "main"
-"""The service of a task that is no compose file."""
+"""The name of the only service of a task without a compose file."""
 _PUBLISHED = "/logs/artifacts"
 
 _HEALTH = {
@@ -73,15 +73,15 @@ _NETWORK_MODES = {"public": True, "no-network": False}
 
 
 class TaskRefused(Exception):
-    """A task cannot run: where, and why."""
+    """A task cannot run; `keys` lead to the setting in task.toml that is the reason."""
 
     def __init__(self, why: str, keys: tuple[str, ...] = ()) -> None:
         super().__init__(why)
         self.keys = keys
 
 
-def network_of(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """Whether an environment has a network. Raises `TaskRefused`, as all here do."""
+def read_network(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """Read whether an environment has a network. Raises `TaskRefused`, as all readers here do."""
     mode = table.get("network_mode")
     if mode is None:
         return default
@@ -92,13 +92,13 @@ def network_of(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return _NETWORK_MODES[mode]
 
 
-def by_old_name(environment: Mapping[str, Any]) -> bool:
-    """The same as files of before say it: they have a network unless they refuse it."""
+def legacy_network(environment: Mapping[str, Any]) -> bool:
+    """Read the network from the key of earlier schemas: allowed unless it is refused."""
     return environment.get("allow_internet", True) is not False
 
 
-def limits_of(environment: Mapping[str, Any]) -> dict[str, float]:
-    """CPUs; memory and disk in megabytes, under their names of today and of before."""
+def read_limits(environment: Mapping[str, Any]) -> dict[str, float]:
+    """Read the limits: CPUs, and megabytes of memory and disk by their new or old keys."""
     limits: dict[str, float] = {}
     if (cpus := environment.get("cpus")) is not None:
         if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
@@ -114,10 +114,10 @@ def limits_of(environment: Mapping[str, Any]) -> dict[str, float]:
                 unit = "m" if key.endswith("_mb") else size and size[2].lower()
                 if size is None or not 0 < float(size[1]) < _MAX_SIZE:
                     raise TaskRefused(f"{raw!r} is not a size", ("environment", key))
-                said = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
-                if limits.get(name, said) != said:
+                megabytes = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
+                if limits.get(name, megabytes) != megabytes:
                     raise TaskRefused(f"{raw!r} is not what `{keys[0]}` says", ("environment", key))
-                limits[name] = said
+                limits[name] = megabytes
     return limits
 
 
@@ -127,15 +127,15 @@ def is_separate(verifier: Mapping[str, Any]) -> bool:
     return bool(verifier.get("environment_mode", default) == "separate")
 
 
-def network_of_verifier(verifier: Mapping[str, Any], *, default: bool) -> bool:
-    """Whether that container has a network; `default` if it is a copy of the task's."""
-    if (own := verifier.get("environment")) is None:
+def read_verifier_network(verifier: Mapping[str, Any], *, default: bool) -> bool:
+    """Read whether the verifier's container has a network; `default` if it copies the task's."""
+    if (environment := verifier.get("environment")) is None:
         return default
-    return network_of(own, "verifier.environment", default=by_old_name(own))
+    return read_network(environment, "verifier.environment", default=legacy_network(environment))
 
 
-def hooks_of(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The commands that run in the conversation's container before the check."""
+def read_hooks(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the commands that run in the conversation's container before the check."""
     commands = []
     for hook in _tables(verifier.get("collect"), ("verifier", "collect")):
         if hook.get("service", _MAIN) != _MAIN:
@@ -146,8 +146,8 @@ def hooks_of(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict
     return commands
 
 
-def mcp_servers_of(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
-    """The MCP servers that the agent is told of; of several with a name the last."""
+def read_mcp_servers(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
+    """Read the MCP servers for the agent. If several have the same name, the last counts."""
     keys = ("environment", "mcp_servers")
     servers = {}
     for raw in _tables(environment.get("mcp_servers"), keys):
@@ -178,8 +178,8 @@ def mcp_servers_of(environment: Mapping[str, Any], *, has_network: bool) -> list
     return [*servers.values()]
 
 
-def artifacts_of(task: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The files of the agent's container that a task keeps; where they go on the host is ours."""
+def read_artifacts(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read which files of the agent's container are kept; their place on the host is ignored."""
     found = []
     entries = task.get("artifacts", [])
     for raw in entries if isinstance(entries, list) else [entries]:
@@ -197,8 +197,8 @@ def artifacts_of(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def with_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a verifier's container gets: also /logs/artifacts, which it always gets."""
+def add_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add /logs/artifacts, which a verifier's container always gets."""
     if any(entry["path"].rstrip("/") == _PUBLISHED for entry in artifacts):
         return [*artifacts]
     return [{"path": _PUBLISHED}, *artifacts]
@@ -224,21 +224,21 @@ def _tables(raw: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
     return tables
 
 
-def variables_of(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The `env` of a table of the verifier. Raises `TaskRefused`."""
+def read_variables(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the `env` of a table of the verifier."""
     env = table.get("env", {})
     if not isinstance(env, dict):
         raise TaskRefused('`env` must be a table: NAME = "value"', ("verifier",))
     return env
 
 
-def jsonable(value: Any) -> Any:
-    """Dates of TOML as ISO 8601 text."""
+def to_json(value: Any) -> Any:
+    """Make a TOML value JSON: dates become ISO 8601 text."""
     match value:
         case dict():
-            return {key: jsonable(member) for key, member in value.items()}
+            return {key: to_json(member) for key, member in value.items()}
         case list():
-            return [jsonable(item) for item in value]
+            return [to_json(item) for item in value]
         case str() | int() | float():
             return value
     return value.isoformat()
@@ -282,7 +282,7 @@ _UNSUPPORTED: dict[tuple[str, ...], tuple[str, str]] = {
     ("verifier", "environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
     ("steps",): ("tasks of several steps", "make a task of each step"),
 }
-"""What a task may name in task.toml, if it is empty: what it means, and what to do instead."""
+"""Keys of task.toml that must be empty, each with its meaning and advice."""
 
 
 class HarborTask(NamedTuple):
@@ -290,16 +290,16 @@ class HarborTask(NamedTuple):
 
     path: Path
     folder: str = ""
-    """Where it is in the dataset's directory, with a slash at its end."""
+    """The folder of the task in the dataset's directory, with a slash at its end."""
 
     @property
     def id(self) -> str:
-        """What it is called among all."""
+        """The id of the task in its dataset."""
         return self.folder + self.path.name
 
     @property
     def dockerfiles(self) -> dict[str, Path]:
-        """What `build_images` builds, by the names of the images: they change with their sources.
+        """Dockerfiles for `build_images`, by image names, which change with the files.
 
         Raises `OSError`.
         """
@@ -330,12 +330,12 @@ class HarborTask(NamedTuple):
 
     @property
     def build_timeout_s(self) -> float:
-        """How long its image may take to be built."""
+        """Time limit for building the image."""
         raw = self._settings().get("environment", {}).get("build_timeout_sec", _BUILD_TIMEOUT_S)
         return float(raw) if isinstance(raw, int | float) and raw > 0 else _BUILD_TIMEOUT_S
 
     def row(self, *, with_solution: bool = False) -> dict[str, Any]:
-        """The row of the task, or its id and why it cannot run."""
+        """The row of the task; or its id, and the reason why it cannot run."""
         try:
             row = self._row()
             if with_solution and (solution := self._solution()) is not None:
@@ -350,7 +350,7 @@ class HarborTask(NamedTuple):
             reason, keys = f"{error.filename}: cannot read it: {error.strerror or error}", ()
         place = f"{self.id}/{TASK_FILE}"
         if keys:
-            line = _line_of(self.path / TASK_FILE, keys)
+            line = _find_line(self.path / TASK_FILE, keys)
             place += f":{line}: {'.'.join(keys)}" if line else f": {'.'.join(keys)}"
         return {"id": self.id, ERROR_COLUMN: f"{place}: {reason}"}
 
@@ -363,27 +363,27 @@ class HarborTask(NamedTuple):
         environment, agent, verifier = (
             task.get(name, {}) for name in ("environment", "agent", "verifier")
         )
-        by_default = network_of(environment, "environment", default=by_old_name(environment))
+        by_default = read_network(environment, "environment", default=legacy_network(environment))
         image = self._image(environment, _ENVIRONMENT)
         row: dict[str, Any] = {
             "id": self.id,
-            "task": jsonable(task),
+            "task": to_json(task),
             "image": image,
-            "network": network_of(agent, "agent", default=by_default),
-            "check_network": network_of(verifier, "verifier", default=by_default),
-            "limits": limits_of(environment),
+            "network": read_network(agent, "agent", default=by_default),
+            "check_network": read_network(verifier, "verifier", default=by_default),
+            "limits": read_limits(environment),
         }
-        if collect := hooks_of(verifier, agent):
+        if collect := read_hooks(verifier, agent):
             row["collect"] = collect
         if (health := environment.get("healthcheck")) is not None:
             row["health"] = health_command(health)
-        if servers := mcp_servers_of(environment, has_network=row["network"]):
+        if servers := read_mcp_servers(environment, has_network=row["network"]):
             row["mcp_servers"] = servers
-        artifacts = artifacts_of(task)
+        artifacts = read_artifacts(task)
         if is_separate(verifier):
             row["verifier"] = self._verifier(task, image, artifacts)
-            by_default = network_of_verifier(verifier, default=by_default)
-            row["check_network"] = network_of(verifier, "verifier", default=by_default)
+            by_default = read_verifier_network(verifier, default=by_default)
+            row["check_network"] = read_network(verifier, "verifier", default=by_default)
             if not self._brings_tests(verifier.get("environment", {})):
                 row["tests"] = self._tests()
             user = verifier.get("user")
@@ -451,7 +451,7 @@ class HarborTask(NamedTuple):
                 )
 
     def _image(self, environment: Mapping[str, Any], folder: str) -> str:
-        """What an environment names, or what is built from the Dockerfile of its folder."""
+        """The image that an environment names, or that is built from the Dockerfile in `folder`."""
         if image := environment.get("docker_image"):
             if not isinstance(image, str):
                 raise TaskRefused(f"{image!r} is not the name of an image", ("docker_image",))
@@ -465,8 +465,9 @@ class HarborTask(NamedTuple):
     ) -> dict[str, Any]:
         """The verifier's own container.
 
-        `image`, `workdir`, `limits`, `env`, and `artifacts`: what it gets of the conversation's.
-        Without an environment of its own it is a fresh copy of the task's.
+        Keys: `image`, `workdir`, `limits`, `env`, and `artifacts`, the files that it gets from the
+        conversation's container. Without an environment of its own it is a fresh copy of the
+        task's.
         """
         own = task["verifier"].get("environment", {})
         if not isinstance(own, dict):
@@ -477,14 +478,14 @@ class HarborTask(NamedTuple):
         return {
             "image": self._image(own, _TESTS) if brings_tests else image,
             "workdir": environment.get("workdir"),
-            "limits": limits_of(environment),
-            "env": {**variables_of(environment), **variables_of(task["verifier"])},
-            "artifacts": with_published(artifacts),
+            "limits": read_limits(environment),
+            "env": {**read_variables(environment), **read_variables(task["verifier"])},
+            "artifacts": add_published(artifacts),
         }
 
-    def _brings_tests(self, own: Mapping[str, Any]) -> bool:
+    def _brings_tests(self, environment: Mapping[str, Any]) -> bool:
         """Whether a verifier's container has an image of its own, with the tests in it."""
-        return bool(own.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
+        return bool(environment.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
 
     def _instruction(self) -> tuple[str, str]:
         """The instruction, and the canary lines before it, which are not for the model."""
@@ -501,7 +502,7 @@ class HarborTask(NamedTuple):
         return text, canary
 
     def _content(self, name: str) -> bytes:
-        """What a file of the task holds; a link could lead to any file of this machine."""
+        """The content of a file. Refuses links, which could lead to any file of this machine."""
         path = self.path / name
         if path.is_symlink():
             raise TaskRefused(f"{name} is a link; copy the tasks without links (cp -rL)")
@@ -520,7 +521,7 @@ class HarborTask(NamedTuple):
         return self._files("tests", program=_TEST)
 
     def _solution(self) -> dict[str, Any] | None:
-        """What solves the task: files of solution/, and the command that runs them."""
+        """The solution: files of solution/, and the command that runs them; None without one."""
         if not (self.path / "solution" / _SOLVE).is_file():
             return None
         env = self._settings().get("solution", {}).get("env", {})
@@ -541,11 +542,11 @@ class HarborTask(NamedTuple):
             if size > _MAX_FILES_BYTES:
                 raise TaskRefused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
             is_executable = relative == program or path.stat().st_mode & 0o111 != 0
-            files[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
+            files[f"/{folder}/{relative}"] = _to_content(content, is_executable=is_executable)
         return files
 
     def _interpreter(self) -> str:
-        """What tests/test.sh needs to be in the image; without a first line `#!` it is a shell."""
+        """The interpreter of tests/test.sh; a shell if its first line does not begin with `#!`."""
         first = self._content(f"tests/{_TEST}").partition(b"\n")[0]
         if not first.startswith(b"#!"):
             return _SHELL
@@ -555,9 +556,14 @@ class HarborTask(NamedTuple):
         if not words:
             return _SHELL
         # The variables of the verifier decide where `env` looks for a program.
-        named = [word for word in words[1:] if not word.startswith("-")]
-        if words[0].endswith("/env") and named and not self._has_path() and "=" not in named[0]:
-            return named[0]
+        arguments = [word for word in words[1:] if not word.startswith("-")]
+        if (
+            words[0].endswith("/env")
+            and arguments
+            and not self._has_path()
+            and "=" not in arguments[0]
+        ):
+            return arguments[0]
         return words[0]
 
     def _has_path(self) -> bool:
@@ -574,7 +580,7 @@ def tasks_in(directory: Path) -> list[HarborTask]:
 
 
 def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[HarborTask]:
-    """Links are followed, and each directory is read once."""
+    """Yield the tasks below a directory; follow links, but read each directory once."""
     for path in sorted(directory.iterdir()):
         if (path / TASK_FILE).is_file():
             yield HarborTask(path, folder)
@@ -583,8 +589,8 @@ def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[Ha
             yield from _tasks_beneath(path, f"{folder}{path.name}/", read)
 
 
-def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
-    """The files that decide the rows of tasks."""
+def list_files(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
+    """The files that the rows of tasks depend on."""
     left_out = () if with_solutions else ("solution",)
     files = []
     for task in tasks:
@@ -595,15 +601,15 @@ def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> li
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
-    """All but directories, sorted; links are not followed."""
+    """Yield all files below a directory, sorted; do not follow links."""
     for root, folders, names in os.walk(directory):
         folders.sort()
         links = [name for name in folders if Path(root, name).is_symlink()]
         yield from (Path(root, name) for name in sorted([*names, *links]))
 
 
-def _line_of(path: Path, keys: tuple[str, ...]) -> int | None:
-    """The line that sets a key, or its table begins at; None if it is written otherwise."""
+def _find_line(path: Path, keys: tuple[str, ...]) -> int | None:
+    """The line that sets a key or begins its table; None if it is not found."""
     *tables, last = keys
     table = ""
     try:
@@ -626,7 +632,7 @@ def _is_canary(line: str) -> bool:
     return line.lstrip().startswith(("#", "<!--", "//")) and "canary" in line.lower()
 
 
-def _as_content(content: bytes, *, is_executable: bool) -> Any:
+def _to_content(content: bytes, *, is_executable: bool) -> Any:
     more = {"executable": True} if is_executable else {}
     try:
         text = content.decode()

@@ -5,9 +5,9 @@
                        last, so that rows without it were left half written by a crash
 
 KEY is a digest of what was read and how: a source that has changed gets other files, and a start
-that is refused leaves those of a running one alone. Of a hub's dataset the revision that the first
-start found counts for all later ones, which need no network. A start with `fresh` finds it again,
-and appends it to KEY if it is another.
+that is refused leaves those of a running one alone. For a dataset of the hub, later starts use the
+revision that the first start found, and need no network. A start with `fresh` asks the hub again;
+a new revision is appended to KEY.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b, file_digest
-from operator import itemgetter
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -31,7 +30,7 @@ from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.source import DataSource, brought, source_of
+from batch_trajectories.dataset.source import DataSource, download_file, source_of
 from batch_trajectories.records.files import (
     alone_in,
     link,
@@ -51,25 +50,25 @@ if TYPE_CHECKING:
 
 
 ONLY = "only_sound"
-"""The key of what a filter of rows says."""
+"""The key, in a description, of the facts about a filter of rows."""
 
 _FORMAT = 1
-"""Raised when the same source is written in another way."""
+"""Raise it when the same source is written in another way."""
 
 _BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
 
 
 class RowFilter(Protocol):
-    """Says which rows are kept, and counts them."""
+    """Decides which rows are kept, and counts them."""
 
     digest: str
-    """Over what decides."""
+    """A digest of everything that the decisions depend on."""
 
     def takes(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is kept."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the description of the dataset; has `digest`."""
+        """Facts for the description of the dataset; they include `digest`."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -78,7 +77,7 @@ class KeptDataset:
 
     path: Path
     source: dict[str, Any] | None = None
-    """Where its rows come from; None where the file is the user's own."""
+    """The description of the rows' source; None if the file is the user's own."""
 
 
 def keep_dataset(
@@ -95,13 +94,13 @@ def keep_dataset(
     only: RowFilter | None = None,
     say: Callable[[str], object],
 ) -> KeptDataset:
-    """The dataset as a JSONL file: the user's own, or the one in the run directory.
+    """Make sure that the dataset is a JSONL file: the user's own, or one in the run directory.
 
-    Reads the source only where the run directory does not hold it yet, and of it no more than
-    `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
-    directory. With `fresh`, a hub's dataset is that of the hub now. `with_solutions`: rows have
-    their solutions, which only audits read. Rows that `only` does not take are left out. Raises
-    `DatasetError`, `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
+    Reads the source only if the run directory lacks its rows, and stops after `max_samples` rows
+    that `rules` can use. Without `writes`, missing rows go into a temporary directory. `fresh`: ask
+    the hub for the current revision. `with_solutions`: rows have their solutions, which only audits
+    read. `only` is a filter of rows. Raises `DatasetError`, `StorageError`, and `EnvironmentStop`
+    if the hub cannot be reached.
     """
     source = replace(source_of(name), with_solutions=with_solutions)
     if source.tasks and rows is None:
@@ -111,11 +110,18 @@ def keep_dataset(
     if source.plain_file is not None and not columns and rows_file is None and only is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
-    files = _digests_of(source)
-    key = _key_of(source, files, columns, rows_file, only)
+    recipe = _Recipe(
+        source=source,
+        files=_describe_files(source),
+        columns=columns,
+        kind=rows,
+        rows_file=rows_file,
+        only=only,
+    )
+    key = recipe.key()
     if rows_file is not None and rows_file.is_ours and not fresh:
-        key = _key_of_first_start(run_dir, key, source, files, columns, rows, only)
-    stem, revision = _known(run_dir, key)
+        key = recipe.key_of_first_start(run_dir) or key
+    stem, revision = _find_snapshot(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
         from batch_trajectories.dataset.source import revision_of
 
@@ -123,59 +129,12 @@ def keep_dataset(
         if before_fresh not in (None, revision):
             stem = f"dataset-{key}{revision}"
     for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
-        note = _read(run_dir / f"{file_stem}.json")
+        note = _read_description(run_dir / f"{file_stem}.json")
         path = run_dir / f"{file_stem}.jsonl"
         if note and _is_as_written(path, note):
             return KeptDataset(path, note)
-    note = {
-        "source": source.name,
-        "revision": revision,
-        "columns": dict(columns),
-        **({"kind": rows} if rows_file else {}),
-        "files": files,
-    }
-    left_out: set[str] = set()
-    source_rows = rows_of_source(source, left_out, revision)
-
-    writer = _Writer(
-        source=source,
-        renaming=Renaming(columns, rows_file),
-        rules=rules,
-        max_samples=max_samples,
-        only=only,
-    )
-
-    def write(directory: Path) -> KeptDataset:
-        path, written = writer.write(source_rows, directory, stem)
-        if _sizes_and_times(source) != before:
-            path.unlink()
-            raise DatasetError(
-                f"{source.name}: changed while it was read; run the same command again"
-            )
-        if only is not None:
-            written[ONLY] = only.to_json()
-        replace_json(path.with_suffix(".json"), note | written)
-        if left_out:
-            say(describe_left_out(source.name, left_out))
-        return KeptDataset(path, note | written)
-
-    if writes:
-        try:
-            make_directory(run_dir, is_inside=False, parents=True)
-            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
-                for leftover in run_dir.glob(".dataset-*.tmp"):
-                    leftover.unlink()  # of a start that was killed; it may fill the disk
-                return write(run_dir)
-        except OSError as error:
-            raise storage_error(run_dir, error) from error
-    directory = Path(mkdtemp(prefix="batch-trajectories-"))
-    try:
-        dataset = write(directory)
-    except BaseException:
-        rmtree(directory, ignore_errors=True)
-        raise
-    finalize(dataset, rmtree, directory, ignore_errors=True)
-    return dataset
+    writer = _Writer(recipe, rules, max_samples, revision=revision, before=before, say=say)
+    return writer.write_in_run(run_dir, stem) if writes else writer.write_temporary(stem)
 
 
 def rows_of_source(
@@ -200,63 +159,174 @@ def rows_of_source(
         yield from rows_of_file(file, left_out)
     for stored in source.stored:
         assert source.bucket is not None
-        with brought(source.bucket, stored) as file:
+        with download_file(source.bucket, stored) as file:
             yield from rows_of_file(file, left_out)
 
 
 def describe_left_out(source: str, left_out: set[str]) -> str:
-    """Which columns of a source its rows do not have."""
+    """A message that names the columns of a source that its rows lack."""
     return f"{source}: left out, because they hold bytes: {', '.join(sorted(left_out))}"
 
 
 def source_of_kept(path: Path) -> dict[str, Any] | None:
-    """Where the rows of a run's dataset come from; None where the file is the user's own."""
-    return _read(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+    """The description of the source of a run's dataset; None if the file is the user's own."""
+    return (
+        _read_description(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
+    )
 
 
 def take_kept(path: Path, directory: Path) -> None:
-    """Bring a kept dataset from a run that was moved aside to `directory`, for a new run.
+    """Give a new run in `directory` the dataset of a run that was moved aside.
 
-    The old run loses it only if it has its own.
+    The old run keeps it, unless it has another one.
     """
-    link_kept(path, directory)
+    link_snapshot(path, directory)
     if any(file.stem != path.stem for file in path.parent.glob("dataset-*.json")):
         path.unlink()
         path.with_suffix(".json").unlink()
 
 
-def link_kept(path: Path, directory: Path) -> None:
-    """Have a kept dataset in `directory`, too. The files never change, so links will do."""
+def link_snapshot(path: Path, directory: Path) -> None:
+    """Link the files of a dataset into `directory`; they never change."""
     for file in (path, path.with_suffix(".json")):
         link(file, directory)
 
 
 def remove_other_kept(run_dir: Path, path: Path) -> None:
-    """Remove the datasets of earlier starts. For the process that holds the lock of the run."""
+    """Remove the datasets of earlier starts. The caller holds the lock of the run."""
     for file in run_dir.glob("dataset-*.json*"):
         if file.stem != path.stem:
             file.unlink()
 
 
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """Everything that decides which rows a dataset has, and in which form."""
+
+    source: DataSource
+    files: list[dict[str, Any]]
+    """Names, sizes and hashes of the source's files."""
+    columns: Mapping[str, str]
+    """New names of columns, with the old ones."""
+    kind: str | None
+    """The value of `--rows`."""
+    rows_file: RowsFile | None
+    only: RowFilter | None
+
+    def key(self) -> str:
+        """12 hex digits over what is read and how. Where local files are does not count."""
+        place = self.source.name if self.source.hub else self.files
+        decides = [_FORMAT, place, sorted(self.columns.items())]
+        if self.rows_file is not None:
+            decides.append(self.rows_file.digest)
+        if self.only is not None:
+            decides.append(self.only.digest)
+        return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+
+    def key_of_first_start(self, run_dir: Path) -> str | None:
+        """The key under which an earlier version stored the same source; None without such files.
+
+        A version may make other rows of a kind; a run keeps the rows of its first start.
+        """
+        key = self.key()
+        if any(run_dir.glob(f"dataset-{key}*.json")):
+            return key
+        run = _read_description(run_dir / RUN_FILE) or {}
+        kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
+        for path in sorted(run_dir.glob("dataset-*.json")):
+            if self._has_made(_read_description(path) or {}, kind_of_run):
+                return path.stem.split("-")[1][: len(key)]
+        return None
+
+    def _has_made(self, stored: Mapping[str, Any], kind_of_run: str | None) -> bool:
+        """Whether a description is of rows that were made of the same source in the same way."""
+        return (
+            (not self.source.hub or stored.get("source") == self.source.name)
+            and stored.get("kind", kind_of_run) == self.kind
+            and stored.get("columns") == dict(self.columns)
+            and stored.get("files") == self.files
+            and stored.get(ONLY, {}).get("digest") == (self.only and self.only.digest)
+        )
+
+    def describe(self, revision: str | None) -> dict[str, Any]:
+        """The description that is stored beside the rows, without facts of the written file."""
+        return {
+            "source": self.source.name,
+            "revision": revision,
+            "columns": dict(self.columns),
+            **({"kind": self.kind} if self.rows_file else {}),
+            "files": self.files,
+        }
+
+
 class _Writer:
-    """Writes rows until there are enough that can be used."""
+    """Writes the rows of a recipe until there are enough that can be used."""
 
     def __init__(
         self,
-        source: DataSource,
-        renaming: Renaming,
+        recipe: _Recipe,
         rules: RowRules,
         max_samples: int | None,
-        only: RowFilter | None,
+        *,
+        revision: str | None,
+        before: list[tuple[int, int]],
+        say: Callable[[str], object],
     ) -> None:
-        self._only = only
-        self._source = source
-        self._renaming = renaming
+        """`before` are the `_sizes_and_times` of the source before its files were hashed."""
+        self._recipe = recipe
+        self._source = recipe.source
+        self._only = recipe.only
+        self._renaming = Renaming(recipe.columns, recipe.rows_file)
         self._rules = rules
         self._max_samples = max_samples
+        self._revision = revision
+        self._before = before
+        self._say = say
 
-    def write(self, rows: Iterator[Row], directory: Path, stem: str) -> tuple[Path, dict[str, Any]]:
-        """Write the rows; return the file, and what its description says of it."""
+    def write_in_run(self, run_dir: Path, stem: str) -> KeptDataset:
+        """Write the dataset into a run directory, which no other process may do meanwhile."""
+        try:
+            make_directory(run_dir, is_inside=False, parents=True)
+            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
+                for leftover in run_dir.glob(".dataset-*.tmp"):
+                    leftover.unlink()  # of a start that was killed; it may fill the disk
+                return self._write(run_dir, stem)
+        except OSError as error:
+            raise storage_error(run_dir, error) from error
+
+    def write_temporary(self, stem: str) -> KeptDataset:
+        """Write the dataset into a temporary directory, which goes with the returned object."""
+        directory = Path(mkdtemp(prefix="batch-trajectories-"))
+        try:
+            dataset = self._write(directory, stem)
+        except BaseException:
+            rmtree(directory, ignore_errors=True)
+            raise
+        finalize(dataset, rmtree, directory, ignore_errors=True)
+        return dataset
+
+    def _write(self, directory: Path, stem: str) -> KeptDataset:
+        """Write the rows, then their description."""
+        left_out: set[str] = set()
+        rows = rows_of_source(self._source, left_out, self._revision)
+        path, written = self._write_rows(rows, directory, stem)
+        if _sizes_and_times(self._source) != self._before:
+            path.unlink()
+            raise DatasetError(
+                f"{self._source.name}: changed while it was read; run the same command again"
+            )
+        if self._only is not None:
+            written[ONLY] = self._only.to_json()
+        note = self._recipe.describe(self._revision) | written
+        replace_json(path.with_suffix(".json"), note)
+        if left_out:
+            self._say(describe_left_out(self._source.name, left_out))
+        return KeptDataset(path, note)
+
+    def _write_rows(
+        self, rows: Iterator[Row], directory: Path, stem: str
+    ) -> tuple[Path, dict[str, Any]]:
+        """Write the rows; return the file, and the facts of it that its description has."""
         path = directory / f"{stem}.jsonl"
         temporary = temporary_for(path)
         digest = blake2b(digest_size=32)
@@ -268,7 +338,7 @@ class _Writer:
                 with open_temporary(temporary, path) as file, work:
                     for row in rows:
                         line = self._renaming.line(row) + b"\n"
-                        if not self._is_taken(line):
+                        if not self._is_accepted(line):
                             continue
                         file.write(line)
                         digest.update(line)
@@ -297,7 +367,7 @@ class _Writer:
             raise storage_error(path, error) from error
         return path, {"rows": count, "bytes": size, "blake2b": digest.hexdigest()}
 
-    def _is_taken(self, line: bytes) -> bool:
+    def _is_accepted(self, line: bytes) -> bool:
         if self._only is None:
             return True
         try:
@@ -328,9 +398,9 @@ def _files_of(source: DataSource) -> list[Path]:
     if source.saved is not None:
         return sorted(path for path in source.saved.rglob("*") if path.is_file())
     if source.tasks:
-        from batch_trajectories.dataset.harbor import files_of
+        from batch_trajectories.dataset.harbor import list_files
 
-        return files_of(source.tasks, with_solutions=source.with_solutions)
+        return list_files(source.tasks, with_solutions=source.with_solutions)
     return [file.path for file in source.files]
 
 
@@ -342,8 +412,8 @@ def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
-def _digests_of(source: DataSource) -> list[dict[str, Any]]:
-    """Name, size and hash of each file of a source; of those in a bucket the version."""
+def _describe_files(source: DataSource) -> list[dict[str, Any]]:
+    """Name, size and hash of each file of a source; for files in a bucket, the version."""
     if source.stored:
         return [
             {"path": file.name, "bytes": file.size, "version": file.version}
@@ -368,68 +438,26 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
     return digests
 
 
-def _key_of(
-    source: DataSource,
-    files: list[dict[str, Any]],
-    columns: Mapping[str, str],
-    rows_file: RowsFile | None,
-    only: RowFilter | None,
-) -> str:
-    """12 hex digits over what is read and how. Where local files are does not count."""
-    decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
-    if rows_file is not None:
-        decides.append(rows_file.digest)
-    if only is not None:
-        decides.append(only.digest)
-    return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+def _find_snapshot(run_dir: Path, key: str) -> tuple[str, str | None]:
+    """The stem of the files with a key, and their revision; None if there are no files yet.
 
-
-def _key_of_first_start(
-    run_dir: Path,
-    key: str,
-    source: DataSource,
-    files: list[dict[str, Any]],
-    columns: Mapping[str, str],
-    rows: str | None,
-    only: RowFilter | None,
-) -> str:
-    """The key of what an earlier version made of the same source; else `key`.
-
-    A version may make other rows of a kind; those of the first start count for a run.
+    If there are several, the oldest: a later start with `fresh` was interrupted before it used its
+    own.
     """
-    if any(run_dir.glob(f"dataset-{key}*.json")):
-        return key
-    run = _read(run_dir / RUN_FILE) or {}
-    kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
-    for path in sorted(run_dir.glob("dataset-*.json")):
-        earlier = _read(path) or {}
-        place = earlier.get("source") if source.hub else None
-        made_from = (
-            place,
-            earlier.get("kind", kind_of_run),
-            earlier.get("columns"),
-            earlier.get("files"),
-        )
-        wanted = (source.name if source.hub else None, rows, dict(columns), files)
-        if (*made_from, earlier.get(ONLY, {}).get("digest")) == (*wanted, only and only.digest):
-            return path.stem.split("-")[1][: len(key)]
-    return key
-
-
-def _known(run_dir: Path, key: str) -> tuple[str, str | None]:
-    """The name of the files with a key, without suffixes, and their revision if they are there.
-
-    Where there are several, a later start with `fresh` did not get as far as using its own.
-    """
-    known = []
-    for path in run_dir.glob(f"dataset-{key}*.json"):
-        if entry := _read(path):
-            # Of the name, a maximum number of rows is the third part.
-            known.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), entry))
-    if not known:
+    stored = {
+        path: description
+        for path in run_dir.glob(f"dataset-{key}*.json")
+        if (description := _read_description(path)) is not None
+    }
+    if not stored:
         return f"dataset-{key}", None
-    _, stem, entry = min(known, key=itemgetter(0, 1))
-    return stem, entry["revision"]
+    oldest = min(stored, key=lambda path: (path.stat().st_mtime_ns, _stem(path)))
+    return _stem(oldest), stored[oldest]["revision"]
+
+
+def _stem(path: Path) -> str:
+    """The name of a file of the dataset, without a maximum number of rows and suffixes."""
+    return "-".join(path.stem.split("-")[:2])
 
 
 def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:
@@ -441,7 +469,7 @@ def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:
         return False
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_description(path: Path) -> dict[str, Any] | None:
     stored = read_json(path)
     return stored if stored is not None and "blake2b" in stored else None  # it is written again
 
@@ -450,11 +478,11 @@ def _hash() -> blake2b:
     return blake2b(digest_size=32)
 
 
-# Which columns of a source become which columns of a row.
+# Columns under other names.
 
 
 class Renaming:
-    """Renames the columns of row after row: `{new: old}`; then a rows file makes rows of them."""
+    """Renames the columns of rows by `{new: old}`, then applies a rows file."""
 
     def __init__(self, names: Mapping[str, str], rows_file: RowsFile | None = None) -> None:
         self._names = names
@@ -463,7 +491,7 @@ class Renaming:
         self._columns: dict[str, None] = {}
 
     def line(self, row: bytes | dict[str, Any]) -> bytes:
-        """The row as a line of JSON, without a newline; what is no JSON object stays as it is."""
+        """Make a line of JSON of a row, without a newline; a line that is no JSON object stays."""
         if not self._names and self._rows_file is None:
             return row if isinstance(row, bytes) else exact_json.dumps(row)
         if isinstance(row, bytes):
@@ -474,14 +502,11 @@ class Renaming:
             if not isinstance(columns, dict):
                 return row
             row = columns
-        row = self.renamed(row) if self._names else row
+        row = self.rename(row) if self._names else row
         return exact_json.dumps(row if self._rows_file is None else self._rows_file.row(row))
 
-    def renamed(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """The columns under their new names.
-
-        A column whose name another one takes is left out.
-        """
+    def rename(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Give the columns their new names; leave out a column whose name another one takes."""
         if not self._seen.issuperset(self._names.values()):
             self._seen |= columns.keys() & set(self._names.values())
             self._columns.update(dict.fromkeys(columns))
@@ -491,7 +516,7 @@ class Renaming:
         return {**rest, **new}
 
     def check(self, source: str) -> None:
-        """Raise `DatasetError` where no row had a column that was to be renamed."""
+        """Raise `DatasetError` if no row had a column that was to be renamed."""
         for new, old in self._names.items():
             if old not in self._seen and self._columns:
                 hint = did_you_mean(old, self._columns) or "they are " + ", ".join(self._columns)

@@ -22,15 +22,15 @@ MAX_LINE_BYTES = 256 << 20
 _TOO_LONG = f"longer than {MAX_LINE_BYTES >> 20} MiB"
 
 TOO_LONG = exact_json.dumps(_TOO_LONG)
-"""The line of a kept dataset in place of a row that was too long to be read: no row either."""
+"""Stands in a stored dataset for a row that was too long to be read; it is a bad row, too."""
 
 DAMAGED = b"it cannot be read: "
-"""How a line begins that stands for a row of a table which cannot be read; the reason follows."""
+"""Beginning of a line that stands for an unreadable row of a table; the reason follows."""
 
 _BLOCK = 1 << 20
 
 
-def _encoded(name: str) -> str:
+def _encoding_advice(name: str) -> str:
     return f"{name}; convert it to UTF-8 first (iconv -f {name} -t UTF-8)"
 
 
@@ -47,13 +47,13 @@ _OTHER_KINDS = {
     b"PAR1": "Parquet; end its name in .parquet",
     b"ARROW1": _ARROW,
     b"\xff\xff\xff\xff": _ARROW,  # a stream of Arrow, as the cache of `datasets` holds
-    **dict.fromkeys((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"), _encoded("UTF-32")),
-    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _encoded("UTF-16")),
+    **dict.fromkeys((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"), _encoding_advice("UTF-32")),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _encoding_advice("UTF-16")),
     # JSON without a mark of its byte order.
-    **dict.fromkeys((b"{\x00", b"[\x00"), _encoded("UTF-16LE")),
-    **dict.fromkeys((b"\x00{", b"\x00["), _encoded("UTF-16BE")),
+    **dict.fromkeys((b"{\x00", b"[\x00"), _encoding_advice("UTF-16LE")),
+    **dict.fromkeys((b"\x00{", b"\x00["), _encoding_advice("UTF-16BE")),
 }
-"""First bytes of files that are often given by mistake, and what to say about them."""
+"""First bytes of files that are often given by mistake, with a message about each."""
 
 
 class Row(NamedTuple):
@@ -69,13 +69,13 @@ class ContentDigest:
 
     def __init__(self) -> None:
         self.size = 0
-        self.ends_a_line = True
+        self.is_at_line_end = True
         self._hash = blake2b(digest_size=32)
 
     def update(self, content: bytes) -> None:
         """Add the bytes that were read next."""
         self.size += len(content)
-        self.ends_a_line = content.endswith(b"\n")
+        self.is_at_line_end = content.endswith(b"\n")
         self._hash.update(content)
 
     def hexdigest(self) -> str:

@@ -1,4 +1,4 @@
-"""What a row of the dataset asks for: its conversation, its options, its workspace."""
+"""Reads a row of the dataset: its conversation, its options, its workspace."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from batch_trajectories.dataset.row_conversation import (
     REPLIES_COLUMN,
     TURNS_COLUMN,
     USER_COLUMN,
+    add_row_user,
     chat_column,
     opening_messages,
     read_expected,
     read_texts,
     read_user_turns,
     with_plain_prompt,
-    with_user,
 )
 from batch_trajectories.records.checks import EXPECTED, expected_column
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from toolsets.sandbox.base import ImageSpec
 
 MODEL_COLUMN = "model"
-"""The model of the row's conversation, one of those of the run."""
+"""The column with the model of the row's conversation, one of the models of the run."""
 
 AGENT_COLUMN = "agent"
-"""What the command that holds the conversation does otherwise than the run says."""
+"""The column with settings of the row for the command that holds its conversation."""
 
 MCP_COLUMN = "mcp_servers"
-"""MCP servers of a Harbor task, which agents that run as commands start or call."""
+"""The column with MCP servers of a Harbor task, for agents that run as commands."""
 
 ColumnUse = Literal["ignored", "allowed", "needed"]
 """Whether a run reads a column, and whether rows must have it."""
@@ -58,22 +58,22 @@ class RowTask(NamedTuple):
     image: ImageSpec | None
     """The container image for its commands, if the run reads this column."""
     setup: RowSetup | None
-    """None if the run does not let rows set up their workspaces."""
+    """The set-up of the workspace; None if the run does not let rows set it up."""
     fork: Fork | None = None
-    """What the conversation branches from; None if it begins with its prompt."""
+    """The conversation that this one branches from; None if it begins with its prompt."""
     limits: RowLimits | None = None
-    """None: as much as the run allows."""
+    """Limits of the row; None: as much as the run allows."""
     agent: CommandAgent | None = None
     """The command that holds the conversation; None for the loop of this program."""
 
     @property
     def check(self) -> Check | None:
-        """How its workspace is judged; None if nothing judges it."""
+        """The check of the workspace; None if nothing judges it."""
         return None if self.setup is None else self.setup.check
 
     @property
     def is_judged_afresh(self) -> bool:
-        """Its check runs in a fresh copy of the workspace."""
+        """Whether the check runs in a fresh copy of the workspace."""
         return self.check is not None and self.check.where == "fresh"
 
     def trajectory(self, events: Sequence[Event]) -> Trajectory:
@@ -84,32 +84,32 @@ class RowTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """How the rows of a run are read."""
+    """The rules by which the rows of a run are read."""
 
     system_prompt: str | None = None
-    """For rows without a system message of their own."""
+    """The system prompt of rows without one of their own; None: no prompt."""
     options: AgentOptions = field(default_factory=AgentOptions)
     script: ColumnUse = "ignored"
     is_priced: bool = True
-    """The price of the model is known, so rows may have budgets in dollars."""
+    """Whether the price of the model is known, so rows may have budgets in dollars."""
     toolsets: frozenset[str] | None = None
     """The toolsets of the run; None if unknown."""
     models: frozenset[str] | None = None
     """The models of the run; a row may name one of them. None if the run has a single model."""
     with_setup: bool = False
-    """Rows may set up and check their workspaces."""
+    """Whether rows may set up and check their workspaces."""
     image: ColumnUse = "ignored"
     """Whether rows name the container image for their commands."""
     with_forks: bool = False
-    """Rows hold the beginning of their conversations."""
+    """Whether rows hold the beginning of their conversations."""
     inside: bool = False
-    """The workspace is a directory of the row's image."""
+    """Whether the workspace is a directory of the row's image."""
     network: bool = False
-    """Commands may reach the network."""
+    """Whether commands may reach the network."""
     check_network: bool = False
-    """Checks may reach the network, if their rows ask for it."""
+    """Whether checks may reach the network, if their rows ask for it."""
     check_in: CheckPlace = "same"
-    """Where checks run if their row does not say."""
+    """The place where checks run if their row does not name one."""
     variables: frozenset[str] = frozenset()
     """The variables of this machine that rows may name."""
     agent: CommandAgent | None = None
@@ -119,15 +119,15 @@ class RowRules:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         options = of_row(self.options, columns)
         if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
-            options = with_user(options, columns)
+            options = add_row_user(options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
         if self.toolsets is not None and (message := options.not_on_offer(self.toolsets)):
             raise ValueError(f"`preparation_toolsets`: {message}")
-        own = columns.get(MODEL_COLUMN)
-        if self.models is not None and own is not None and str(own) not in self.models:
+        model = columns.get(MODEL_COLUMN)
+        if self.models is not None and model is not None and str(model) not in self.models:
             names = ", ".join(sorted(self.models))
-            shown = clip(repr(own), max_chars=200)
+            shown = clip(repr(model), max_chars=200)
             raise ValueError(f"`{MODEL_COLUMN}`: {shown} is not a model of this run ({names})")
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:
@@ -142,9 +142,9 @@ class RowRules:
             user_replies=read_texts(columns, REPLIES_COLUMN) if options.awaiting_input else (),
             user_turns=read_user_turns(columns, options),
         )
-        inside = self._inside(columns) if self.inside else None
-        setup = self._setup(columns, inside) if self.with_setup else None
-        image = None if self.image == "ignored" else self._image(columns, inside)
+        inside = self._read_inside(columns) if self.inside else None
+        setup = self._read_setup(columns, inside) if self.with_setup else None
+        image = None if self.image == "ignored" else self._read_image(columns, inside)
         if options.state_max_turns:
             opening = with_turn_limit(opening, options)
         fork = None
@@ -157,7 +157,7 @@ class RowRules:
                 f"`{MCP_COLUMN}`: only agents that run as commands use the MCP servers of a task; "
                 "give --agent=claude-code or codex, or another whose file has `mcp`"
             )
-        agent = self.agent and _agent_of(self.agent, columns, opening)
+        agent = self.agent and _row_agent(self.agent, columns, opening)
         return RowTask(
             opening=opening,
             spec=spec,
@@ -169,7 +169,7 @@ class RowRules:
         )
 
     def ignores_expected(self, columns: Mapping[str, Any]) -> bool:
-        """Whether a row has the column `expected`, and its answer is not compared with it."""
+        """Whether a row has the column `expected`, but answers are not compared with it."""
         if columns.get(EXPECTED) is None:
             return False
         return not of_row(self.options, columns).check_expected
@@ -210,13 +210,13 @@ class RowRules:
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
-    def _inside(self, columns: Mapping[str, Any]) -> InsideColumns:
+    def _read_inside(self, columns: Mapping[str, Any]) -> InsideColumns:
         from batch_trajectories.dataset.columns import Reading, read_group
         from batch_trajectories.dataset.row_workspace import InsideColumns
 
         return read_group(InsideColumns, columns, Reading(variables=self.variables))
 
-    def _setup(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> RowSetup:
+    def _read_setup(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> RowSetup:
         from batch_trajectories.dataset.row_workspace import read_row_setup
 
         return read_row_setup(
@@ -227,7 +227,9 @@ class RowRules:
             variables=self.variables,
         )
 
-    def _image(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> ImageSpec | None:
+    def _read_image(
+        self, columns: Mapping[str, Any], inside: InsideColumns | None
+    ) -> ImageSpec | None:
         from batch_trajectories.dataset.row_workspace import IMAGE_COLUMNS, read_image
 
         image = read_image(columns, inside, network=self.network)
@@ -237,10 +239,10 @@ class RowRules:
         return image
 
 
-def _agent_of(
+def _row_agent(
     agent: CommandAgent, columns: Mapping[str, Any], opening: Sequence[Message]
 ) -> CommandAgent:
-    """The agent of a row, with what its column sets. Raises `ValueError`."""
+    """The agent of a row, with the settings in its column. Raises `ValueError`."""
     given = columns.get(ROW_COLUMN) or {}
     if other := sorted(given.keys() - set(LIMITS)):
         raise ValueError(
@@ -260,7 +262,7 @@ def _agent_of(
 
 
 def _servers(columns: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The MCP servers of a Harbor task, which the reader of tasks has checked."""
+    """The MCP servers of a Harbor task; the reader of tasks has checked their details."""
     servers = columns.get(MCP_COLUMN) or []
     if not isinstance(servers, list) or not all(
         isinstance(server, dict) and server.keys() & {"command", "url"} for server in servers

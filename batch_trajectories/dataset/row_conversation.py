@@ -1,7 +1,7 @@
-"""The columns that say what is said: the prompt, and what its user says later.
+"""The columns of the conversation: the prompt, and later messages of the user.
 
-They are read by hand, column by column: each is read only if the run uses it, and a row of another
-dataset may have anything in a column that the run does not use.
+Each column is read on its own, and only if the run uses it: rows of other datasets may have
+anything in columns that the run does not use.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.records.checks import expected_column, expected_text
 
 CHAT_COLUMNS = ("messages", "conversations")
-"""A conversation instead of a `prompt`, of which the run takes the beginning."""
+"""Columns with a conversation instead of a `prompt`; the run uses its beginning."""
 
 ERROR_COLUMN = "row_error"
-"""Why a row has no prompt: what it was made from cannot be used."""
+"""The column with the reason why a row has no prompt: its source cannot be used."""
 
 TURNS_COLUMN = "user_turns"
-"""Further messages of the user, each sent after an answer."""
+"""The column with further messages of the user, each sent after an answer."""
 
 REPLIES_COLUMN = "user_replies"
-"""Replies of the user to the tools that ask for one."""
+"""The column with replies of the user to tools that ask for one."""
 
 USER_COLUMN = "simulated_user"
-"""What differs from the run's simulated user."""
+"""The column with settings of the row for the run's simulated user."""
 
 FORK_COLUMN = "fork"
-"""The beginning of the conversation; see `row_fork.Fork`."""
+"""The column with the beginning of the conversation; see `row_fork.Fork`."""
 
 USUAL_PROMPTS = (
     "question",
@@ -48,7 +48,7 @@ USUAL_PROMPTS = (
     "goal",
     "user_prompt",
 )
-"""What datasets call the column with the prompt, the likeliest first."""
+"""Usual names of the column with the prompt, the likeliest first."""
 
 USUAL_BESIDE = frozenset(
     {
@@ -67,7 +67,7 @@ USUAL_BESIDE = frozenset(
         "background",
     }
 )
-"""What datasets call further columns that a model is to see with the prompt."""
+"""Usual names of further columns that the model has to see with the prompt."""
 
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
@@ -99,7 +99,7 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
 
 
 def usual_prompt(columns: Mapping[str, Any]) -> str | None:
-    """The column that is likely to hold the prompt, by its name; None where there is none."""
+    """The column that is likely to hold the prompt, by its name; None if there is none."""
     return next((name for name in USUAL_PROMPTS if _may_be_prompt(columns.get(name))), None)
 
 
@@ -123,7 +123,7 @@ def columns_beside(columns: Mapping[str, Any], prompt: str) -> list[str]:
 
 
 def unused_turns(columns: Mapping[str, Any]) -> int | None:
-    """How many user turns of a row are not sent; None if no message follows the one that is.
+    """Number of user turns of a row that are not sent; None if no message follows the first.
 
     The row must be one that `opening_messages` accepts.
     """
@@ -244,31 +244,31 @@ def _check_chat(messages: list[Message]) -> None:
         )
 
 
-def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options with what the row says of its simulated user. Raises `ValueError`.
+def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
+    """Add the row's settings for its simulated user to the options. Raises `ValueError`.
 
     A row with further messages of its user has no simulated one.
     """
     from agent.models.resolve import SCRIPTED  # few runs have such users
 
-    own = columns.get(USER_COLUMN)
+    row_user = columns.get(USER_COLUMN)
     user = options.simulated_user
     if user is None:
-        if own is not None:
+        if row_user is not None:
             raise ValueError(
                 f"`{USER_COLUMN}` needs a model for it: give --simulated_user, for example '{{}}'"
             )
         return options
     if columns.get(TURNS_COLUMN) is not None:
-        if own is not None:
+        if row_user is not None:
             raise ValueError(f"`{TURNS_COLUMN}` does not go together with `{USER_COLUMN}`")
         return options.model_copy(update={"simulated_user": None})
-    if own is not None:
-        if not isinstance(own, dict) or "model" in own:
-            what = "sets its model, which only the config can" if isinstance(own, dict) else ""
+    if row_user is not None:
+        if not isinstance(row_user, dict) or "model" in row_user:
+            what = "sets its model, which only the config can" if isinstance(row_user, dict) else ""
             raise ValueError(f"`{USER_COLUMN}` {what or 'must be an object'}")
         try:
-            user = SimulatedUser.model_validate({**user.model_dump(), **own})
+            user = SimulatedUser.model_validate({**user.model_dump(), **row_user})
         except ValidationError as error:
             raise ValueError(mistakes_in(error)[0].describe(USER_COLUMN)) from error
     if not user.system_prompt.strip():
@@ -284,7 +284,7 @@ def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions
 
 
 def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
-    """The user's further messages. Raises `ValueError`."""
+    """Read the further messages of the user. Raises `ValueError`."""
     if columns.get(TURNS_COLUMN) is None:
         return ()
     turns = read_texts(columns, TURNS_COLUMN)
@@ -298,7 +298,7 @@ def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[
 
 
 def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A column that is a list of texts; () where it is missing. Raises `ValueError`."""
+    """Read a column that is a list of texts; () if it is missing. Raises `ValueError`."""
     texts = columns.get(name, [])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"`{name}` must be a list of texts")
@@ -306,7 +306,7 @@ def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def read_expected(columns: Mapping[str, Any]) -> str:
-    """What the answer is compared with. Raises `ValueError`."""
+    """Read the text that the answer is compared with. Raises `ValueError`."""
     expected = expected_text(columns)
     if expected is None:
         column = expected_column(columns)

@@ -22,16 +22,16 @@ class Fork:
     record: Text
     """The parent conversation, by its id."""
     turn: Annotated[int, Strict()]
-    """The last that is shared."""
+    """The last shared turn."""
     drawn_as: Text
-    """The id of the task that model and toolsets were drawn with."""
+    """The task id by which model and toolsets were drawn."""
     inherited: dict[str, Any]
-    """What the shared turns cost."""
+    """The cost of the shared turns."""
     events: Annotated[tuple[Any, ...], PlainValidator(tuple)]
-    """Those of the parent, from its opening on."""
+    """Events of the parent, from its opening on."""
 
     def event(self, *, branch: int, replay: dict[str, Any]) -> ForkedEvent:
-        """The first event of a branch itself."""
+        """The first event of a branch, after the shared ones."""
         return ForkedEvent(
             kind="forked",
             run=self.run,

@@ -1,7 +1,4 @@
-"""The columns of a row that say where its conversation works, and how the work is judged.
-
-The image that the workspace is in, how to work there, what prepares the workspace, and the check.
-"""
+"""Columns of a row about its workspace: the image, how to work in it, its set-up, and the check."""
 
 from __future__ import annotations
 
@@ -30,48 +27,50 @@ from batch_trajectories.dataset.columns import (
     User,
     Variables,
     absolute_path,
-    in_words,
+    explain_mistakes,
     names_of,
     object_of,
     objects_of,
-    one_or_many,
     read,
     read_group,
+    to_list,
 )
 from toolsets.sandbox.base import ImageSpec
 
 IMAGE_COLUMNS = ("docker_image", "image", "image_name")
-"""They name the image of a row. The first one in a row counts."""
+"""Columns that may name the image of a row. The first one that a row has counts."""
 
 
-def _hidden(raw: Any) -> Any:
+def _hidden_paths(raw: Any) -> Any:
     paths = [absolute_path(path) for path in raw] if isinstance(raw, list) else None
     return None if paths is None or "/" in paths else paths
 
 
 @dataclass(frozen=True, slots=True)
 class InsideColumns:
-    """How to work in the image, read only if the workspace is a directory of it."""
+    """Columns about work in an image, read only if the workspace is a directory of the image."""
 
     workdir: ImagePath | None = None
     """The directory of the image that is the workspace; None: as the image says."""
     user: User | None = None
-    """Whose processes commands are; None: as the image says."""
+    """The user that runs commands; None: as the image says."""
     env: Variables = field(default_factory=dict)
-    """Variables on top of the image's."""
+    """Variables to set, besides those of the image."""
     network: Flag = True
-    """False: without the network that the run allows. The run decides."""
+    """False: no network, even if the run allows it. The column cannot allow more than the run."""
     limits: Limits = field(default_factory=RowLimits)
-    """They lower the limits of the run."""
+    """Limits of the row, which only lower those of the run."""
     hide: Annotated[
         tuple[str, ...],
-        in_words("must be a list of absolute paths of the image, without `..`", _hidden),
+        explain_mistakes(
+            "must be a list of absolute paths of the image, without `..`", _hidden_paths
+        ),
     ] = ()
-    """Paths of the image that are away until the check."""
+    """Paths of the image that are hidden until the check."""
 
 
 def read_image(
-    columns: Mapping[str, Any], own: InsideColumns | None, *, network: bool
+    columns: Mapping[str, Any], inside: InsideColumns | None, *, network: bool
 ) -> ImageSpec | None:
     """The image of a row, None if it names none. Raises `ValueError` with the reason.
 
@@ -82,28 +81,28 @@ def read_image(
     if name is None:
         return None
     reference = read(ImageName, columns[name], name)
-    if own is None:
+    if inside is None:
         return ImageSpec(reference)
     return ImageSpec(
         reference,
-        workdir=own.workdir,
-        user=own.user,
-        env=own.env,
-        network=network and own.network,
+        workdir=inside.workdir,
+        user=inside.user,
+        env=inside.env,
+        network=network and inside.network,
     )
 
 
 def image_columns(columns: Mapping[str, Any]) -> list[str]:
-    """The column that names the image of a row, and those that precede it."""
+    """The columns that decide the image of a row: the one that names it, and all before it."""
     place = next((n for n, name in enumerate(IMAGE_COLUMNS) if columns.get(name) is not None), 1)
     return list(IMAGE_COLUMNS[: max(2, place + 1)])
 
 
 def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
-    """Add what a row asks for that the run may refuse.
+    """Add to `largest` the demands of a row that the run may refuse.
 
-    `network`, `check.network` and `artifacts` are numbers of rows, those of `limits` the largest
-    that any row has, with `limits.cpus` rounded up.
+    `network`, `check.network` and `artifacts` count rows. Keys of `limits` are the largest value
+    that any row has; `limits.cpus` is rounded up.
     """
     check = columns.get("check")
     wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
@@ -120,7 +119,7 @@ def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
 
 
 CheckPlace = Literal["same", "fresh"]
-"""`image` is a third one, where the check names its own."""
+"""The place where a check runs; a check with an image of its own has none."""
 
 PYTHON_FILES = (
     "conftest.py",
@@ -138,10 +137,10 @@ PYTHON_FILES = (
     ".venv/*",
     "venv/*",
 )
-"""What pytest or each Python runs or reads by itself, and can make tests report success."""
+"""Files that pytest or Python reads by itself, and that can make tests report success."""
 
 
-def _pattern(text: str) -> str:
+def _check_pattern(text: str) -> str:
     import regex
 
     shown = clip(repr(text), max_chars=200)
@@ -154,19 +153,19 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _some_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     if not patterns:
         raise ValueError("is missing: how a line of output names a test and its status")
-    return tuple(map(_pattern, patterns))
+    return tuple(map(_check_pattern, patterns))
 
 
-def _some_files(raw: Any) -> list[Any]:
+def _require_files(raw: Any) -> list[Any]:
     if raw == []:
         raise ValueError("is an empty list; leave it out, or name a file")
-    return one_or_many(raw)
+    return to_list(raw)
 
 
-def _no_blank(reason: str) -> AfterValidator:
+def _refuse_blank(reason: str) -> AfterValidator:
     def read_text(text: str) -> str:
         if not text.strip():
             raise ValueError(reason)
@@ -175,38 +174,38 @@ def _no_blank(reason: str) -> AfterValidator:
     return AfterValidator(read_text)
 
 
-def _needs_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _require_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
     if not info.context.inside:
         raise ValueError("needs --workspace=image")
     return raw
 
 
-INSIDE = BeforeValidator(_needs_image)
-"""Elsewhere than in an image the check runs as the conversation did."""
+NEEDS_IMAGE = BeforeValidator(_require_image)
+"""Refuses a key unless the workspace is in an image: elsewhere a check has no such choice."""
 
 
-def _takes_the_place(image: str, info: ValidationInfo[Reading]) -> str:
+def _refuse_two_places(image: str, info: ValidationInfo[Reading]) -> str:
     if (where := info.data.get("where")) is not None:
         raise ValueError(f"does not go with `in: {where}`: leave one of them out")
     return image
 
 
-def _of_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _require_own_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
     if info.data.get("image") is None:
         raise ValueError("needs `check.image`: the image that it is for")
     return raw
 
 
-OF_IMAGE = BeforeValidator(_of_image)
-"""Only a check with an image of its own has such keys."""
+NEEDS_OWN_IMAGE = BeforeValidator(_require_own_image)
+"""Refuses a key unless the check has an image of its own."""
 
 
-def _for_image(
+def _check_artifacts(
     artifacts: tuple[Artifact, ...], info: ValidationInfo[Reading]
 ) -> tuple[Artifact, ...]:
     if artifacts:
-        _needs_image(artifacts, info)
-        _of_image(artifacts, info)
+        _require_image(artifacts, info)
+        _require_own_image(artifacts, info)
     elif info.data.get("image") is not None:
         raise ValueError("is missing: what the image gets of the workspace")
     return artifacts
@@ -214,19 +213,21 @@ def _for_image(
 
 @dataclass(frozen=True, slots=True)
 class Outcomes(OnlyThese):
-    """What the output of a check's command must say of its tests."""
+    """The results of tests that the output of a check's command must show."""
 
     log: FilePath | None = None
-    """The file that holds the output; None: what the command prints."""
+    """The file that holds the output; None: standard output and error of the command."""
     must_pass: Annotated[Texts, Field(alias="pass")] = ()
     """Names of tests that must have a status of `passed`; the key `pass`."""
     passed: Texts = ("PASSED", "XFAIL")
     expected: (
-        Annotated[dict[str, Text], in_words("must be an object that maps tests to their status")]
+        Annotated[
+            dict[str, Text], explain_mistakes("must be an object that maps tests to their status")
+        ]
         | None
     ) = None
     """The status of each test that ran; no other tests may have run."""
-    patterns: Annotated[Texts, AfterValidator(_some_patterns), Field(validate_default=True)] = ()
+    patterns: Annotated[Texts, AfterValidator(_check_patterns), Field(validate_default=True)] = ()
     """Regular expressions with the groups `name` and `status`, searched in every line."""
 
 
@@ -236,18 +237,18 @@ class Artifact(OnlyThese):
 
     path: FilePath
     exclude: Texts = ()
-    """Patterns of what is left out beneath it, as those of `tar --exclude`."""
+    """Patterns of files in the directory to leave out, as those of `tar --exclude`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collect(OnlyThese):
-    """A command that runs before a check, where the model worked; its end does not count."""
+    """A command that runs before a check, where the model worked. Its exit code does not count."""
 
-    command: Annotated[Text, _no_blank("is missing"), Field(validate_default=True)] = ""
+    command: Annotated[Text, _refuse_blank("is missing"), Field(validate_default=True)] = ""
     timeout_s: Seconds | None = None
 
 
-def _with_tests(raw: Any) -> Any:
+def _read_outcomes(raw: Any) -> Any:
     if isinstance(raw, dict) and bool(raw.get("pass")) == bool(raw.get("expected")):
         raise ValueError("needs the tests in `pass` or in `expected`, and not in both")
     return object_of(Outcomes)(raw)
@@ -255,111 +256,118 @@ def _with_tests(raw: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Check(OnlyThese):
-    """How a workspace is judged; a command alone is as good as an object with `command`."""
+    """The check of a workspace. A text stands for an object with only `command`."""
 
-    command: Annotated[Text, _no_blank("is empty, so every conversation would pass")]
-    """What judges; exit code 0 passes, unless `reward_file` or `tests` is given."""
+    command: Annotated[Text, _refuse_blank("is empty, so every conversation would pass")]
+    """The command that judges. Exit code 0 passes, unless `reward_file` or `tests` is given."""
     files: Files = field(default_factory=dict)
-    """Written when the conversation has ended, so the model never sees them."""
+    """Files that are written when the conversation has ended, so the model never sees them."""
     reward_files: Annotated[
-        tuple[FilePath, ...], BeforeValidator(_some_files), Field(alias="reward_file")
+        tuple[FilePath, ...], BeforeValidator(_require_files), Field(alias="reward_file")
     ] = ()
     """A path or a list of paths; the first that the command wrote holds the reward. The key
     `reward_file`."""
     tests: (
         Annotated[
             Outcomes,
-            in_words(
-                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}", _with_tests
+            explain_mistakes(
+                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}", _read_outcomes
             ),
         ]
         | None
     ) = None
-    """What the command must print of its tests."""
+    """The results of tests that the command must print."""
     timeout_s: Seconds | None = None
-    """How long the command may take; None: --command_timeout_s."""
+    """Time limit of the command; None: --command_timeout_s."""
     env: Variables = field(default_factory=dict)
-    """Variables of its command, on top of those of the sandbox."""
+    """Variables for the command, besides those of the sandbox."""
     where: Annotated[
-        CheckPlace | None, in_words("must be same or fresh (got {})"), INSIDE, Field(alias="in")
+        CheckPlace | None,
+        explain_mistakes("must be same or fresh (got {})"),
+        NEEDS_IMAGE,
+        Field(alias="in"),
     ] = None
     """`same`: the workspace as the model left it; `fresh`: the image with only the diff. The key
-    `in`. None where there is no image, or the check has its own."""
-    user: Annotated[User, INSIDE] | None = None
-    """None: the user of the row."""
-    network: Annotated[Flag, INSIDE] = False
+    `in`. None if there is no image, or the check has its own."""
+    user: Annotated[User, NEEDS_IMAGE] | None = None
+    """The user that runs the check; None: the user of the row."""
+    network: Annotated[Flag, NEEDS_IMAGE] = False
     """True: the check needs the network, which --check_network allows."""
     from_image: Annotated[
-        Texts, BeforeValidator(lambda raw: PYTHON_FILES if raw == "python" else raw), INSIDE
+        Texts, BeforeValidator(lambda raw: PYTHON_FILES if raw == "python" else raw), NEEDS_IMAGE
     ] = ()
     """Patterns of files that a fresh check takes from the image, whatever the diff says: a name,
     or a path in the repository with `/`; `*` stands for any characters. `python` stands for
     `PYTHON_FILES`."""
-    image: Annotated[ImageName, AfterValidator(_takes_the_place), INSIDE] | None = None
+    image: Annotated[ImageName, AfterValidator(_refuse_two_places), NEEDS_IMAGE] | None = None
     """The image that the check runs in, with only the `artifacts` of the workspace; None: that of
     the conversation."""
     artifacts: Annotated[
         tuple[Artifact, ...],
-        in_words("must be a list of paths, or of {path, exclude}", objects_of(Artifact, "path")),
-        AfterValidator(_for_image),
+        explain_mistakes(
+            "must be a list of paths, or of {path, exclude}", objects_of(Artifact, "path")
+        ),
+        AfterValidator(_check_artifacts),
         Field(validate_default=True),
     ] = ()
-    """What `image` gets of the workspace: paths, or {path, exclude: [PATTERN, ...]}; those that do
-    not exist are left out."""
+    """Files of the workspace that `image` gets: paths, or {path, exclude: [PATTERN, ...]}. Missing
+    ones are left out."""
     collect: Annotated[
         tuple[Collect, ...],
-        in_words("must be commands, or {command, timeout_s}", objects_of(Collect, "command")),
-        INSIDE,
+        explain_mistakes(
+            "must be commands, or {command, timeout_s}", objects_of(Collect, "command")
+        ),
+        NEEDS_IMAGE,
     ] = ()
     """Commands, or {command, timeout_s}, that run first, where the model worked."""
-    limits: Annotated[Limits, OF_IMAGE, INSIDE] | None = None
+    limits: Annotated[Limits, NEEDS_OWN_IMAGE, NEEDS_IMAGE] | None = None
     """Limits of the container of `image`; None: those of the row."""
-    workdir: Annotated[ImagePath, OF_IMAGE, INSIDE] | None = None
+    workdir: Annotated[ImagePath, NEEDS_OWN_IMAGE, NEEDS_IMAGE] | None = None
     """The directory of `image` where the command runs; None: as the image says."""
 
     @property
     def image_spec(self) -> ImageSpec | None:
-        """The check's own image."""
+        """The check's own image; None if it runs in that of the conversation."""
         return None if self.image is None else ImageSpec(self.image, workdir=self.workdir)
 
 
 CheckColumn = Annotated[
     Check,
-    in_words(
+    explain_mistakes(
         "must be a command, or an object with `command` and any of "
         + ", ".join(f"`{name}`" for name in sorted({*names_of(Check)} - {"command"})),
         object_of(Check, "command"),
     ),
 ]
-"""What may stand in the column: a command alone is as good as an object with `command`."""
+"""The value of the column `check`. A text stands for an object with only `command`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetupColumns:
-    """What prepares and judges the workspace of a row."""
+    """Columns that set up and judge the workspace of a row."""
 
     files: Files = field(default_factory=dict)
-    """Written before the conversation."""
+    """Files that are written before the conversation."""
     commands: Annotated[
         tuple[Text, ...],
-        in_words(
-            "must be a command or a list of commands", lambda raw: one_or_many(raw) if raw else []
+        explain_mistakes(
+            "must be a command or a list of commands", lambda raw: to_list(raw) if raw else []
         ),
         Field(alias="setup"),
     ] = ()
     """A command or a list of them, run in the workspace before the conversation."""
     start_dir: Annotated[Directory, Field(alias="cwd")] = "."
-    """Where shells start: a directory of the workspace."""
+    """The directory of the workspace where shells start."""
     check: CheckColumn | None = None
-    """How the workspace is judged."""
+    """The check of the workspace; None: nothing judges it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryColumns:
-    """What stays of the history of the repository in an image.
+    """Columns that limit the history of the repository in an image.
 
-    They are no part of a row's identity: they change what the model could see, not what it is
-    asked.
+    They are not part of a row's identity, because they change what the model could see, not its
+    task.
     """
 
     base_commit: (
@@ -367,21 +375,21 @@ class HistoryColumns:
             Text,
             # No name of a commit may look like an option of git.
             Field(pattern=r"^([^-\s]\S*)?$"),
-            in_words("{} is not a commit as git names one"),
+            explain_mistakes("{} is not a commit as git names one"),
         ]
         | None
     ) = None
-    """Only what leads to this commit stays; "": nothing; None: all."""
+    """Only the history of this commit stays; "": nothing stays; None: all of it."""
     keep_history: Flag = False
-    """All of it stays, whatever `base_commit` says."""
+    """True: all of the history stays, whatever `base_commit` says."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSetup(SetupColumns):
-    """How one row sets up its workspace."""
+    """The set-up of the workspace of one row."""
 
     hidden: tuple[str, ...] = ()
-    """Paths of the image that are away until the check."""
+    """Paths of the image that are hidden until the check."""
     base_commit: str | None = None
     """The commit whose history stays, as git names one; "": no history; None: all of it."""
 
@@ -397,11 +405,11 @@ def read_row_setup(
     """Read the columns of a row. Raises `ValueError` with the reason if they are invalid.
 
     `image`: how to work in the row's image, if the workspace is a directory of it. `check_in`:
-    where checks run that do not say it. `check_network`: the run allows checks the network.
+    the place of checks that do not name one. `check_network`: the run allows checks the network.
     `variables`: the variables of this machine that rows may name.
     """
-    own = read_group(SetupColumns, columns, Reading(image is not None, variables))
-    check = own.check
+    setup = read_group(SetupColumns, columns, Reading(image is not None, variables))
+    check = setup.check
     if check is not None and check.network and not check_network:
         check = replace(check, network=False)
     base_commit = None
@@ -415,9 +423,9 @@ def read_row_setup(
                 "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
             )
     return RowSetup(
-        files=own.files,
-        commands=own.commands,
-        start_dir=own.start_dir,
+        files=setup.files,
+        commands=setup.commands,
+        start_dir=setup.start_dir,
         check=check,
         hidden=() if image is None else image.hide,
         base_commit=base_commit,

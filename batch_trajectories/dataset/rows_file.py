@@ -38,31 +38,42 @@ from batch_trajectories.dataset.scan import ID_COLUMNS
 # Templates of a rows file: values that are filled in from the columns of a row.
 #
 # Texts are Jinja2; their variables are the columns, and `row` is all of them. A text that is one
-# expression, `{{column}}`, is replaced by its value, which may be a list or an object. `omit`
-# leaves out what contains it; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
+# expression, `{{column}}`, is replaced by its value, which may be a list or an object. A value that
+# contains `omit` is left out; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
 # have a meaning:
 #
-# {first_of: [VALUE, ...]} the first whose columns the row has {match: TEXT, cases: {TEXT: VALUE},
-# default: VALUE}
+# - {first_of: [VALUE, ...]}: the first value whose columns the row has;
+# - {match: TEXT, cases: {TEXT: VALUE}, default: VALUE}: the value of the case that is the text.
 #
 # Nothing in a row is read as a template. Templates cannot call, define or multiply anything, nor
 # nest loops, so each ends, and none reaches beyond its row.
 
-_MOST_CHARS = 1 << 26
+_MAX_CHARS = 1 << 26
 
 _HOLE = re.compile(r"\{\{\s*([\w-]+(?:\.[\w-]+)*)\s*(\?)?\s*(?=\||\}\})")
-"""The beginning of an expression: the path of a column, by whatever names."""
+"""The beginning of an expression: the path of a column, whose names may be any words."""
 
 _STATEMENTS = (nodes.Output, nodes.If, nodes.For)
 _REFUSED = (nodes.Call, nodes.Mul, nodes.Pow, nodes.Mod)
-_OF_JINJA = ("d", "default", "dictsort", "first", "int", "items", "last", "length", "sort", "trim")
+_JINJA_FILTERS = (
+    "d",
+    "default",
+    "dictsort",
+    "first",
+    "int",
+    "items",
+    "last",
+    "length",
+    "sort",
+    "trim",
+)
 
 
 class TemplateError(ValueError):
     """A template is wrong, or cannot be filled in from a row: place, field and reason."""
 
 
-class _Missing(TemplateError):
+class _MissingColumnError(TemplateError):
     """The row lacks a column of a template."""
 
 
@@ -71,7 +82,7 @@ class Absent(Exception):
 
 
 class MissingColumn(StrictUndefined):
-    """What a row lacks: false as a condition, an error where its value is needed."""
+    """A column that a row lacks: false as a condition, an error if its value is needed."""
 
     __slots__ = ()
 
@@ -87,13 +98,13 @@ _OMIT = object()
 
 
 def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of templates for a row; a column that is null is one that the row lacks."""
+    """The variables of templates for a row. A column that is null counts as missing."""
     present = {name: value for name, value in columns.items() if value is not None}
     return {**present, "omit": _OMIT, "row": columns}
 
 
-def _value(value: Any) -> Any:
-    """What an expression gave, if there is a value and JSON can hold it."""
+def _require_value(value: Any) -> Any:
+    """Return the value of an expression. Raises if there is none, or JSON cannot hold it."""
     if value is _OMIT:
         raise Absent
     if isinstance(value, Undefined):
@@ -102,18 +113,18 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     match value:
         case str():
             return value
         case bool() | int() | float():
             return exact_json.dumps(value).decode()
-    _value(value)
+    _require_value(value)
     raise ValueError("a list or an object is not text; use the filter lines or quote")
 
 
-def _json(value: Any) -> Any:
-    """The value that a text holds as JSON; other values as they are."""
+def _parse_json(value: Any) -> Any:
+    """Parse a text as JSON; return other values as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -123,39 +134,39 @@ def _json(value: Any) -> Any:
 
 
 def _between(value: Any, begin: str, end: str) -> str:
-    """The text between two marks; all of it if it lacks them."""
-    text = _text(value)
+    """The text between two marks; the whole text if a mark is missing."""
+    text = _to_text(value)
     _, sign, rest = text.partition(begin)
     inner, closed, _ = rest.partition(end)
     return inner.strip() if sign and closed else text
 
 
 def _replace(value: Any, old: str, new: str) -> str:
-    text = _text(value)
-    _limit(len(text) + text.count(old) * len(new))
+    text = _to_text(value)
+    _refuse_long(len(text) + text.count(old) * len(new))
     return text.replace(old, new)
 
 
-def _limit(chars: int) -> None:
-    if chars > _MOST_CHARS:
-        raise ValueError(f"gives more than {_MOST_CHARS:,} characters")
+def _refuse_long(chars: int) -> None:
+    if chars > _MAX_CHARS:
+        raise ValueError(f"gives more than {_MAX_CHARS:,} characters")
 
 
-def _items(value: Any) -> list[str]:
-    return [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
+def _to_texts(value: Any) -> list[str]:
+    return [_to_text(item) for item in value] if isinstance(value, list) else [_to_text(value)]
 
 
 _FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "lower": (0, lambda value: _text(value).lower()),
-    "upper": (0, lambda value: _text(value).upper()),
+    "lower": (0, lambda value: _to_text(value).lower()),
+    "upper": (0, lambda value: _to_text(value).upper()),
     "replace": (2, _replace),
-    "after": (1, lambda value, mark: _text(value).rpartition(mark)[2]),
+    "after": (1, lambda value, mark: _to_text(value).rpartition(mark)[2]),
     "between": (2, _between),
-    "json": (0, _json),
-    "lines": (0, lambda value: "".join(f"{item}\n" for item in _items(value))),
-    "quote": (0, lambda value: " ".join(map(shlex.quote, _items(value)))),
+    "json": (0, _parse_json),
+    "lines": (0, lambda value: "".join(f"{item}\n" for item in _to_texts(value))),
+    "quote": (0, lambda value: " ".join(map(shlex.quote, _to_texts(value)))),
 }
-"""Our filters by name, with the number of texts that they take."""
+"""Our filters by name, with the number of their arguments, which are texts."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -164,7 +175,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(
             undefined=MissingColumn,
-            finalize=_text,
+            finalize=_to_text,
             keep_trailing_newline=True,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -173,30 +184,30 @@ class _Environment(ImmutableSandboxedEnvironment):
             comment_end_string="#\0",
         )
         self.globals: dict[str, Any] = {}
-        theirs = {name: FILTERS[name] for name in _OF_JINJA}
+        theirs = {name: FILTERS[name] for name in _JINJA_FILTERS}
         self.filters = {**theirs, **{name: ours for name, (_, ours) in _FILTERS.items()}}
 
-    def compiled(self, text: str) -> Callable[[dict[str, Any]], Any]:
-        """A function that fills in a text. Raises `ValueError` and Jinja2's `TemplateError`."""
+    def compile_text(self, text: str) -> Callable[[dict[str, Any]], Any]:
+        """Compile a text to a function. Raises `ValueError` and Jinja2's `TemplateError`."""
         if "{{" not in text and "{%" not in text:
             return lambda variables: text
-        tree = self.parse(_HOLE.sub(_path, text).replace("\r", '{{"\\r"}}'))
+        tree = self.parse(_HOLE.sub(_jinja_path, text).replace("\r", '{{"\\r"}}'))
         for node in tree.find_all(nodes.Node):
             self._check(node)
         match tree.body:
             case [nodes.Output(nodes=[only])] if not isinstance(only, nodes.TemplateData):
                 # What is rendered is text; what is assigned keeps its type.
                 tree.body = [nodes.Assign(nodes.Name("whole", "store"), only).set_lineno(1)]
-        return partial(_filled, self.from_string(tree))
+        return partial(_render, self.from_string(tree))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """A member of an object of the row, never an attribute of a Python object."""
         return (super().getattr if isinstance(obj, LoopContext) else self.getitem)(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """A member of an object or list; also of its JSON text, as CSV and Parquet often have."""
+        """A member of an object or list, which may be JSON text, as in CSV and Parquet."""
         value = None
-        if isinstance(obj := _json(obj), Undefined):
+        if isinstance(obj := _parse_json(obj), Undefined):
             return obj
         if isinstance(obj, Mapping):
             value = obj.get(argument)
@@ -205,7 +216,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.undefined(name=argument) if value is None else value
 
     def _check(self, node: nodes.Node) -> None:
-        """Raise `ValueError` for what a template cannot do."""
+        """Raise `ValueError` for a node that templates cannot have."""
         match node:
             case nodes.Filter(name=name) if name not in self.filters:
                 known = did_you_mean(name, self.filters) or f"known: {', '.join(self.filters)}"
@@ -221,8 +232,8 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise ValueError("calls, `*`, `**` and `%` are not available; use filters")
 
 
-def _path(hole: re.Match[str]) -> str:
-    """The same in Jinja2, which knows no `?` and has words of its own."""
+def _jinja_path(hole: re.Match[str]) -> str:
+    """Translate the path of a column to Jinja2, which knows no `?` and has reserved words."""
     names = hole[1].split(".")
     used = {"none", "true", "false", "self", "omit", "row", *keyword.kwlist}
     path = "".join(f'["{name}"]' for name in names)
@@ -230,15 +241,15 @@ def _path(hole: re.Match[str]) -> str:
     return f"{{{{{hole[1] if is_jinja else f'row{path}'}{'|default(omit)' if hole[2] else ''}"
 
 
-def _filled(template: jinja2.Template, variables: dict[str, Any]) -> Any:
+def _render(template: jinja2.Template, variables: dict[str, Any]) -> Any:
     context = template.new_context(variables, shared=True)
     parts = []
     size = 0
     for part in template.root_render_func(context):
         size += len(part)
-        _limit(size)
+        _refuse_long(size)
         parts.append(part)
-    return _value(context.vars["whole"]) if "whole" in context.vars else "".join(parts)
+    return _require_value(context.vars["whole"]) if "whole" in context.vars else "".join(parts)
 
 
 _ENVIRONMENT = _Environment()
@@ -252,7 +263,7 @@ class Template:
         self._place = f"{file}:{node.start_mark.line + 1}: {field}"
         self._shown = ""
         self._parts: dict[Any, Template] = {}
-        """Those of a list or an object."""
+        """The templates of the items of a list, or of the members of an object."""
         self._fill: Callable[[dict[str, Any]], Any]
         match node:
             case yaml.SequenceNode():
@@ -265,25 +276,25 @@ class Template:
                     name: Template(member, file, f"{field}.{name}")
                     for name, member in members.items()
                 }
-                self._fill = self._of_object(members)
+                self._fill = self._object_filler(members)
             case _:
-                self._fill = self._of_scalar(construct(node))
+                self._fill = self._scalar_filler(construct(node))
 
     def value(self, variables: dict[str, Any]) -> Any:
-        """The value for a row, by its `variables_of`.
+        """Fill in the value for a row, whose variables are those of `variables_of`.
 
-        Raises `TemplateError`, and `Absent` where it is left out.
+        Raises `TemplateError`, and `Absent` if the value is left out.
         """
         try:
             return self._fill(variables)
         except (TemplateError, Absent):
             raise
         except jinja2.UndefinedError as error:
-            raise _Missing(f"{self._place}: {error}{self._shown}") from error
+            raise _MissingColumnError(f"{self._place}: {error}{self._shown}") from error
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"{self._place}: {error}{self._shown}") from error
 
-    def _of_object(self, members: Mapping[str, yaml.Node]) -> Callable[[dict[str, Any]], Any]:
+    def _object_filler(self, members: Mapping[str, yaml.Node]) -> Callable[[dict[str, Any]], Any]:
         names = {*members}
         if names == {"first_of"}:
             if not isinstance(members["first_of"], yaml.SequenceNode):
@@ -295,12 +306,12 @@ class Template:
             return self._matching
         return self._present
 
-    def _of_scalar(self, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def _scalar_filler(self, value: Any) -> Callable[[dict[str, Any]], Any]:
         if not isinstance(value, str):
             return lambda variables: value
         self._shown = f" in {clip(repr(value), max_chars=100)}"
         try:
-            return _ENVIRONMENT.compiled(value)
+            return _ENVIRONMENT.compile_text(value)
         except (ValueError, RecursionError, jinja2.TemplateError) as error:
             raise TemplateError(f"{self._place}: {error}{self._shown}") from error
 
@@ -319,12 +330,12 @@ class Template:
         for choice in optional:
             try:
                 return choice.value(variables)
-            except (Absent, _Missing):
+            except (Absent, _MissingColumnError):
                 continue
         return last.value(variables)
 
     def _matching(self, variables: dict[str, Any]) -> Any:
-        text = _text(self._parts["match"].value(variables))
+        text = _to_text(self._parts["match"].value(variables))
         cases = self._parts["cases"]._parts
         chosen = cases.get(text, self._parts.get("default"))
         if chosen is None:
@@ -336,7 +347,7 @@ class Template:
 REFERENCE = "reference"
 _KEYS = ("options", "columns", "keep", REFERENCE)
 OPTIONS = ("row_setup", "workspace", "check_in")
-"""What rows need to be used as they are; everything else is for the user to decide."""
+"""Options that a rows file may set, because its rows need them. Others are up to the user."""
 
 
 class RowsFile:
@@ -352,15 +363,15 @@ class RowsFile:
         self.digest = digest
         """12 hex digits over the content of the file."""
         self.is_ours = False
-        """Whether it comes with the program."""
+        """Whether the file comes with the program."""
         self.options = options
         self._columns = columns
         self._keep = keep
 
     def row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The row of a run that a row of the dataset becomes.
+        """Make the row of a run from a row of the dataset.
 
-        Where it cannot become one, it only has its id and `row_error`, the reason.
+        If that fails, the row only has its id and the reason, as `row_error`.
         """
         if ERROR_COLUMN in columns:
             return dict(columns)

@@ -49,7 +49,7 @@ dates, the Hugging Face loader would convert the whole column to timestamps."""
 
 
 class ScanOptions(TypedDict):
-    """What the result of `scan` depends on, beside the dataset."""
+    """Everything that the result of `scan` depends on, besides the dataset."""
 
     max_samples: int | None
     rules: RowRules
@@ -63,13 +63,13 @@ class Scan:
 
     path: Path
     sha256: str
-    """Of all usable rows, whatever the shard."""
+    """Digest of all usable rows, whatever the shard."""
     all_rows: int
     """Number of usable rows, after `max_samples`."""
     rows: int
     """Number of usable rows in the shard."""
     bad_rows: tuple[BadRow, ...]
-    """Those of the shard; each bad row belongs to one shard."""
+    """Bad rows of the shard; each bad row belongs to one shard."""
     all_bad: int
     """Number of bad rows, whatever the shard."""
     shard: Shard | None
@@ -80,18 +80,18 @@ class Scan:
     size: int
     """Number of bytes that were read."""
     content_digest: str
-    """Of these bytes; see `ContentDigest`."""
+    """Digest of the bytes that were read; see `ContentDigest`."""
     may_continue: bool
-    """The file may have more bytes than were read: `max_samples` ended the scan."""
+    """Whether the file may have more bytes than were read: `max_samples` ended the scan."""
     offsets: array[int]
     """Byte offsets of the usable rows of the shard."""
     occurrences: array[int]
-    """For each of these rows, how many rows up to it have its id; empty if each has its own."""
+    """The number of rows with its id up to each of these rows; empty if no id repeats."""
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `TELLTALE_COLUMNS`."""
     asked: dict[str, int]
-    """What rows ask for that the run may refuse; see `row_workspace.add_asked`. `expected`: usable
-    rows with this column whose answers are not compared with it."""
+    """Demands of rows that the run may refuse; see `row_workspace.add_asked`. `expected`: number of
+    usable rows with this column whose answers are not compared with it."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
@@ -111,7 +111,7 @@ class Scan:
         return self.rows * self.num_samples
 
     def occurrence(self, row: int) -> int:
-        """How many rows up to this one have its id."""
+        """Number of rows up to this one that have its id."""
         return self.occurrences[row] if self.occurrences else 1
 
     def key(self, number: int) -> bytes:
@@ -135,10 +135,10 @@ def scan(
     keys = bytearray()
     all_rows = 0
     setup_columns: dict[str, int] = {}
-    largest: dict[str, int] = {}
+    asked: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     content = ContentDigest()
-    for row in _watched_rows(path, rules, content):
+    for row in _track_rows(path, rules, content):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
@@ -146,21 +146,11 @@ def scan(
         for name in TELLTALE_COLUMNS:
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
-        if rules.ignores_expected(row.columns):
-            largest[EXPECTED] = largest.get(EXPECTED, 0) + 1
-        if rules.with_setup and row.columns.get("check") is not None:
-            from batch_trajectories.dataset.check_programs import programs_of_workspace
-
-            if programs_of_workspace(row.columns["check"]):
-                largest[PROGRAMS] = largest.get(PROGRAMS, 0) + 1
-        if rules.inside:
-            from batch_trajectories.dataset.row_workspace import add_asked
-
-            add_asked(largest, row.columns)
+        _count_demands(asked, row.columns, rules)
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
-        if shard is None or shard.holds(short_hash):
+        if shard is None or shard.contains(short_hash):
             offsets.append(row.offset)
             hashes.append(short_hash)
             digest = input_digest(row.columns, rules)
@@ -172,7 +162,7 @@ def scan(
         raise _no_usable_row(path, bad_rows)
     occurrences = array("I")
     for number, base, columns in _rows_with_repeated_ids(path, offsets, hashes, occurrences):
-        prompt_id = _numbered(base, occurrences[number])
+        prompt_id = _with_occurrence(base, occurrences[number])
         digest = input_digest(columns, rules)
         ids = (_task_id(prompt_id, sample) for sample in range(num_samples))
         start = 16 * num_samples * number
@@ -182,7 +172,7 @@ def scan(
         sha256=fingerprint.hexdigest(),
         all_rows=all_rows,
         rows=len(offsets),
-        bad_rows=tuple(row for row in bad_rows if shard is None or shard.holds(row.line)),
+        bad_rows=tuple(row for row in bad_rows if shard is None or shard.contains(row.line)),
         all_bad=len(bad_rows),
         shard=shard,
         rules=rules,
@@ -190,17 +180,32 @@ def scan(
         num_samples=num_samples,
         size=content.size,
         content_digest=content.hexdigest(),
-        may_continue=all_rows == max_samples and content.ends_a_line,
+        may_continue=all_rows == max_samples and content.is_at_line_end,
         offsets=offsets,
         occurrences=occurrences,
         setup_columns=setup_columns,
-        asked=largest,
+        asked=asked,
         keys=bytes(keys),
     )
 
 
-def _watched_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
-    """What `read_rows` gives, with its progress."""
+def _count_demands(asked: dict[str, int], columns: dict[str, Any], rules: RowRules) -> None:
+    """Add the demands of a row to `Scan.asked`."""
+    if rules.ignores_expected(columns):
+        asked[EXPECTED] = asked.get(EXPECTED, 0) + 1
+    if rules.with_setup and columns.get("check") is not None:
+        from batch_trajectories.dataset.check_programs import programs_of_workspace
+
+        if programs_of_workspace(columns["check"]):
+            asked[PROGRAMS] = asked.get(PROGRAMS, 0) + 1
+    if rules.inside:
+        from batch_trajectories.dataset.row_workspace import add_asked
+
+        add_asked(asked, columns)
+
+
+def _track_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
+    """Yield the rows of `read_rows`, and show progress."""
     size = path.stat().st_size if path.is_file() else None
     with LongWork(f"reading {path.name}", total=size, unit="B") as work:
         for row in read_rows(path, rules, content):
@@ -218,18 +223,18 @@ def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
             row, sample = divmod(number, scan.num_samples)
             columns = read_row_at(file, scan.offsets[row])
             if columns is None:
-                raise _changed(scan.path, scan.offsets[row])
+                raise _changed_error(scan.path, scan.offsets[row])
             task = task_of(columns, scan.rules, occurrence=scan.occurrence(row), sample=sample)
             if task.key != scan.key(number):
-                raise _changed(scan.path, scan.offsets[row])
+                raise _changed_error(scan.path, scan.offsets[row])
             yield task
 
 
 def task_of(
     columns: dict[str, Any], rules: RowRules, *, occurrence: int = 1, sample: int = 0
 ) -> Task:
-    """The task of a row which is number `occurrence` of those with its id."""
-    prompt_id = _numbered(_base_id(columns), occurrence)
+    """The task of a row; `occurrence` is its number, from 1, among the rows with its id."""
+    prompt_id = _with_occurrence(_base_id(columns), occurrence)
     digest = input_digest(columns, rules)
     return Task(
         id=_task_id(prompt_id, sample),
@@ -263,7 +268,7 @@ def _no_usable_row(path: Path, bad_rows: Sequence[BadRow]) -> DatasetError:
     )
 
 
-def _changed(path: Path, offset: int) -> DatasetChanged:
+def _changed_error(path: Path, offset: int) -> DatasetChanged:
     return DatasetChanged(
         f"{path}: the row at byte {offset} has changed since this start began. Finished work is "
         "safe; run the same command again to continue with the dataset as it is now."
@@ -279,7 +284,7 @@ def _rows_with_repeated_ids(
     path: Path, offsets: array[int], hashes: array[int], occurrences: array[int]
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Rows that repeat the id of an earlier row: number, id, columns. Sets their occurrences."""
-    repeated = _repeated(hashes)
+    repeated = _find_repeated(hashes)
     if not repeated:
         return
     occurrences.extend(array("I", [1]) * len(offsets))
@@ -290,14 +295,14 @@ def _rows_with_repeated_ids(
                 continue
             columns = read_row_at(file, offsets[number])
             if columns is None or _short_hash(base := _base_id(columns)) != short_hash:
-                raise _changed(path, offsets[number])
+                raise _changed_error(path, offsets[number])
             counts[base] += 1
             if counts[base] > 1:
                 occurrences[number] = counts[base]
                 yield number, base, columns
 
 
-def _repeated(hashes: array[int]) -> set[int]:
+def _find_repeated(hashes: array[int]) -> set[int]:
     """The values that occur more than once.
 
     Only one bucket of values at a time becomes a set of objects. Two ids with the same hash do no
@@ -315,7 +320,7 @@ def _repeated(hashes: array[int]) -> set[int]:
     return repeated
 
 
-def _numbered(base: str, occurrence: int) -> str:
+def _with_occurrence(base: str, occurrence: int) -> str:
     return base if occurrence == 1 else f"{base}#{occurrence}"
 
 
@@ -327,9 +332,9 @@ def _base_id(columns: dict[str, Any]) -> str:
     for name in ID_COLUMNS:
         value = columns.get(name)
         if isinstance(value, str | int) and not isinstance(value, bool):
-            own = str(value)
-            if own and not _LOOKS_GENERATED.search(own):
-                return own
+            own_id = str(value)
+            if own_id and not _LOOKS_GENERATED.search(own_id):
+                return own_id
     content = _canonical(with_plain_prompt(columns))
     return f"row-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 

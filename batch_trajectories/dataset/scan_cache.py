@@ -4,8 +4,8 @@
 occurrences and keys of a `Scan`. It is derived and can be deleted at any time. It is valid only
 for the same bytes of the dataset (which are hashed at each start: size and time prove nothing),
 the same `ScanOptions`, and the version of the program that wrote it: a start of another version
-scans again. Who only reads a run takes the scan of its last start, of any version. If the file is
-torn or damaged, the digest differs and the dataset is scanned again.
+scans again. Commands that only read a run use the scan of its last start, of any version. If the
+file is torn or damaged, the digest differs and the dataset is scanned again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import fields
 from hashlib import blake2b, file_digest
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import orjson
 from pydantic import BaseModel
@@ -32,7 +32,7 @@ _FORMAT = 6
 """Raise it when rows are read or identified in another way, or the layout of the file changes."""
 
 _DIGEST_BYTES = 32
-_IN_HEADER = (
+_HEADER_FIELDS = (
     "sha256",
     "all_rows",
     "all_bad",
@@ -57,16 +57,17 @@ def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan
 def last_scan(
     cache: Path, path: Path, dataset: Mapping[str, Any], **options: Unpack[ScanOptions]
 ) -> Scan:
-    """The scan of the last start of a run, whatever version that was of. Writes nothing.
+    """The scan of the last start of a run, by any version of the program. Writes nothing.
 
-    `dataset` is what its run.json says of the dataset; where `cache` is not of that, the dataset is
-    scanned. Raises `DatasetError` if it has no usable row.
+    `dataset` is the entry of its run.json; if `cache` does not match it, the dataset is scanned.
+    Raises `DatasetError` if it has no usable row.
     """
-    if (content := _read(cache)) is not None and _is_of(content, dataset, options["num_samples"]):
-        saved = _scan_in(content, path, options)
-    else:
-        saved = None
-    return saved or cached_scan(cache, path, **options)
+    saved = _read(cache)
+    if saved is not None and saved.is_of(dataset, options["num_samples"]):
+        found = saved.to_scan(path, options)
+        if found is not None:
+            return found
+    return cached_scan(cache, path, **options)
 
 
 def save_scan(cache: Path, made: Scan) -> None:
@@ -76,7 +77,7 @@ def save_scan(cache: Path, made: Scan) -> None:
             "for": _options_digest(**made.options),
             "bad_rows": [list(row) for row in made.bad_rows],
             "occurrences": len(made.occurrences),
-            **{name: getattr(made, name) for name in _IN_HEADER},
+            **{name: getattr(made, name) for name in _HEADER_FIELDS},
         }
     )
     parts = (header, b"\n", made.offsets.tobytes(), made.occurrences.tobytes(), made.keys)
@@ -86,66 +87,72 @@ def save_scan(cache: Path, made: Scan) -> None:
 
 
 def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan | None:
-    """The scan of a dataset in the file `cache`, None if that is not valid for it."""
-    if (content := _read(cache)) is None:
+    """The scan of a dataset in the file `cache`; None if the file is not valid for the dataset."""
+    saved = _read(cache)
+    if saved is None or saved.header["for"] != _options_digest(**options):
         return None
-    header, body = content
-    if header["for"] != _options_digest(**options):
-        return None
-    return _scan_in((header, body), path, options)
-
-
-def _scan_in(
-    content: tuple[dict[str, Any], bytes], path: Path, options: ScanOptions
-) -> Scan | None:
-    """The scan in a cache; None if the dataset has changed since."""
-    header, body = content
-    size, digest = header["size"], header["content_digest"]
-    if not is_unchanged(path, size, digest, may_continue=header["may_continue"]):
-        return None
-    first, end = 8 * header["rows"], _keys_at(header)
-    offsets, occurrences = array("Q"), array("I")
-    offsets.frombytes(body[:first])
-    occurrences.frombytes(body[first:end])
-    return Scan(
-        path=path,
-        bad_rows=tuple(BadRow(*row) for row in header["bad_rows"]),
-        **options,
-        offsets=offsets,
-        occurrences=occurrences,
-        keys=body[end:],
-        **{name: header[name] for name in _IN_HEADER},
-    )
+    return saved.to_scan(path, options)
 
 
 def cached_keys(cache: Path) -> bytes | None:
     """The keys of the tasks of the scan in `cache`, whatever the dataset holds now."""
-    content = _read(cache)
-    return None if content is None else content[1][_keys_at(content[0]) :]
+    saved = _read(cache)
+    return None if saved is None else saved.keys
 
 
-def _is_of(
-    content: tuple[dict[str, Any], bytes], dataset: Mapping[str, Any], num_samples: int
-) -> bool:
-    """Whether a cache has the form of today, and is of the dataset of this run.json."""
-    header, body = content
-    if not {*_IN_HEADER, "bad_rows", "occurrences"} <= header.keys():
-        return False
-    found = (header["sha256"], header["rows"], len(header["bad_rows"]))
-    keys = 16 * header["rows"] * num_samples
-    last = tuple(map(dataset.get, ("sha256", "rows", "bad_rows")))
-    return found == last and len(body) == _keys_at(header) + keys
+class _SavedScan(NamedTuple):
+    """The content of a cache file, whose digest matches."""
+
+    header: dict[str, Any]
+    body: bytes
+    """The offsets, occurrences and keys."""
+
+    @property
+    def keys(self) -> bytes:
+        """The keys of the tasks."""
+        return self.body[self._keys_offset :]
+
+    @property
+    def _keys_offset(self) -> int:
+        rows: int = self.header["rows"]
+        occurrences: int = self.header.get("occurrences", rows)  # older files have one per row
+        return 8 * rows + 4 * occurrences
+
+    def is_of(self, dataset: Mapping[str, Any], num_samples: int) -> bool:
+        """Whether the file has the current form, and the scan is of this dataset of a run.json."""
+        header = self.header
+        if not {*_HEADER_FIELDS, "bad_rows", "occurrences"} <= header.keys():
+            return False
+        return (
+            dataset.get("sha256") == header["sha256"]
+            and dataset.get("rows") == header["rows"]
+            and dataset.get("bad_rows") == len(header["bad_rows"])
+            and len(self.keys) == 16 * header["rows"] * num_samples
+        )
+
+    def to_scan(self, path: Path, options: ScanOptions) -> Scan | None:
+        """The scan; None if the dataset at `path` has changed since."""
+        header = self.header
+        size, digest = header["size"], header["content_digest"]
+        if not is_unchanged(path, size, digest, may_continue=header["may_continue"]):
+            return None
+        offsets_end = 8 * header["rows"]
+        offsets, occurrences = array("Q"), array("I")
+        offsets.frombytes(self.body[:offsets_end])
+        occurrences.frombytes(self.body[offsets_end : self._keys_offset])
+        return Scan(
+            path=path,
+            bad_rows=tuple(BadRow(*row) for row in header["bad_rows"]),
+            **options,
+            offsets=offsets,
+            occurrences=occurrences,
+            keys=self.keys,
+            **{name: header[name] for name in _HEADER_FIELDS},
+        )
 
 
-def _keys_at(header: dict[str, Any]) -> int:
-    """Where the keys begin, after the offsets and occurrences."""
-    rows: int = header["rows"]
-    occurrences: int = header.get("occurrences", rows)  # older files have one for each row
-    return 8 * rows + 4 * occurrences
-
-
-def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:
-    """The header and what follows it, None if the file is not whole."""
+def _read(cache: Path) -> _SavedScan | None:
+    """The content of a cache file; None if the file is missing or damaged."""
     if not cache.is_file():  # reading a pipe would never end
         return None
     try:
@@ -156,7 +163,7 @@ def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:
     if _digest(rest) != digest:
         return None
     header, body = bytes(rest).split(b"\n", 1)
-    return orjson.loads(header), body
+    return _SavedScan(orjson.loads(header), body)
 
 
 def _has_digest(cache: Path, digest: bytes) -> bool:
@@ -184,7 +191,7 @@ def _hash() -> blake2b:
 
 
 def _options_digest(**options: Unpack[ScanOptions]) -> str:
-    """A digest of everything but the dataset that the result of a scan depends on."""
+    """A digest of everything that the result of a scan depends on, besides the dataset."""
     rules = options["rules"]
     decisive = {
         "format": [_FORMAT, sys.byteorder, _version()],

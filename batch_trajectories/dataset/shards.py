@@ -28,7 +28,7 @@ class Shard:
     index: int
     count: int
 
-    def holds(self, number: int) -> bool:
+    def contains(self, number: int) -> bool:
         """Whether a prompt or row with this hash belongs to the shard."""
         return number % self.count == self.index
 
@@ -53,7 +53,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def plain_shard(text: str | None) -> str | None:
-    """A shard in the form of configs: None for the whole dataset. Raises `ValueError`."""
+    """The normal form of a shard in configs; None for the whole dataset. Raises `ValueError`."""
     shard = None if text is None else parse_shard(text)
     return None if shard is None or shard.count == 1 else str(shard)
 

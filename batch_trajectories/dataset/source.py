@@ -1,11 +1,15 @@
-"""What the name of a dataset means.
+"""Finds the dataset that a user names, and reads datasets of the hub and of `save_to_disk`.
 
-`hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]` is a dataset of the hub, a directory with a
-`dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`, a directory with Harbor
-task directories a dataset of their tasks; any other directory is read file by file, in the order of
-their paths, without names that begin with `.` or `_`. The kind of a file follows from its suffix; a
-file with a suffix that is not listed here is JSONL, or a JSON array if it begins as one. A URL is
-that of an object, or of what is below it: the same without saved datasets and tasks.
+A name can be:
+
+- `hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]`: a dataset of the hub;
+- a directory with a `dataset_info.json` or `dataset_dict.json`: written by `save_to_disk`;
+- a directory with Harbor task directories: a row for each task;
+- any other directory: all its files with rows, in the order of their paths, without names that
+  begin with `.` or `_`;
+- a file: its kind follows from its suffix. If the suffix is not listed here, the file is JSONL, or
+  a JSON array if it begins as one;
+- a URL: an object, or all objects below it, as files; saved datasets and tasks are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunE
 from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import UrlPath, place_of
-from batch_trajectories.dataset.arrow_rows import BATCH_ROWS, rows_of, rows_per_batch
+from batch_trajectories.dataset.arrow_rows import BATCH_ROWS, rows_per_batch, table_rows
 
 if TYPE_CHECKING:
     from batch_trajectories.basics.bucket import Bucket, StoredFile
@@ -63,7 +67,7 @@ _HUB = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A dataset of the hub; what is None is for the hub's default."""
+    """A dataset of the hub; None stands for the hub's default."""
 
     repository: str
     config: str | None
@@ -82,10 +86,10 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Where rows come from: one of `files`, `saved`, `hub`, `tasks` and `stored`."""
+    """The source of rows: one of `files`, `saved`, `hub`, `tasks` and `stored`."""
 
     name: str
-    """As the user gave it."""
+    """The name as the user gave it."""
     files: tuple[SourceFile, ...] = ()
     saved: Path | None = None
     """A directory written by `save_to_disk`."""
@@ -95,11 +99,11 @@ class DataSource:
     stored: tuple[StoredFile, ...] = ()
     """Files in `bucket`."""
     with_solutions: bool = False
-    """The rows of tasks have their solutions."""
+    """Whether the rows of tasks have their solutions."""
 
     @property
     def plain_file(self) -> Path | None:
-        """The file, if it is one of uncompressed JSONL, which a run reads where it is."""
+        """The only file, if it is uncompressed JSONL, which needs no copy; otherwise None."""
         if len(self.files) != 1:
             return None
         (file,) = self.files
@@ -107,16 +111,16 @@ class DataSource:
 
 
 def source_of(name: Path) -> DataSource:
-    """What a user names as the dataset. Raises `DatasetError` where it cannot be one."""
+    """Find the dataset that a user names. Raises `DatasetError` if there is none."""
     text = str(name)
     if text.startswith(HUB_PREFIX):
-        return DataSource(text, hub=_hub_name(text))
+        return DataSource(text, hub=_parse_hub_name(text))
     try:
         place = place_of(name)
     except ValueError as error:
         raise DatasetError(f"the URL of a dataset {error}") from None
     if isinstance(place, UrlPath):
-        return _at_url(str(place))
+        return _source_at_url(str(place))
     try:
         if not name.is_dir():
             return DataSource(text, files=(_source_file(name),))
@@ -142,7 +146,7 @@ def source_of(name: Path) -> DataSource:
     return DataSource(text, files=files)
 
 
-def _at_url(url: str) -> DataSource:
+def _source_at_url(url: str) -> DataSource:
     """The object at a URL, or those below it that have rows. Raises `DatasetError`."""
     from batch_trajectories.basics.bucket import files_at  # a library
 
@@ -167,8 +171,11 @@ def _at_url(url: str) -> DataSource:
 
 
 @contextmanager
-def brought(bucket: Bucket, stored: StoredFile) -> Iterator[SourceFile]:
-    """A file of a bucket in a temporary directory. Raises `DatasetError` if it has changed."""
+def download_file(bucket: Bucket, stored: StoredFile) -> Iterator[SourceFile]:
+    """Download a file of a bucket to a temporary directory, for a `with` block.
+
+    Raises `DatasetError` if the file has changed.
+    """
     with TemporaryDirectory(prefix="batch-trajectories-") as directory:
         path = Path(directory, stored.name.rpartition("/")[2])
         try:
@@ -200,14 +207,14 @@ def _files_in(directory: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
         status = Path(root).stat()
         identity = (status.st_dev, status.st_ino)
-        # Sorted: which of two ways to a directory is taken does not change from start to start.
+        # Sorted, so that each start takes the same of two ways to a directory.
         folders[:] = [] if identity in seen else sorted(filterfalse(_is_hidden, folders))
         if identity not in seen:
             yield from (Path(root, name) for name in names if has_rows(name))
         seen.add(identity)
 
 
-def _hub_name(text: str) -> HubName:
+def _parse_hub_name(text: str) -> HubName:
     match = _HUB.fullmatch(text.removeprefix(HUB_PREFIX))
     if match is None:
         raise DatasetError(
@@ -226,7 +233,7 @@ def _source_file(path: Path) -> SourceFile:
         raise DatasetError(
             f"{path} is a pipe or device; rows are read more than once, so give a plain file"
         )
-    compression, rest = _compression_of(path)
+    compression, rest = _split_compression(path)
     kind = _KINDS.get(rest.suffix.lower(), "lines")
     if kind == "parquet" and compression is not None:
         raise DatasetError(f"{path}: Parquet compresses its columns itself; unpack this file first")
@@ -239,12 +246,12 @@ def _source_file(path: Path) -> SourceFile:
 
 
 def has_rows(name: str) -> bool:
-    """Whether the name of a file is that of a file with rows."""
-    return _compression_of(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
+    """Whether a file has rows, by its name."""
+    return _split_compression(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
 
 
-def _compression_of(path: Path) -> tuple[Compression | None, Path]:
-    """How a file is compressed, and its name without the suffix that says so."""
+def _split_compression(path: Path) -> tuple[Compression | None, Path]:
+    """The compression of a file by its suffix, and its name without that suffix."""
     compression = _COMPRESSIONS.get(path.suffix.lower())
     return compression, path if compression is None else path.with_suffix("")
 
@@ -268,22 +275,21 @@ def _begins_a_list(path: Path) -> bool:
 
 
 def revision_of(name: HubName) -> str:
-    """The commit that a dataset's revision is now.
+    """Ask the hub for the commit of a dataset's revision.
 
-    Raises `DatasetError` where the hub has no such dataset, `EnvironmentStop` where it cannot be
-    reached.
+    Raises `DatasetError` if the hub has no such dataset, `EnvironmentStop` if it cannot be reached.
     """
     from huggingface_hub import HfApi
 
     try:
         info = HfApi().dataset_info(name.repository, revision=name.revision)
     except Exception as error:
-        raise _refusal(name.repository, error) from error
+        raise _hub_error(name.repository, error) from error
     return str(info.sha)
 
 
 def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Stream the rows of one split. See `rows_of`. Raises as `revision_of` does."""
+    """Stream the rows of one split. See `table_rows`. Raises as `revision_of` does."""
     import datasets
 
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
@@ -292,17 +298,17 @@ def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes
             name.repository, name.config, split=name.split, revision=revision, streaming=True
         )
         if name.split is None:
-            dataset = dataset[_only_split(name.repository, list(dataset))]
+            dataset = dataset[_choose_split(name.repository, list(dataset))]
         tables = dataset.with_format("arrow").iter(BATCH_ROWS)
-        yield from rows_of(tables, f"hf:{name.repository}", left_out)
+        yield from table_rows(tables, f"hf:{name.repository}", left_out)
     except (RunError, MemoryError):
         raise
     except Exception as error:
-        raise _refusal(name.repository, error) from error
+        raise _hub_error(name.repository, error) from error
 
 
 def saved_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Stream the rows of a directory written by `save_to_disk`. See `rows_of`.
+    """Stream the rows of a directory written by `save_to_disk`. See `table_rows`.
 
     Raises `DatasetError`.
     """
@@ -312,9 +318,9 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any
     try:
         dataset = datasets.load_from_disk(str(path))
         if isinstance(dataset, datasets.DatasetDict):
-            dataset = dataset[_only_split(f"{path}/", list(dataset))]
+            dataset = dataset[_choose_split(f"{path}/", list(dataset))]
         rows = rows_per_batch(dataset.data.nbytes // max(1, dataset.data.num_rows))
-        yield from rows_of(dataset.with_format("arrow").iter(rows), str(path), left_out)
+        yield from table_rows(dataset.with_format("arrow").iter(rows), str(path), left_out)
     except (RunError, MemoryError):
         raise
     except Exception as error:
@@ -349,7 +355,7 @@ def _refuse_outside(directory: Path, named_in: Path, name: str) -> None:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where `datasets` will say what is wrong with it."""
+    """The object in a JSON file; empty if there is none, as `datasets` will report that itself."""
     try:
         value = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
@@ -357,8 +363,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _only_split(place: str, splits: list[str]) -> str:
-    """`train`, or the only split. Raises `DatasetError` where a user must choose."""
+def _choose_split(place: str, splits: list[str]) -> str:
+    """Return `train`, or the only split. Raises `DatasetError` if the user must choose."""
     if "train" in splits:
         return "train"
     if len(splits) == 1:
@@ -367,8 +373,8 @@ def _only_split(place: str, splits: list[str]) -> str:
     raise DatasetError(f"{place}: it has the splits {', '.join(splits)}; {how}")
 
 
-def _refusal(repository: str, error: Exception) -> RunError:
-    """What stops a run when the hub, or the reading of what it sent, fails."""
+def _hub_error(repository: str, error: Exception) -> RunError:
+    """The error that stops a run when the hub fails, or its data cannot be read."""
     from huggingface_hub.errors import HfHubHTTPError
 
     status = getattr(getattr(error, "response", None), "status_code", None)

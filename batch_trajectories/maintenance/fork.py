@@ -56,7 +56,7 @@ class ForkedRows:
     """Number of other conversations, by the reason: a filter, or why they cannot be forked."""
 
     def describe(self) -> str:
-        """A line for the rows, and one per reason."""
+        """The counts for a person: a line for the rows, and one per reason."""
         lines = [f"{self.rows:>9,} conversations to branch from, in {self.path}"]
         lines += [f"{count:>9,} left out: {why}" for why, count in self.left_out.most_common()]
         return "\n".join(lines)
@@ -71,15 +71,16 @@ def forked_config(
     fresh: bool = False,
     received: Path | None = None,
 ) -> RunConfig:
-    """The config of a run of branches: that of the `parent` run.json, then file, then flags.
+    """The config of a run of branches: that of the `parent` run.json, changed by file and flags.
 
-    `received` is the directory of a parent that was not started here: file and flags must have
-    what runs code, or names a variable, a file, an address or a model. Raises `ConfigError`.
+    `received` is the directory of a parent that was not started here. Options that run code, or
+    name a variable, a file, an address or a model, must then come from file and flags. Raises
+    `ConfigError`.
     """
     if given := [f"--{name}" for name in FIXED_KEYS if name in flags]:
         raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
     if (agent := parent["config"].get("agent")) is not None:
-        # The file is a stranger's, perhaps: what it names need not be an agent.
+        # The run.json may be a stranger's, so its agent may be any value.
         name = agent.get("name") if isinstance(agent, dict) else agent
         raise ConfigError(
             f"RUN is one of agent {name!r}, which cannot start in the middle of a "
@@ -88,8 +89,10 @@ def forked_config(
     if "run_name" not in flags:
         raise ConfigError("--run_name: the name of the new run is missing")
     needed = {"dataset_file": "-", "run_name": flags["run_name"]}
-    own = load_config(config_file, {**needed, **flags})
-    changed = own.model_dump(mode="json", include=own.model_fields_set - set(FIXED_KEYS))
+    given_config = load_config(config_file, {**needed, **flags})
+    changed = given_config.model_dump(
+        mode="json", include=given_config.model_fields_set - set(FIXED_KEYS)
+    )
     options: Mapping[str, Any] = parent["config"]
     if received is not None:
         if unused := describe_unused(received, options, given={*changed, *FIXED_KEYS}):
@@ -110,7 +113,7 @@ def forked_config(
         None,
         {
             **values,
-            "dataset_file": _dataset_of(run_dir, fresh=fresh),
+            "dataset_file": _dataset_path(run_dir, fresh=fresh),
             "columns": {},
             "rows": None,
             "num_samples": branches,
@@ -121,22 +124,22 @@ def forked_config(
     )
 
 
-def _dataset_of(run_dir: Path, *, fresh: bool) -> Path:
-    """The dataset of a run of branches: that of its last start; after `fresh` it has a number.
+def _dataset_path(run_dir: Path, *, fresh: bool) -> Path:
+    """The path of the dataset of a run of branches: that of its last start.
 
     Raises `ConfigError` if the directory has a run of something else, unless `fresh` moves it.
     """
     first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
     try:
-        own = Path(read_run_json(run_dir)["dataset"]["path"]).name
+        last_name = Path(read_run_json(run_dir)["dataset"]["path"]).name
     except RunDirError:
         return first
-    if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", own):
-        return first.with_name(own)
+    if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", last_name):
+        return first.with_name(last_name)
     if not fresh:
         raise ConfigError(
-            f"--run_name: {run_dir} is a run of {own}, not of branches; use another --run_name, "
-            "or --fresh to move it aside"
+            f"--run_name: {run_dir} is a run of {last_name}, not of branches; use another "
+            "--run_name, or --fresh to move it aside"
         )
     return first
 
@@ -166,7 +169,7 @@ def write_forks(
         with open_temporary(temporary, path) as file:
             for record in records:
                 try:
-                    row = _row(record, run, turn, rules)
+                    row = _make_row(record, run, turn, rules)
                 except NotForkable as error:
                     forked.left_out[str(error)] += 1
                 else:
@@ -198,7 +201,7 @@ def _candidates(path: Path) -> Iterable[Path]:
     yield from (path.with_name(f"{stem}.{number}.jsonl") for number in count(2))
 
 
-def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
+def _make_row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
     """A row: the parent's columns and its conversation so far. Raises `NotForkable`."""
     row = record["row"]
     try:
@@ -206,7 +209,7 @@ def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[s
     except ValueError as error:
         raise NotForkable(f"its row cannot be used: {error}") from error
     events = events_until(record, turn, opening=opening)
-    own = row.get(FORK_COLUMN) if "fork" in record else None
+    parent_fork = row.get(FORK_COLUMN) if "fork" in record else None
     return {
         **row,
         # Ids of this form cannot collide with generated ones.
@@ -215,7 +218,7 @@ def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[s
             "run": run,
             "record": record["id"],
             "turn": turn,
-            "drawn_as": own["drawn_as"] if own else record["id"],
+            "drawn_as": parent_fork["drawn_as"] if parent_fork else record["id"],
             "inherited": paid_for(events),
             "events": events,
         },
@@ -243,11 +246,12 @@ def events_until(
     if any(inner["key"].startswith(f"{SUMMARY}#") for inner in record["inner"]):
         raise NotForkable("the model was shown summaries of it")
     messages: list[Message] = record["messages"]
-    own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(own) < len(record["turns"]) or not own[-len(record["turns"])]:
+    replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    replies = replies[-len(record["turns"]) :]  # earlier ones are part of the prompt
+    first = replies[0] if replies else 0
+    if len(replies) < len(record["turns"]) or first == 0:
         raise NotForkable("its messages do not fit its turns")
-    first = own[-len(record["turns"])]
-    notes = [_note(note) for note in record["notes"] if note["turn"] < turn]
+    notes = [_to_note(note) for note in record["notes"] if note["turn"] < turn]
     events: list[Event] = []
     begun = _without_notes(messages[:first], [note for note in notes if note["turn"] == 0])
     if begun != list(opening):
@@ -258,14 +262,14 @@ def events_until(
     }
     for number in range(1, turn + 1):
         events += [
-            _reply(discarded) for discarded in record["discarded"] if discarded["turn"] == number
+            _to_reply(discarded) for discarded in record["discarded"] if discarded["turn"] == number
         ]
-        message = messages[own[number - 1 - len(record["turns"])]]
-        events.append(_reply({**record["turns"][number - 1], "message": message}))
+        message = messages[replies[number - 1]]
+        events.append(_to_reply({**record["turns"][number - 1], "message": message}))
         added = [note for note in record["notes"] if note["turn"] == number]
-        events += _results(record, number, message, results, added)
+        events += _result_events(record, number, message, results, notes=added)
         events += [note for note in notes if note["turn"] == number]
-    _check(Trajectory(opening, events), messages, record, turn)
+    _check_events(Trajectory(opening, events), messages, record, turn)
     return events
 
 
@@ -281,7 +285,7 @@ def paid_for(events: Sequence[Event]) -> dict[str, Any]:
     return {"api_calls": paid.api_calls(), "usage": paid.usage(), "cost_usd": paid.cost_usd()}
 
 
-def _note(fields: Mapping[str, Any]) -> NoteEvent:
+def _to_note(fields: Mapping[str, Any]) -> NoteEvent:
     return NoteEvent(
         kind="note",
         turn=fields["turn"],
@@ -291,16 +295,17 @@ def _note(fields: Mapping[str, Any]) -> NoteEvent:
     )
 
 
-def _reply(fields: Mapping[str, Any]) -> ReplyEvent:
+def _to_reply(fields: Mapping[str, Any]) -> ReplyEvent:
     reply: ReplyEvent = {"kind": "reply", **fields, "inherited": True}  # type: ignore[typeddict-item]
     return reply
 
 
-def _results(
+def _result_events(
     record: Mapping[str, Any],
     turn: int,
     message: Message,
     results: Mapping[str, Message],
+    *,
     notes: Sequence[Mapping[str, Any]],
 ) -> list[ResultEvent]:
     timings = {call["call"]: call for call in record["tool_calls"] if call["turn"] == turn}
@@ -346,7 +351,7 @@ def _without_notes(
     return [*before, last]
 
 
-def _check(
+def _check_events(
     trajectory: Trajectory, messages: Sequence[Message], record: Mapping[str, Any], turn: int
 ) -> None:
     """The events must give the messages of the record, or the branch would not continue it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,7 @@ from batch_trajectories.batch_api.verifying import open_calls
 from batch_trajectories.config.fingerprint import stored_meaning
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.kept_dataset import link_kept
+from batch_trajectories.dataset.kept_dataset import link_snapshot
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.shards import check_shards
 from batch_trajectories.engine.run_dir import (
@@ -54,6 +54,7 @@ from batch_trajectories.records.names import (
     FAILURES_FILE,
     INFLIGHT,
     KEPT_WORKSPACES,
+    LABELS_FILE,
     QUARANTINE,
     RECORDS_FILE,
     RECORDS_INDEX,
@@ -62,7 +63,6 @@ from batch_trajectories.records.names import (
 )
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import RecordFile, lines_from, load_index, parse_record
-from batch_trajectories.records.scores import LABELS
 from batch_trajectories.records.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -70,7 +70,6 @@ MakeResults = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and the summary of a run."""
 
 _SHOWN = 10
-_NONE = -1, b""
 _READY = "ready.json"
 
 _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
@@ -78,7 +77,7 @@ _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     """The result of `merge`."""
 
     path: Path
@@ -88,7 +87,7 @@ class Merged:
     """Records that were also in another run, byte for byte."""
 
     def describe(self) -> str:
-        """A line per run, and the sum."""
+        """The numbers of records for a person: a line per run, and the sum."""
         lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
         if self.equal:
             lines.append(f"{self.equal:>9,} of them were equal in two runs and are taken once")
@@ -120,7 +119,10 @@ def common_config(
     check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
-        if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
+        if (
+            not are_shards
+            and len({_rows_identity(identity["dataset"]) for _, identity in runs}) > 1
+        ):
             raise ConfigError(
                 "the runs have different datasets: give a dataset with all rows by --dataset_file"
             )
@@ -132,8 +134,8 @@ def common_config(
     return load_config(None, {**first["config"], **changed, "shard": None})
 
 
-def _rows_of(dataset: Mapping[str, Any]) -> str:
-    """What two runs have in common if they have the same rows: a file, or what it was made of."""
+def _rows_identity(dataset: Mapping[str, Any]) -> str:
+    """A text that is equal for runs with the same rows: a file, or the digest of its rows."""
     source = dataset.get("source")
     return str(dataset["path"] if source is None else source.get("blake2b", dataset["path"]))
 
@@ -145,10 +147,10 @@ def merge(
     *,
     drop: bool,
     make: MakeResults,
-) -> Merged:
+) -> MergeResult:
     """Write the records and failures of `runs` as the run of `config`, and its results by `make`.
 
-    `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
+    `drop` gives up unfinished conversations; their tasks start over. Raises `RunLocked`,
     `StorageError`, and `RunDirError` if two runs have different records of a task, a run is
     damaged, unfinished or named twice, or the new run exists already.
     """
@@ -167,10 +169,10 @@ def merge(
         if ready is not None and _put_in_place(beside, into) and ready["wanted"] == wanted:
             remove_tree(beside)
             taken = {path: ready["taken"][str(path)] for path, _ in runs}
-            return Merged(into, taken, ready["equal"])
+            return MergeResult(into, taken, ready["equal"])
         is_moved = ready is None and not (beside / into.name).exists()
-        if is_moved and (merged := _merged_before(into, runs)) is not None:
-            remove_tree(beside)  # of which a kill has left the rest
+        if is_moved and (merged := _find_merged(into, runs)) is not None:
+            remove_tree(beside)  # a killed merge has left the rest of it
             return merged
         try:
             _refuse_existing(into)
@@ -178,11 +180,11 @@ def merge(
                 stack.enter_context(locked(path))
                 _refuse_unfinished(path, drop=drop)
             making = beside / into.name
-            # What a killed merge has left.
+            # Leftovers of a killed merge.
             (beside / _READY).unlink(missing_ok=True)
             training_file_of(making).unlink(missing_ok=True)
             remove_tree(making)
-            taken, equal = _make(making, runs, config, scan)
+            taken, equal = _write_run(making, runs, config, scan)
             make(making, scan, config)
             sources = {str(path): count for path, count in taken.items()}
             replace_json(beside / _READY, {"wanted": wanted, "taken": sources, "equal": equal})
@@ -193,18 +195,18 @@ def merge(
             remove_tree(beside)
             _refuse_existing(into)
         remove_tree(beside)
-    return Merged(into, taken, equal)
+    return MergeResult(into, taken, equal)
 
 
-def _merged_before(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> Merged | None:
-    """The run in the place of the new one, if it was merged of the same runs."""
+def _find_merged(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> MergeResult | None:
+    """The result of an earlier merge of the same runs; None if there is no such run."""
     try:
         made_of = read_run_json(into)["history"][-1]["merged"]
         taken = {path: made["records"] for (path, _), made in zip(runs, made_of, strict=True)}
     except (RunDirError, LookupError, TypeError, ValueError):
         return None
     is_same = [str(path) for path in taken] == [made["path"] for made in made_of]
-    return Merged(into, taken, 0) if is_same else None
+    return MergeResult(into, taken, 0) if is_same else None
 
 
 def _refuse_existing(into: Path) -> None:
@@ -213,10 +215,9 @@ def _refuse_existing(into: Path) -> None:
 
 
 def _put_in_place(beside: Path, into: Path) -> bool:
-    """Move a run that is ready to its place; steps that an earlier start has made are skipped.
+    """Move a finished run to its place; skip the steps that an earlier start has made.
 
-    Returns False where it is not there afterwards: somebody else has put a run there meanwhile, or
-    has removed this one.
+    Returns False if that is impossible: somebody else has put a run there, or removed this one.
     """
     made = beside / into.name
     if not made.exists():
@@ -231,37 +232,24 @@ def _put_in_place(beside: Path, into: Path) -> bool:
     return True
 
 
-def _make(
+def _write_run(
     making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
 ) -> tuple[dict[Path, int], int]:
+    """Write all files of the new run but its exports; return `MergeResult.taken` and `equal`."""
     for directory in (making, making / INFLIGHT, making / WORKSPACES):
         directory.mkdir(mode=0o700)
     dataset = dataset_of(scan)
     if dataset["source"] is not None:
-        link_kept(scan.path, making)
+        link_snapshot(scan.path, making)
         dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
-    records = RecordFile(making, making / QUARANTINE)
-    failures = AppendFile(making / FAILURES_FILE)
-    taken, equal = _copy(runs, records)
-    for path, _ in runs:
-        for _, line in lines_from(path / FAILURES_FILE, 0):
-            if read_failure(line) is not None:
-                failures.append(line)
-    for name in (SCORES_FILE, LABELS):
-        if not any((path / name).exists() for path, _ in runs):
-            continue
-        given = AppendFile(making / name)
-        for path, _ in runs:
-            for _, line in lines_from(path / name, 0):
-                given.append(line)
-        given.sync()
-        given.close()
-    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path, _ in runs)):
+    paths = [path for path, _ in runs]
+    taken, equal = _copy_records(making, paths)
+    _join_lines(making, paths, FAILURES_FILE, is_needed=True, accept=_is_whole_failure)
+    for name in (SCORES_FILE, LABELS_FILE):
+        _join_lines(making, paths, name)
+    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path in paths)):
         make_directory(making / KEPT_WORKSPACES)
         link(kept, making / KEPT_WORKSPACES)
-    for file in (records, failures):
-        file.sync()
-        file.close()
     first = runs[0][1]
     sources = [{"path": str(path), "records": count} for path, count in taken.items()]
     identity = {
@@ -274,8 +262,34 @@ def _make(
         IMAGES: dict(chain(*(run.get(IMAGES, {}).items() for _, run in reversed(runs)))),
     }
     # The config is that of the first run, but all have the same meaning.
-    write_run_json(making, identity, is_own=all(was_started_here(path) for path, _ in runs))
+    write_run_json(making, identity, is_own=all(map(was_started_here, paths)))
     return taken, equal
+
+
+def _is_whole_failure(line: bytes) -> bool:
+    return read_failure(line) is not None
+
+
+def _join_lines(
+    making: Path,
+    paths: Sequence[Path],
+    name: str,
+    *,
+    is_needed: bool = False,
+    accept: Callable[[bytes], bool] = lambda line: True,
+) -> None:
+    """Copy the lines of the file `name` of all runs that `accept` takes into the new run.
+
+    Does nothing if no run has the file, unless it `is_needed`.
+    """
+    if not is_needed and not any((path / name).exists() for path in paths):
+        return
+    with closing(AppendFile(making / name)) as joined:
+        for path in paths:
+            for _, line in lines_from(path / name, 0):
+                if accept(line):
+                    joined.append(line)
+        joined.sync()
 
 
 def _refuse_unfinished(path: Path, *, drop: bool) -> None:
@@ -293,47 +307,51 @@ def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     )
 
 
-def _copy(
-    runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
-) -> tuple[dict[Path, int], int]:
-    """Append the record of each task; refuse if two runs disagree on any."""
+def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int], int]:
+    """Append the record of each task; refuse if two runs disagree on any.
+
+    Returns the number of records by source, and of records that were equal in two runs.
+    """
     seen: dict[bytes, tuple[Path, bytes]] = {}
-    taken = {path: 0 for path, _ in runs}
+    taken = dict.fromkeys(paths, 0)
     differing = []
     equal = 0
-    for path, _ in runs:
-        for key, record in watched(_counting(path), f"merging {path.name}"):
-            content = hashlib.blake2b(record.line, digest_size=16).digest()
-            if key not in seen:
-                seen[key] = (path, content)
-                taken[path] += 1
-                records.add(record)
-            elif seen[key][1] == content:
-                equal += 1
-            else:
-                differing.append(f"{record.id} in {seen[key][0]} and {path}")
-    if differing:
-        raise RunDirError(
-            f"{len(differing)} tasks have different records in two runs: "
-            f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; merge "
-            "only runs with different rows"
-        )
+    with closing(RecordFile(making, making / QUARANTINE)) as records:
+        for path in paths:
+            for key, record in watched(_current_records(path), f"merging {path.name}"):
+                content = hashlib.blake2b(record.line, digest_size=16).digest()
+                if key not in seen:
+                    seen[key] = (path, content)
+                    taken[path] += 1
+                    records.add(record)
+                elif seen[key][1] == content:
+                    equal += 1
+                else:
+                    differing.append(f"{record.id} in {seen[key][0]} and {path}")
+        if differing:
+            raise RunDirError(
+                f"{len(differing)} tasks have different records in two runs: "
+                f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; "
+                "merge only runs with different rows"
+            )
+        records.sync()
     return taken, equal
 
 
-def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
+def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The records of a run that count, in file order, with their task keys."""
-    counting = ((entry.offset, key) for key, entry in load_index(path).counting())
-    upcoming, key = next(counting, _NONE)
+    current = ((entry.offset, key) for key, entry in load_index(path).counting())
+    upcoming = next(current, None)
     for number, (offset, line) in enumerate(lines_from(path / RECORDS_FILE, 0), start=1):
         record = parse_record(line)
         if record is None:
             raise RunDirError(
                 f"{path / RECORDS_FILE}:{number}: unreadable; run `verify --repair` first"
             )
-        if offset == upcoming and task_key(record.id, record.input_digest) == key:
+        key = task_key(record.id, record.input_digest)
+        if (offset, key) == upcoming:
             yield key, record
-            upcoming, key = next(counting, _NONE)
-    if key:
+            upcoming = next(current, None)
+    if upcoming is not None:
         index = path / RECORDS_INDEX
         raise RunDirError(f"{index}: does not match records.jsonl; run `verify --repair` first")

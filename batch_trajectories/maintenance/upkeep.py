@@ -1,4 +1,7 @@
-"""Verify a run that is not in progress, and repair it."""
+"""Verify a run that is not in progress, and repair it.
+
+Repairing again finishes a repair that a crash interrupted.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from batch_trajectories.engine.run_totals import needed_samples
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.records.files import alone_on, is_whole, keep_readable, refuse_links
+from batch_trajectories.records.files import is_whole, keep_readable, lock_for_append, refuse_links
 from batch_trajectories.records.journal import Inflight, read_journaled_replies
 from batch_trajectories.records.names import (
     BATCHES,
@@ -51,7 +54,12 @@ from batch_trajectories.records.names import (
     WORKSPACES,
 )
 from batch_trajectories.records.problem import Problem
-from batch_trajectories.records.records import RecordFile, UnreadableRecord, load_index, take_out
+from batch_trajectories.records.records import (
+    RecordFile,
+    UnreadableRecord,
+    load_index,
+    quarantine_lines,
+)
 from toolsets.workspace.removal import remove_tree
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
@@ -76,7 +84,7 @@ class Checked:
     """The tasks that the same command would run now; see `describe_remaining`."""
 
     def as_json(self) -> str:
-        """For `--json`."""
+        """The result as `--json` shows it."""
         content = {
             "run_dir": str(self.path),
             "clean": not self.left,
@@ -88,7 +96,7 @@ class Checked:
         return orjson.dumps(content, option=orjson.OPT_INDENT_2).decode()
 
     def describe(self) -> str:
-        """For a person: a line per problem, a summary, and the remaining tasks."""
+        """The result for a person: a line per problem, a summary, and the remaining tasks."""
         lines = [problem.describe() for problem in self.found]
         if self.repaired:
             lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
@@ -116,15 +124,13 @@ def check(
     `read_data` compares the training files with those that `make` writes from the same records.
     Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
     written, `ConfigError` if a repair would shorten the training file, and `RunDirError` for a
-    link in a run to be repaired: what it leads to is not the run's.
+    symbolic link in a run to be repaired, as it may lead to files that are not the run's.
     """
-    # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
-
     remake = make if read_data else None
     if repair:
         refuse_links(path)
         with locked(path):
-            report, scan = _verified(path, identity, config, remake)
+            report, scan = _verify(path, identity, config, remake)
             problems = report.problems
             if problems:
                 if scan is not None:
@@ -132,10 +138,10 @@ def check(
                 repair_run(path, report, config)
                 if scan is not None:
                     make(path, scan, config)
-                report, scan = _verified(path, identity, config, remake)
+                report, scan = _verify(path, identity, config, remake)
     else:
         refuse_held(path)
-        report, scan = _verified(path, identity, config, remake)
+        report, scan = _verify(path, identity, config, remake)
         problems = report.problems
         refuse_held(path)  # if a run has started meanwhile, the result means nothing
     owed = ""
@@ -155,14 +161,15 @@ def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     arguments = _scan_arguments(path, identity, config)
     made = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
-    return _of_the_run(made, path, identity)
+    return _refuse_foreign_dataset(made, path, identity)
 
 
-def _of_the_run(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
-    """The scan. Raises `DatasetError` if a stranger's run.json names another file than its own.
+def _refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
+    """Return the scan of a dataset that belongs to the run.
 
-    A dataset outside of a received run is only used with the content that the run was made of:
-    any other file of this machine is none of its business.
+    A run that was received from somebody may use a dataset outside of its directory only if the
+    dataset has the content that the run was made of: its run.json could name any file of this
+    machine. Raises `DatasetError`.
     """
     is_inside = made.path.resolve().is_relative_to(path.resolve())
     is_same = made.sha256 == identity["dataset"].get("sha256")
@@ -175,7 +182,7 @@ def _of_the_run(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
-    """The dataset that `config` names, as JSONL in a temporary directory if it is something else.
+    """The dataset that `config` names; if it is not JSONL, a copy in a temporary directory.
 
     Raises what `keep_dataset` raises.
     """
@@ -218,7 +225,7 @@ def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> 
     }
 
 
-def _verified(
+def _verify(
     path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
 ) -> tuple[Report, Scan | None]:
     from batch_trajectories.maintenance.verify import verify
@@ -228,13 +235,15 @@ def _verified(
         scanned = (
             scan_of(path, identity, config)
             if make is None
-            else _of_the_run(scan(**_scan_arguments(path, identity, config)), path, identity)
+            else _refuse_foreign_dataset(
+                scan(**_scan_arguments(path, identity, config)), path, identity
+            )
         )
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:
         return verify(path, identity, scanned, config, made=None), scanned
-    with _copy_of(path) as made:
+    with _make_linked_copy(path) as made:
         is_made = True
         try:
             make(made, scanned, config)
@@ -244,7 +253,7 @@ def _verified(
 
 
 @contextmanager
-def _copy_of(path: Path) -> Iterator[Path]:
+def _make_linked_copy(path: Path) -> Iterator[Path]:
     """A temporary run directory with links to the data of a run, to make its exports again.
 
     It is in the system's temporary directory and needs room for the exports.
@@ -276,7 +285,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     # Without an index every record is read, and unreadable ones are set aside.
     (path / RECORDS_INDEX).unlink(missing_ok=True)
     if report.duplicates:
-        take_out(path / RECORDS_FILE, report.duplicates, quarantine)
+        quarantine_lines(path / RECORDS_FILE, report.duplicates, quarantine)
     records = RecordFile(path, quarantine)
     records.close()
     settled = Settled(records.take_found(), config.max_attempts)
@@ -285,7 +294,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     for name in (SCORES_FILE, VERDICTS_FILE):
         keep_readable(path / name, quarantine, is_whole)
     for file in filter(Path.exists, (path / LABELS_FILE, path / CONTROL_FILE)):
-        with alone_on(file):
+        with lock_for_append(file):
             keep_readable(file, quarantine, is_whole)
     if (path / INFLIGHT).is_dir():
         Inflight(path / INFLIGHT).read(settled=settled)
@@ -318,9 +327,9 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         remaining = [number for number in remaining if samples.must_run(number)]
     if not remaining:
         return ""
-    named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
-    named += " …" if len(remaining) > _SHOWN else ""
-    line = f"run the same command again to run {plural(len(remaining), 'task')}: {named}"
+    names = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
+    names += " …" if len(remaining) > _SHOWN else ""
+    line = f"run the same command again to run {plural(len(remaining), 'task')}: {names}"
     if unfinished:
         turns = sum(replies.turns for replies in unfinished.values())
         line += f"; {len(unfinished)} of them resume after {plural(turns, 'saved turn')}"

@@ -31,7 +31,7 @@ from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
 from batch_trajectories.maintenance.verify_exports import check_exports
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_failure
-from batch_trajectories.records.files import DamagedLine, is_whole, listed, tail_of
+from batch_trajectories.records.files import DamagedLine, is_whole, listed, read_tail
 from batch_trajectories.records.index import (
     LENGTHS,
     MARK,
@@ -42,7 +42,7 @@ from batch_trajectories.records.index import (
     IndexFields,
     RowMaker,
     checked_bytes,
-    column_of,
+    column_view,
     index_fields,
     is_earlier_index,
     is_index,
@@ -67,13 +67,13 @@ from batch_trajectories.records.names import (
 )
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.record_types import Record, decode_record
-from batch_trajectories.records.records import id_in, lines_from, watched_lines
+from batch_trajectories.records.records import id_in, lines_from, track_lines
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 
-_OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
-"""Keys of summary.json that versions without `checks.scored` counted otherwise."""
+_CHECK_KEYS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
+"""Keys of summary.json that versions without `checks.scored` counted in another way."""
 
-_OF_ATTEMPTS = ("turns", "tokens_unknown", "cost_usd", "cost_unknown")
+_ATTEMPT_KEYS = ("turns", "tokens_unknown", "cost_usd", "cost_unknown")
 """Keys that versions without `reasons` counted without failed attempts that have no record."""
 
 _ENOUGH_BYTES = 40 << 20
@@ -138,7 +138,7 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> tuple[Index, T]:
-    """The records that count, by task, and what `count` gives for them.
+    """The index of the records, and the result of `count` for it.
 
     Adds problems of records to `report`.
     """
@@ -147,36 +147,37 @@ def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> t
         rows = (path / RECORDS_INDEX).read_bytes()
     except FileNotFoundError:
         rows = b""
-    if _are_rows_to(rows, records):
+    if _reaches_end(rows, records):
         index = Index(rows)
-        known = cache(lambda: (count(index), [*index.repeated()]))
-        if _are_rows_of(rows, records, meanwhile=known):
+        # Counted while other processes read the records, or else when it is first needed.
+        count_once = cache(lambda: (count(index), [*index.repeated()]))
+        if _matches_records(rows, records, meanwhile=count_once):
             report.records = index.written()
-            counted, repeated = known()
+            counted, repeated = count_once()
             if repeated:
-                lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
-                _check_repeated(records, index, repeated, [number - 1 for number in lines], report)
+                _check_repeated(records, index, repeated, lines=_row_lines(rows), report=report)
             return index, counted
-    rebuilt = _named_problems(path, rows, report)
+    rebuilt = _find_problems(path, rows, report)
     return rebuilt, count(rebuilt)
 
 
-def _are_rows_to(rows: bytes, records: Path) -> bool:
-    """Whether these are whole rows of an index, up to the end of the records."""
+def _reaches_end(rows: bytes, records: Path) -> bool:
+    """Whether these are whole rows of an index that reaches the end of the records."""
     if not is_index(rows) or checked_bytes(rows) != len(rows) or len(rows) % ROW_BYTES:
         return False
     view = memoryview(rows)
-    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    offsets, lengths = column_view(view, OFFSETS), column_view(view, LENGTHS)
     return len(lengths) > 1 and offsets[-1] + lengths[-1] == records.stat().st_size
 
 
-def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object]) -> bool:
-    """Whether each line of the records is whole, and these `_are_rows_to` are those of an index.
+def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], object]) -> bool:
+    """Whether each record is whole, and its row in the index is right.
 
-    Large files are read by several processes; `meanwhile` is what this one does.
+    The index must reach the end of the records. Large files are read by several processes; this
+    one then calls `meanwhile`.
     """
     view = memoryview(rows)
-    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    offsets, lengths = column_view(view, OFFSETS), column_view(view, LENGTHS)
 
     def first(row: int) -> int:
         """The row of the ending that precedes a row, if there is one."""
@@ -211,15 +212,22 @@ def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object])
     return all(parts)
 
 
-def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
-    """The same as `_check_records` where something is wrong."""
+def _row_lines(rows: bytes) -> list[int]:
+    """The line of the record in each row of an index."""
+    lengths = column_view(memoryview(rows), LENGTHS)
+    # Row 0 has a length, but no record; rows of endings have no length.
+    return [number - 1 for number in accumulate(map(bool, lengths))]
+
+
+def _find_problems(path: Path, stored: bytes, report: Report) -> Index:
+    """Find the problems of records and index line by line; return the right index."""
     records = path / RECORDS_FILE
-    index = _Index(path / RECORDS_INDEX, stored)
+    index = _IndexComparison(path / RECORDS_INDEX, stored)
     maker = RowMaker()
     rows = bytearray(MARK)
     lines = array("I", [0])
     number = 0
-    for number, (offset, line) in enumerate(watched_lines(records), start=1):
+    for number, (offset, line) in enumerate(track_lines(records), start=1):
         facts = own_rows = None
         with suppress(DamagedLine):
             facts = _facts_of(decode_record(line))
@@ -228,7 +236,7 @@ def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
                 own_rows = maker.rows(facts.fields, offset, len(line))
         index.compare(number, own_rows)
         if facts is None or own_rows is None:
-            report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
+            report.problems.append(Problem("unreadable", records, number, _describe_loss(line)))
             continue
         rows += own_rows
         lines.extend([number] * (len(own_rows) // ROW_BYTES))
@@ -239,7 +247,7 @@ def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
     index.end(number)
     report.problems += index.problems
     rebuilt = Index(bytes(rows))
-    _check_repeated(records, rebuilt, rebuilt.repeated(), lines, report)
+    _check_repeated(records, rebuilt, rebuilt.repeated(), lines=lines, report=report)
     return rebuilt
 
 
@@ -247,10 +255,14 @@ def _check_repeated(
     records: Path,
     index: Index,
     repeated: Iterable[tuple[int, int]],
+    *,
     lines: Sequence[int],
     report: Report,
 ) -> None:
-    """Add records that a later one of the same task contradicts; `lines` are those of the rows."""
+    """Report records that a later one of the same task contradicts.
+
+    `lines` has the line of the record in each row.
+    """
     for first, second in repeated:
         before = index.entry(first)
         if before.status == "failed" and before.attempt < index.entry(second).attempt:
@@ -264,10 +276,10 @@ def _check_repeated(
 
 
 class _Facts(NamedTuple):
-    """What is checked of a whole record."""
+    """The result of checking a whole record."""
 
     fields: IndexFields
-    """Its `index_fields`."""
+    """The facts for its row in the index."""
     problems: Sequence[str]
 
 
@@ -283,7 +295,7 @@ def _facts_of(record: Record) -> _Facts:
     return _Facts(index_fields(record), problems)
 
 
-def _what_is_lost(line: bytes) -> str:
+def _describe_loss(line: bytes) -> str:
     """The message for a line that is not a record."""
     details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
@@ -301,8 +313,8 @@ def _id_of(records: Path, entry: IndexEntry) -> str:
 
 
 def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
-    """A line without a newline was cut off while it was written."""
-    if tail := tail_of(file):
+    """Report a last line without a newline, which was cut off while it was written."""
+    if tail := read_tail(file):
         message = "an incomplete line, cut off while it was written; it was never used"
         if is_whole(tail):
             message = "a complete line without its newline, which the next start adds; it counts"
@@ -319,11 +331,11 @@ def _check_lines(
     yield from _check_tail(file, number)
 
 
-class _Index:
+class _IndexComparison:
     """Compares the index with the records."""
 
     def __init__(self, path: Path, rows: bytes) -> None:
-        """`rows` are its content."""
+        """`rows` are the content of the index."""
         self._path = path
         self._rows = rows
         self._compared = len(MARK)
@@ -397,7 +409,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
     workspaces = path / WORKSPACES
     for workspace in listed(workspaces):
         try:
-            key = bytes.fromhex(workspace.name.partition(".")[0])  # also what is beside one
+            key = bytes.fromhex(workspace.name.partition(".")[0])  # also files beside a workspace
         except ValueError:
             continue  # not a workspace
         if key in settled:
@@ -406,7 +418,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
 
 
 def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
-    """If the next start would use the cached scan, it must match the dataset."""
+    """Report a cached scan that the next start would use though it does not match the dataset."""
     if load_scan(cache, scan.path, **scan.options) not in (None, scan):
         yield Problem("derived", cache, None, "does not match the dataset; it will be made again")
 
@@ -419,8 +431,8 @@ def _check_summary(path: Path, totals: RunTotals) -> Iterator[Problem]:
             f"{key} {content.get(key)!r}, the records give {value!r}"
             for key, value in orjson.loads(orjson.dumps(totals.to_json())).items()
             if content.get(key, value) != value  # older versions wrote fewer keys
-            and not (key in _OF_CHECKS and "scored" not in content.get("checks", {}))
-            and not (key in _OF_ATTEMPTS and totals.to_retry and "reasons" not in content)
+            and not (key in _CHECK_KEYS and "scored" not in content.get("checks", {}))
+            and not (key in _ATTEMPT_KEYS and totals.to_retry and "reasons" not in content)
         ]
     except FileNotFoundError:
         if totals.done or totals.failed:

@@ -41,10 +41,10 @@ def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[
         }
     except FileNotFoundError:
         if totals.done or totals.failed:
-            yield _wrong(manifest_path, None, "missing")
+            yield _export_problem(manifest_path, None, "missing")
         return
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        yield _wrong(manifest_path, None, "unreadable")
+        yield _export_problem(manifest_path, None, "unreadable")
         return
     yield from _check_counts(manifest_path, manifest, totals)
     for file, entry in files.items():
@@ -57,11 +57,11 @@ def check_exports(path: Path, totals: RunTotals, made: Path | None) -> Iterator[
                 yield from _compare(file, places[entry.holds])
             else:
                 message = f"{entry.path}: no run has a file of {entry.holds!r}"
-                yield _wrong(manifest_path, None, message)
+                yield _export_problem(manifest_path, None, message)
 
 
 def _place(path: Path, relative: str) -> Path:
-    """A file of the run in `path`; inside that directory if the run was moved aside."""
+    """The path of a file of the run in `path`; inside that directory if the run was moved aside."""
     named = Path(os.path.normpath(path / relative))
     inside = path / named.name
     return inside if inside.exists() else named
@@ -79,28 +79,28 @@ def _check_counts(path: Path, manifest: dict[str, Any], totals: RunTotals) -> It
     for key, value in expected.items():
         if manifest.get(key) != value:
             message = f"{key} {manifest.get(key)}, the records give {value}"
-            yield _wrong(path, None, message)
+            yield _export_problem(path, None, message)
     written = sum(manifest.get(key, 0) for key in ("exported", "partial", "rejected"))
     if written != with_record:
         message = f"its files have {written} tasks, but {with_record} have a record"
-        yield _wrong(path, None, message)
+        yield _export_problem(path, None, message)
 
 
 def _check_file(file: Path, entry: _Entry, *, contents: bool) -> Iterator[Problem]:
     try:
         size = file.stat().st_size
         if size != entry.bytes:
-            yield _wrong(file, None, f"{size} bytes, the manifest says {entry.bytes}")
+            yield _export_problem(file, None, f"{size} bytes, the manifest says {entry.bytes}")
         elif contents:
             with file.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != entry.sha256:
-                    yield _wrong(file, None, "its hash is not that in the manifest")
+                    yield _export_problem(file, None, "its hash is not that in the manifest")
     except FileNotFoundError:
-        yield _wrong(file, None, "missing")
+        yield _export_problem(file, None, "missing")
 
 
 def _compare(file: Path, made: Path) -> Iterator[Problem]:
-    """Name the first line that does not match the records."""
+    """Report the first line that does not match the records."""
     if not file.exists() or not made.exists():
         return
     with file.open("rb") as stored, made.open("rb") as expected:
@@ -112,11 +112,11 @@ def _compare(file: Path, made: Path) -> Iterator[Problem]:
                 what = "more than the records give"
             elif line is None:
                 what = "missing from here on"
-            yield _wrong(file, number, f"{what}{_id_in(right or line)}")
+            yield _export_problem(file, number, f"{what}{_id_in(right or line)}")
             return
 
 
-def _wrong(file: Path, line: int | None, message: str) -> Problem:
+def _export_problem(file: Path, line: int | None, message: str) -> Problem:
     return Problem("derived", file, line, f"{message}; `export` writes it again")
 
 

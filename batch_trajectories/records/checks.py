@@ -42,18 +42,18 @@ class Rewards(NamedTuple):
     """Rewards by name."""
 
     named: Mapping[str, float]
-    """Those of the whole conversation."""
+    """Rewards of the whole conversation."""
     by_turn: Mapping[str, Sequence[float | None]]
-    """Those of each turn of the run's model; None for a turn without one."""
+    """A reward for each turn of the run's model; None for a turn without one."""
 
     def to_json(self) -> dict[str, Any]:
-        """As records and scores.jsonl hold them."""
+        """The rewards in the form of records and scores.jsonl."""
         by_turn = {BY_TURN: dict(self.by_turn)} if self.by_turn else {}
         return {"rewards": dict(self.named), **by_turn}
 
 
 def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
-    """Read rewards in the form above; a number or list without a name gets `name`.
+    """Read rewards in a form that this module describes; those without a name get `name`.
 
     A list must have `turns` items, unless that is None. Raises `ValueError` with what is wrong.
     """
@@ -61,27 +61,29 @@ def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
         value = {name: value}
     elif not value:
         raise ValueError("is an empty object; give a number, or an object of named numbers")
-    named: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
     for key, item in value.items():
         if key == BY_TURN:
             lists = item if isinstance(item, Mapping) else {MAIN: item}
-            by_turn |= {_name(one): _per_turn(one, items, turns) for one, items in lists.items()}
+            by_turn |= {
+                _reward_name(one): _turn_rewards(one, items, turns) for one, items in lists.items()
+            }
         elif isinstance(item, list | tuple):
-            by_turn[_name(key)] = _per_turn(key, item, turns)
+            by_turn[_reward_name(key)] = _turn_rewards(key, item, turns)
         else:
-            named[_name(key)] = number_in(item)
-    if len(named) + len(by_turn) > MAX_REWARDS:
-        raise ValueError(f"holds {len(named) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
-    return Rewards(named, by_turn)
+            by_name[_reward_name(key)] = read_number(item)
+    if len(by_name) + len(by_turn) > MAX_REWARDS:
+        raise ValueError(f"holds {len(by_name) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
+    return Rewards(by_name, by_turn)
 
 
 def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
     """Rewards in an object that a program printed, which may hold other things as well.
 
-    Of its values only numbers and `turn_rewards` count, of more than `MAX_REWARDS` numbers only
-    `reward`; None if there are none. Raises `ValueError` for wrong `turn_rewards`, and for a
-    `reward` that is not finite.
+    Only numbers and `turn_rewards` count; among more than `MAX_REWARDS` numbers only `reward`.
+    None if there are no rewards. Raises `ValueError` for wrong `turn_rewards`, and for a `reward`
+    that is not finite.
     """
     if not isinstance(value, Mapping):
         return None
@@ -94,54 +96,56 @@ def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
     return parse_rewards(rewards, name=MAIN, turns=turns) if rewards else None
 
 
-def number_in(value: Any) -> float:
+def read_number(value: Any) -> float:
     """A finite number. Raises `ValueError` with what it is instead."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"holds {_shown(value)}, which is not a number")
+        raise ValueError(f"holds {_excerpt(value)}, which is not a number")
     return finite_number(value)
 
 
 def finite_number(value: Any) -> float:
-    """A finite number, also from text. Raises as `number_in`."""
+    """A finite number, also from text. Raises as `read_number`."""
     try:
         number = float(value)
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"holds {_shown(value)}, which is not a finite number")
+        raise ValueError(f"holds {_excerpt(value)}, which is not a finite number")
     return number
 
 
 def _is_reward(name: Any, value: Any) -> bool:
     try:
-        _name(name)
-        number_in(value)
+        _reward_name(name)
+        read_number(value)
     except ValueError:
         return False
     return True
 
 
-def _name(name: Any) -> str:
+def _reward_name(name: Any) -> str:
     if isinstance(name, str) and name.strip() and len(name) <= _NAME_CHARS:
         return name
-    raise ValueError(f"names a reward {_shown(name)}; give a text of 1 to {_NAME_CHARS} characters")
+    raise ValueError(
+        f"names a reward {_excerpt(name)}; give a text of 1 to {_NAME_CHARS} characters"
+    )
 
 
-def _per_turn(name: Any, items: Any, turns: int | None) -> list[float | None]:
+def _turn_rewards(name: Any, items: Any, turns: int | None) -> list[float | None]:
     if not isinstance(items, list | tuple):
-        raise ValueError(f"{name!r}: {_shown(items)} is not a list with a reward for each turn")
+        raise ValueError(f"{name!r}: {_excerpt(items)} is not a list with a reward for each turn")
     if turns is not None and len(items) != turns:
         has = plural(len(items), "reward")
         raise ValueError(f"{name!r} has {has}, and the conversation {plural(turns, 'turn')}")
-    return [None if item is None else number_in(item) for item in items]
+    return [None if item is None else read_number(item) for item in items]
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     return clip(repr(value), max_chars=100)
 
 
 THRESHOLD = 0.5
-"""A reward from here on passes, where no check judged the conversation."""
+"""The lowest reward that passes, if no check judged the conversation."""
 
 CHECK_FAILED = "check_failed"
 """Stands in counts for a check that itself failed."""
@@ -159,7 +163,7 @@ def expected_column(row: Mapping[str, Any]) -> str:
 
 
 def expected_text(row: Mapping[str, Any]) -> str | None:
-    """The expected answer as answers are compared with it; None for what is no text or number."""
+    """The expected answer as text; None if it is neither text nor a number."""
     expected = row.get(expected_column(row))
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
         return None
@@ -184,22 +188,22 @@ class Judgement(NamedTuple):
     verdict: bool | None
     """The check's; None if there was no check, or it gave only a reward."""
     reward: float | None
-    """None if it was neither checked nor scored."""
+    """The reward; None if the record was neither checked nor scored."""
     error: str | None = None
-    """Why the check gave no result, where nothing else gave a reward of its name."""
+    """The reason why the check gave no result; None if it did, or a score gave the reward."""
 
     @property
     def passed(self) -> bool | None:
-        """See `has_passed`."""
+        """Whether the conversation passed; see `has_passed`."""
         return has_passed(self.verdict, self.reward)
 
     def is_good(self, threshold: float) -> bool | None:
-        """Whether it passed by another threshold."""
+        """Whether the conversation passed by another threshold."""
         return has_passed(self.verdict, self.reward, threshold)
 
 
 UNCHECKED = Judgement(None, None)
-"""Of a record that was neither checked nor scored, mostly."""
+"""The judgement of a record that was neither checked nor scored."""
 
 
 def judgement_of(record: Record, name: str | None = None) -> Judgement:
@@ -212,35 +216,35 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
     if name is None and not record.scores:
         if record.check is None and not (record.options or {}).get("check_expected"):
             return UNCHECKED
-        return _checked(record)
-    named = rewards_of(record).named
+        return _judge_by_check(record)
+    by_name = rewards_of(record).named
     if name is not None:
-        return Judgement(None, named.get(name))
-    verdict, _, error = _checked(record)
+        return Judgement(None, by_name.get(name))
+    verdict, _, error = _judge_by_check(record)
     # Where the check should have given it, a reward of another name does not stand for it.
-    reward = named.get(MAIN, None if error is not None else next(iter(named.values()), None))
+    reward = by_name.get(MAIN, None if error is not None else next(iter(by_name.values()), None))
     return Judgement(verdict, reward, error if reward is None else None)
 
 
 def rewards_of(record: Record) -> Rewards:
     """All rewards of a record by name: those of the check, then those of its scores.
 
-    Of several with one name the last counts.
+    If several have the same name, the last counts.
     """
-    named: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
     if record.check is None and not record.scores and not record.options:
-        return Rewards(named, by_turn)
-    if (reward := _checked(record).reward) is not None:
-        named[MAIN] = reward
+        return Rewards(by_name, by_turn)
+    if (reward := _judge_by_check(record).reward) is not None:
+        by_name[MAIN] = reward
     given: list[CheckResult | Score] = [] if record.check is None else [record.check]
     for one in [*given, *(record.scores or ())]:
-        named |= one.rewards or {}
+        by_name |= one.rewards or {}
         by_turn |= one.turn_rewards or {}
-    return Rewards(named, by_turn)
+    return Rewards(by_name, by_turn)
 
 
-def _checked(record: Record) -> Judgement:
+def _judge_by_check(record: Record) -> Judgement:
     if (check := record.check) is not None:
         if check.error is not None:
             return Judgement(None, None, check.error)
@@ -250,7 +254,7 @@ def _checked(record: Record) -> Judgement:
             reward = float(verdict)
         if reward is not None:
             return Judgement(verdict, reward)
-    return _by_expected_answer(record)
+    return _judge_by_answer(record)
 
 
 def question_of(record: Record) -> str:
@@ -272,7 +276,7 @@ def ended_by_wrong_answer(record: Record) -> bool:
 
 def is_right_now(record: Record) -> bool:
     """Whether a conversation ended by a wrong answer that a later check found right."""
-    return ended_by_wrong_answer(record) and _checked(record).verdict is True
+    return ended_by_wrong_answer(record) and _judge_by_check(record).verdict is True
 
 
 def _finite(number: Any) -> float | None:
@@ -282,7 +286,7 @@ def _finite(number: Any) -> float | None:
         return None
 
 
-def _by_expected_answer(record: Record) -> Judgement:
+def _judge_by_answer(record: Record) -> Judgement:
     options = record.options or {}
     if not options.get("check_expected") or record.row.get(expected_column(record.row)) is None:
         return UNCHECKED
@@ -303,13 +307,13 @@ class Checks:
     scored: int
     """Other records with a reward."""
     passed: int
-    """Of both kinds; see `has_passed`."""
+    """Records of both kinds that passed; see `has_passed`."""
     failed: int
     """Records that did not pass."""
     pass_rate: float | None
     """Percentage of passed among passed and failed; None if there are none."""
     mean_reward: float | None
-    """Over all records with a reward, to six digits."""
+    """The mean over all records with a reward, to six digits; None without any."""
     check_failed: int = 0
     """Records whose check gave no result; they do not count as checked."""
 
@@ -337,8 +341,11 @@ class CheckSums:
 
     def merge(self, other: CheckSums) -> None:
         """Add the judgements of `other`."""
-        for name, number in vars(other).items():
-            setattr(self, name, getattr(self, name) + number)
+        self._rewards += other._rewards
+        self._check_failed += other._check_failed
+        self._checked += other._checked
+        self._scored += other._scored
+        self._passed += other._passed
 
     def sums(self) -> Checks:
         """The sums so far."""

@@ -29,7 +29,7 @@ from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.names import FAILURES_FILE
 from batch_trajectories.records.tasks import BadRow, task_key
 
-_REASONS = 20
+_MAX_REASONS = 20
 
 
 class Failure(NamedTuple):
@@ -117,23 +117,23 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
 
 
 def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, Any]]:
-    """Why the last attempts of these tasks failed, the most frequent first; writes nothing.
+    """The reasons why the last attempts of these tasks failed, the most frequent first.
 
-    Keys: `class`, `message` (one of them, in a line) and `count`. Messages whose last lines differ
-    only in numbers and in what they quote count as one.
+    Keys: `class`, `message` (an example, in one line) and `count`. Messages count as one if their
+    last lines differ only in numbers and quoted texts. Writes nothing.
     """
     if not tasks:
         return []
     last: dict[bytes, tuple[str, str]] = {}
     examples: dict[tuple[str, str], str] = {}
     for line in stored_failures(run_dir):
-        if line["kind"] not in ("attempt", "death") or not _texts(line, "message"):
+        if line["kind"] not in ("attempt", "death") or not _are_texts(line, "message"):
             continue
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
-            said = line["message"].strip().rpartition("\n")[2]
-            last[key] = kind = (line["class"], without_values(said))
+            last_line = line["message"].strip().rpartition("\n")[2]
+            last[key] = kind = (line["class"], without_values(last_line))
             examples[kind] = line["message"]
-    counts = Counter(last.values()).most_common(_REASONS)
+    counts = Counter(last.values()).most_common(_MAX_REASONS)
     return [
         {"class": kind[0], "message": in_a_line(examples[kind]), "count": count}
         for kind, count in counts
@@ -148,7 +148,7 @@ def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:
     """
     by_class: dict[str, dict[str, Any]] = {}
     for line in stored_failures(run_dir):
-        if line["kind"] in ("attempt", "death") and _texts(line, "message"):
+        if line["kind"] in ("attempt", "death") and _are_texts(line, "message"):
             example = {key: line.get(key) for key in ("class", "id", "message", "at")}
             before = by_class.get(line["class"], {"count": 0})
             by_class[line["class"]] = example | {"count": before["count"] + 1}
@@ -162,9 +162,9 @@ def read_failure(text: bytes) -> dict[str, Any] | None:
     except DamagedLine:
         return None
     if line.get("kind") == "bad_row":
-        is_complete = isinstance(line.get("line"), int) and _texts(line, "file", "reason")
+        is_complete = isinstance(line.get("line"), int) and _are_texts(line, "file", "reason")
     else:
-        is_complete = _texts(line, "kind", "id", "input_digest", "class")
+        is_complete = _are_texts(line, "kind", "id", "input_digest", "class")
     return line if is_complete else None
 
 
@@ -173,7 +173,7 @@ def is_failure(text: bytes) -> bool:
     return read_failure(text) is not None
 
 
-def _texts(line: dict[str, Any], *keys: str) -> bool:
+def _are_texts(line: dict[str, Any], *keys: str) -> bool:
     return all(isinstance(line.get(key), str) for key in keys)
 
 

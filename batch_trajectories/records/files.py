@@ -68,7 +68,7 @@ from batch_trajectories.records.names import (
 # Lines of earlier versions have no checksum and stay readable. A line that ends almost like a
 # checksum counts as one whose checksum was damaged.
 
-KEY = "crc32"
+CHECKSUM_KEY = "crc32"
 _MEMBER = b',"crc32":"'
 _CLOSE = b'"}\n'
 _DIGITS = 8
@@ -79,24 +79,24 @@ _CHANGED = "it was changed since it was written: its checksum does not match"
 
 
 class DamagedLine(ValueError):
-    """A line is not what was written."""
+    """A line differs from what was written."""
 
 
 def with_checksum(line: bytes) -> bytes:
-    """A line of a file: the JSON object `line`, which is not empty, and its checksum."""
+    """Add a checksum to a JSON object, which must not be empty, and a newline."""
     body = line[:-1]
     return b'%b,"crc32":"%08x"}\n' % (body, crc32(body))
 
 
 def without_checksum(line: bytes) -> bytes:
-    """A line as it was before `with_checksum`, and a newline; unchanged if it has no checksum."""
-    end = _end_of(line) - _TAIL
+    """Remove the checksum that `with_checksum` added. A line without one stays as it is."""
+    end = _line_end(line) - _TAIL
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
 def check_seal(line: bytes) -> bool:
     """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
-    end = len(line) if line.endswith(_CLOSE) else _end_of(line)
+    end = len(line) if line.endswith(_CLOSE) else _line_end(line)
     tail = end - _TAIL
     has_checksum = line.startswith(_MEMBER, tail)
     if has_checksum:
@@ -120,7 +120,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise DamagedLine(f"not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise DamagedLine("not a JSON object")
-    if parsed.pop(KEY, None) is not None and not has_checksum:
+    if parsed.pop(CHECKSUM_KEY, None) is not None and not has_checksum:
         raise DamagedLine(_CHANGED)
     content: dict[str, Any] = parsed
     return content
@@ -135,7 +135,7 @@ def is_whole(line: bytes) -> bool:
     return True
 
 
-def _end_of(line: bytes) -> int:
+def _line_end(line: bytes) -> int:
     """The length of a line with one newline and no other blanks at its end."""
     return len(line) if line.endswith(_CLOSE) else len(line.rstrip(_BLANK)) + 1
 
@@ -164,9 +164,9 @@ _PLAIN_FILES = (
     SHARED_NOTE,
 )
 
-_OF_WORKERS = (INFLIGHT, WORKSPACES)
+_WORKER_DIRECTORIES = (INFLIGHT, WORKSPACES)
 _DIRECTORIES = (
-    *_OF_WORKERS,
+    *_WORKER_DIRECTORIES,
     BATCHES,
     EXPORTS,
     f"{EXPORTS}/dataset",
@@ -203,7 +203,7 @@ def open_own(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
-            raise RunDirError(_linked(path)) from None
+            raise RunDirError(_link_refusal(path)) from None
         raise
 
 
@@ -215,11 +215,11 @@ def make_directory(path: Path, *, is_inside: bool = True, parents: bool = False)
     for above in reversed(path.parents) if parents else ():
         above.mkdir(mode=0o755, exist_ok=True)
     if is_inside and path.is_symlink():
-        raise RunDirError(_linked(path))
+        raise RunDirError(_link_refusal(path))
     path.mkdir(mode=0o700, exist_ok=True)
 
 
-def _linked(path: Path) -> str:
+def _link_refusal(path: Path) -> str:
     return (
         f"{path}: a symbolic link, which nothing is written through; put the file or directory "
         "itself there, or remove the link"
@@ -244,7 +244,7 @@ class AppendFile:
         except OSError as error:
             raise storage_error(path, error) from error
         self._synced: int | None = None
-        """Its size at the last sync."""
+        """Size of the file at the last sync; None before the first."""
         self._broken: StorageError | None = None
 
     def append(self, lines: bytes) -> None:
@@ -326,7 +326,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     by a crash before its content was used. If only the newline is missing, it is added and the
     line counts.
     """
-    torn = tail_of(path)
+    torn = read_tail(path)
     if not torn:
         return 0
     with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
@@ -342,7 +342,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     return len(torn)
 
 
-def tail_of(path: Path) -> bytes:
+def read_tail(path: Path) -> bytes:
     """The bytes after the last newline of a file; empty if the file does not exist."""
     try:
         size = path.stat().st_size
@@ -355,21 +355,21 @@ def tail_of(path: Path) -> bytes:
 
 def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
     """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
-    named = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
+    names = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
     readable = []
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return named
+        return names
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         if is_readable(line):
             readable.append(line + b"\n")
         else:
             set_aside(quarantine, f"{path.name}.line{number}", line + b"\n")
-            named.append(f"{path.name}:{number}")
+            names.append(f"{path.name}:{number}")
     if b"".join(readable) != content:
         replace_file(path, b"".join(readable))
-    return named
+    return names
 
 
 def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
@@ -403,12 +403,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """`replace_file` with a value as indented JSON."""
+    """Replace the file at `path` by a value as indented JSON, as `replace_file` does."""
     replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a derived JSON file; None where there is none that can be read.
+    """The object in a derived JSON file; None if the file is missing or unreadable.
 
     Only a plain file is read: a pipe or a device in a run directory from elsewhere has no end.
     """
@@ -422,9 +422,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def temporary_for(path: Path) -> Path:
-    """Where to write the replacement of `path`; one name per process.
+    """The path of the temporary file that will replace `path`; one per process.
 
-    The next start removes such files after a crash.
+    After a crash, the next start removes such files.
     """
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
@@ -467,17 +467,17 @@ def refuse_strange_files(run_dir: Path) -> None:
 
 def refuse_links(run_dir: Path) -> None:
     """Raise `RunDirError` if a file or directory of a run to be written to is a symbolic link."""
-    own = (*_PLAIN_FILES, *_DIRECTORIES)
-    inside = (entry for name in _OF_WORKERS for entry in listed(run_dir / name))
-    for path in (*(run_dir / name for name in own), *inside):
+    names = (*_PLAIN_FILES, *_DIRECTORIES)
+    worker_entries = (entry for name in _WORKER_DIRECTORIES for entry in listed(run_dir / name))
+    for path in (*(run_dir / name for name in names), *worker_entries):
         if path.is_symlink():
-            raise RunDirError(_linked(path))
+            raise RunDirError(_link_refusal(path))
 
 
 def link_out_of(run_dir: Path) -> Path | None:
     """A symbolic link in a run directory that leads out of it; None if there is none.
 
-    Whoever gives a run away chooses where its links lead on the machine of another.
+    The author of a run decides where its links lead on the machine of its receiver.
     """
     inside = (entry for name in ("", *_DIRECTORIES) for entry in _entries(run_dir / name))
     for entry in inside:
@@ -499,7 +499,7 @@ def _is_below(path: str, run_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def alone_on(path: Path) -> Iterator[None]:
+def lock_for_append(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, creating the file if needed; waits for other writers.
 
     Raises `OSError`, and `RunDirError` for a symbolic link.
@@ -520,7 +520,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
 
     Raises `OSError`, `StorageError`, and `RunDirError` for a symbolic link.
     """
-    with alone_on(path):
+    with lock_for_append(path):
         repair_tail(path, path.parent / QUARANTINE)
         file = AppendFile(path)
         try:
@@ -537,7 +537,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
 def alone_in(directory: Path, refusal: str) -> Iterator[None]:
     """Lock `directory`; raise `RunLocked(refusal)` if another process has locked it.
 
-    Locks the directory itself: files in it are replaced.
+    The lock is on the directory itself, because files in it are replaced.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -562,7 +562,7 @@ def is_training_file(dataset: Path, run_dir: Path) -> bool:
 
 
 def link(file: Path, directory: Path) -> None:
-    """Have a file that never changes in `directory`, too."""
+    """Hard-link an immutable file into `directory`; copy it if links do not work."""
     try:
         (directory / file.name).hardlink_to(file)
     except FileExistsError:

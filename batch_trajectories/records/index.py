@@ -2,10 +2,10 @@
 
 Row 0 marks the format and has a checksum of the bytes up to a size: an index with a changed row is
 not used, and rows after this size are made again. Any other row holds the task key of a record,
-its place, and the numbers for the totals. An ending (status, check result and error class) is
-text; each distinct ending has one row of its own, with length 0, and rows of records refer to it
-by its number. Row size divides the block size of a disk, so a power loss takes whole rows, and a
-row of zeros is detected because its offset is wrong.
+its place in `records.jsonl`, and the numbers for the totals. An ending (status, check result and
+error class) is text; each distinct ending has one row of its own, with length 0, and rows of
+records refer to it by its number. Row size divides the block size of a disk, so a power loss takes
+whole rows, and a row of zeros is detected because its offset is wrong.
 """
 
 from __future__ import annotations
@@ -65,19 +65,23 @@ _OUTPUT_LOW = Column("I", 12, 16)
 _REWARDS = Column("f", 13, 16)
 _COSTS = Column("d", 7, 8)
 
-_MOST_ATTEMPTS = 2**16 - 1
-_LOW = 2**32 - 1
+_MAX_ATTEMPTS = 2**16 - 1
+_LOW_BITS = 2**32 - 1
 _NO_TOKENS = 2**48 - 1
 """Stands for an unknown number of tokens."""
 _MAX_REWARD = 3.4e38
 """The range of a four-byte float."""
 _ENDING_BYTES = 34
-"""Of an ending with its last NUL; earlier versions cut an ending that has no NUL at its end."""
-_WORDS = {None: "", True: "passed", False: "not"}
-_SHORT_WORDS = {None: "", True: "+", False: "-"}
-"""Where these do not fit."""
+"""Length of an ending with its last NUL. An earlier version has cut an ending that lacks it."""
+_VERDICT_WORDS = {None: "", True: "passed", False: "not"}
+_SHORT_VERDICT_WORDS = {None: "", True: "+", False: "-"}
+"""Shorter words, for endings that would be too long."""
 _SHORT_CHECK_FAILED = "!"
-_VERDICTS = {word: verdict for words in (_WORDS, _SHORT_WORDS) for verdict, word in words.items()}
+_VERDICTS = {
+    word: verdict
+    for words in (_VERDICT_WORDS, _SHORT_VERDICT_WORDS)
+    for verdict, word in words.items()
+}
 _SUMMED = (
     ENDINGS,
     _TURNS,
@@ -90,10 +94,10 @@ _SUMMED = (
 )
 """Columns that `Index.sums` reads."""
 CHUNK = 1 << 13
-_FINE = 2**16 - 1
-"""Buckets in which a key is found at once."""
-_COARSE = 2**12 - 1
-"""Buckets that take 30 MB less per million rows, to go through all of them."""
+_FINE_MASK = 2**16 - 1
+"""Selects one of so many buckets that a key is found at once."""
+_COARSE_MASK = 2**12 - 1
+"""Selects one of fewer buckets, which take 30 MB less per million rows; to visit all of them."""
 
 
 class IndexEntry(NamedTuple):
@@ -109,25 +113,25 @@ class IndexEntry(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
-    """Why the task failed; `CHECK_FAILED` if only its check did."""
+    """The class of the error that failed the task; `CHECK_FAILED` if only its check failed."""
     verdict: bool | None
-    """Of its check; see `records.checks`."""
+    """The verdict of its check; see `records.checks`."""
     reward: float | None
-    """To seven digits."""
+    """The reward, to seven digits."""
 
     @property
     def passed(self) -> bool | None:
-        """See `has_passed`."""
+        """Whether the conversation passed; see `has_passed`."""
         return has_passed(self.verdict, self.reward)
 
     @property
     def check_failed(self) -> bool:
-        """See `Ending`."""
+        """Whether its check gave no result."""
         return Ending(self.status, self.verdict, self.error_class).check_failed
 
 
 class Ending(NamedTuple):
-    """How a record ended; many records share one."""
+    """The ending of a record; many records share one."""
 
     status: str
     verdict: bool | None
@@ -141,7 +145,7 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over records; those of tokens and dollars leave out what is unknown."""
+    """Sums over records; unknown numbers of tokens and dollars count as 0."""
 
     endings: Counter[Ending] = field(default_factory=Counter)
     turns: int = 0
@@ -168,7 +172,7 @@ class IndexFields(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
-    """See `IndexEntry`."""
+    """As in `IndexEntry`."""
     verdict: bool | None
     reward: float | None
 
@@ -232,13 +236,13 @@ class RowMaker:
                 offset,
                 length,
                 number,
-                min(fields.attempt, _MOST_ATTEMPTS),
+                min(fields.attempt, _MAX_ATTEMPTS),
                 fields.turns,
                 fields.tool_calls,
                 input_tokens >> 32,
                 output_tokens >> 32,
-                input_tokens & _LOW,
-                output_tokens & _LOW,
+                input_tokens & _LOW_BITS,
+                output_tokens & _LOW_BITS,
                 nan if reward is None else max(-_MAX_REWARD, min(reward, _MAX_REWARD)),
                 nan if cost is None else cost,
             )
@@ -252,9 +256,9 @@ class RowMaker:
 
 
 class Index(Mapping[bytes, IndexEntry]):
-    """The records of a run by task key; of several records of a task the last.
+    """The last record of each task of a run, by task key.
 
-    Needs no object per record: only its rows, and 4 or 8 bytes more once tasks are looked up.
+    Needs no object per record: only its row, and 4 or 8 bytes more once tasks are looked up.
     """
 
     def __init__(self, rows: bytes) -> None:
@@ -265,22 +269,22 @@ class Index(Mapping[bytes, IndexEntry]):
 
     @property
     def rows(self) -> bytes:
-        """The rows that it was made of."""
+        """The bytes of all rows."""
         return self._rows
 
     def __getitem__(self, key: bytes) -> IndexEntry:
         if len(key) == 16:
-            for row in reversed(self._by_bucket.get(int.from_bytes(key[:2], sys.byteorder), ())):
+            for row in reversed(self._fine_buckets.get(int.from_bytes(key[:2], sys.byteorder), ())):
                 if self.key(row) == key:
                     return self.entry(row)
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[bytes]:
-        for rows in self._by_bucket.values():
+        for rows in self._fine_buckets.values():
             yield from {self.key(row): None for row in rows}
 
     def __len__(self) -> int:
-        return sum(len({self.key(row) for row in rows}) for rows in self._by_bucket.values())
+        return sum(len({self.key(row) for row in rows}) for rows in self._fine_buckets.values())
 
     def entry(self, row: int) -> IndexEntry:
         """The record of one row; rows of records start at 1."""
@@ -319,7 +323,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def records(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """All records in file order, including those that a later record replaces."""
-        for row, length in enumerate(column_of(self._view, LENGTHS)):
+        for row, length in enumerate(column_view(self._view, LENGTHS)):
             if row and length:
                 yield self.key(row), self.entry(row)
 
@@ -328,19 +332,19 @@ class Index(Mapping[bytes, IndexEntry]):
         return len(self._view) // ROW_BYTES - 1 - len(self._endings)
 
     def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """The record that counts for each task, in file order."""
+        """Yield the record that counts for each task, with the task's key, in file order."""
         return ((self.key(row), self.entry(row)) for row in self.counting_rows())
 
     def counting_rows(self) -> array[int]:
-        """The rows of these records."""
+        """The rows of the records that count, in file order."""
         replaced = {row for row, _ in self.repeated()}
-        rows = enumerate(column_of(self._view, LENGTHS))
+        rows = enumerate(column_view(self._view, LENGTHS))
         return array("I", (row for row, size in rows if row and size and row not in replaced))
 
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """The record of each task, the latest first."""
+        """Yield the record that counts for each task, with the task's key, the last one first."""
         seen = set()
-        lengths = column_of(self._view, LENGTHS)
+        lengths = column_view(self._view, LENGTHS)
         for row in reversed(range(1, len(lengths))):
             if lengths[row] and (key := self.key(row)) not in seen:
                 seen.add(key)
@@ -351,16 +355,17 @@ class Index(Mapping[bytes, IndexEntry]):
 
         The lengths replace the rows in the same array, which saves 4 MB per million.
         """
-        of_offsets, of_lengths = column_of(self._view, OFFSETS), column_of(self._view, LENGTHS)
+        all_offsets = column_view(self._view, OFFSETS)
+        all_lengths = column_view(self._view, LENGTHS)
         offsets = array("Q", [0]) * len(rows)
         for number, row in enumerate(rows):
             if row:
-                offsets[number], rows[number] = of_offsets[row], of_lengths[row]
+                offsets[number], rows[number] = all_offsets[row], all_lengths[row]
         return offsets, rows
 
     def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
         """The endings of the records in these rows; None for row 0."""
-        numbers = column_of(self._view, ENDINGS)
+        numbers = column_view(self._view, ENDINGS)
         return (self._endings[numbers[row]] if row else None for row in rows)
 
     def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
@@ -370,7 +375,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def judged(self, rows: Iterable[int]) -> Iterator[tuple[Ending | None, float | None]]:
         """The endings and rewards of the records in these rows; None for row 0."""
-        endings, rewards = column_of(self._view, ENDINGS), column_of(self._view, _REWARDS)
+        endings, rewards = column_view(self._view, ENDINGS), column_view(self._view, _REWARDS)
         for row in rows:
             if row:
                 reward = rewards[row]
@@ -381,7 +386,7 @@ class Index(Mapping[bytes, IndexEntry]):
     def sums(self, rows: Iterable[int]) -> Sums:
         """Sums over the records in these rows, without an object per record."""
         sums = Sums()
-        columns = {column: column_of(self._view, column) for column in _SUMMED}
+        columns = {column: column_view(self._view, column) for column in _SUMMED}
         left = iter(rows)
         while chunk := [*islice(left, CHUNK)]:
             values = {name: [column[row] for row in chunk] for name, column in columns.items()}
@@ -417,7 +422,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
         Includes records that later ones replaced: they were paid for.
         """
-        columns = [column_of(self._view, column) for column in (LENGTHS, _TURNS, _COSTS)]
+        columns = [column_view(self._view, column) for column in (LENGTHS, _TURNS, _COSTS)]
         total, unknown = 0.0, 0
         for start in range(1, len(columns[0]), CHUNK):
             chunk = (column[start : start + CHUNK].tolist() for column in columns)
@@ -430,7 +435,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """Pairs of rows: each record that replaces another, after the one that it replaces."""
-        for rows in self._by_coarse_bucket.values():
+        for rows in self._coarse_buckets.values():
             if len(set(map(self.key, rows))) == len(rows):
                 continue
             last: dict[bytes, int] = {}
@@ -441,15 +446,15 @@ class Index(Mapping[bytes, IndexEntry]):
                 last[key] = row
 
     def match(self, keys: bytes) -> tuple[array[int], int]:
-        """The row of the record of each task key (16 bytes each, all different), 0 without one.
+        """Find the row of each task key (16 bytes each, all different); 0 for no record.
 
-        Then the number of tasks that have a record and are not among the keys. Compares bucket by
+        Also returns the number of recorded tasks that are not among the keys. Compares bucket by
         bucket, so only a few keys at a time become objects.
         """
         rows = array("I", bytes(4 * (len(keys) // 16)))
-        wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE)
+        wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE_MASK)
         others, all_rows = 0, self._rows
-        for bucket, places in self._by_coarse_bucket.items():
+        for bucket, places in self._coarse_buckets.items():
             row_of = {all_rows[64 * row : 64 * row + 16]: row for row in places}
             for number in wanted.get(bucket, ()):
                 rows[number] = row_of.pop(keys[16 * number : 16 * number + 16], 0)
@@ -461,17 +466,17 @@ class Index(Mapping[bytes, IndexEntry]):
         return self._rows[ROW_BYTES * row : ROW_BYTES * row + 16]
 
     @cached_property
-    def _by_bucket(self) -> Mapping[int, array[int]]:
-        return self._in_buckets(_FINE)
+    def _fine_buckets(self) -> Mapping[int, array[int]]:
+        return self._rows_by_bucket(_FINE_MASK)
 
     @cached_property
-    def _by_coarse_bucket(self) -> Mapping[int, array[int]]:
-        return self._in_buckets(_COARSE)
+    def _coarse_buckets(self) -> Mapping[int, array[int]]:
+        return self._rows_by_bucket(_COARSE_MASK)
 
-    def _in_buckets(self, mask: int) -> Mapping[int, array[int]]:
+    def _rows_by_bucket(self, mask: int) -> Mapping[int, array[int]]:
         """The rows of records, sorted by these bits of the first two bytes of their task keys."""
-        buckets = _sorted_into_buckets(column_of(self._view, _BUCKETS), mask)
-        lengths = column_of(self._view, LENGTHS)
+        buckets = _sorted_into_buckets(column_view(self._view, _BUCKETS), mask)
+        lengths = column_view(self._view, LENGTHS)
         for bucket in {0, int.from_bytes(MARK[:2], sys.byteorder) & mask} & buckets.keys():
             buckets[bucket] = array("I", (row for row in buckets[bucket] if row and lengths[row]))
         return buckets
@@ -479,7 +484,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
 def endings_in(rows: memoryview) -> list[bytes]:
     """The endings in the rows, by number."""
-    lengths = column_of(rows, LENGTHS)
+    lengths = column_view(rows, LENGTHS)
     endings = []
     for start in range(1, len(lengths), CHUNK):
         sizes = lengths[start : start + CHUNK].tolist()
@@ -496,10 +501,10 @@ def are_whole(endings: Iterable[bytes]) -> bool:
 
 def _ending_text(ending: Ending) -> bytes:
     status, verdict, error_class = ending
-    text = "\0".join((status, _WORDS[verdict], error_class or "")).encode()
+    text = "\0".join((status, _VERDICT_WORDS[verdict], error_class or "")).encode()
     if len(text) >= _ENDING_BYTES:
         short_class = _SHORT_CHECK_FAILED if error_class == CHECK_FAILED else error_class or ""
-        text = "\0".join((status, _SHORT_WORDS[verdict], short_class)).encode()
+        text = "\0".join((status, _SHORT_VERDICT_WORDS[verdict], short_class)).encode()
     return text[: _ENDING_BYTES - 1].ljust(_ENDING_BYTES, b"\0")
 
 
@@ -525,7 +530,7 @@ def _parse_ending(ending: bytes) -> Ending:
     )
 
 
-def column_of(rows: memoryview, column: Column) -> memoryview[Any]:
+def column_view(rows: memoryview, column: Column) -> memoryview[Any]:
     """The values of one column, without a copy."""
     return rows.cast(column.kind)[column.first :: column.per_row]
 
@@ -565,7 +570,7 @@ def is_earlier_index(content: bytes) -> bool:
 
 
 def checked_bytes(content: bytes) -> int:
-    """How many bytes of an index match its checksum; 0 if it is damaged or not an index."""
+    """The number of bytes that match the checksum; 0 if the index is damaged or no index."""
     if content.startswith(MARK):
         return len(content)
     try:
@@ -581,7 +586,7 @@ def checked_bytes(content: bytes) -> int:
 
 
 def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
-    """How many bytes of an index are valid, and how many of `records_size` bytes they cover.
+    """The number of valid bytes of an index, and of bytes of the records that they cover.
 
     Each record must begin where the one before it ends. 0, 0 if the index is damaged or not an
     index.
@@ -590,7 +595,7 @@ def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
     if checked < ROW_BYTES:
         return 0, 0
     view = memoryview(content)[: checked // ROW_BYTES * ROW_BYTES]
-    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    offsets, lengths = column_view(view, OFFSETS), column_view(view, LENGTHS)
     covered, valid = 0, 1
     for start in range(1, len(offsets), CHUNK):
         sizes = lengths[start : start + CHUNK].tolist()
@@ -608,7 +613,7 @@ def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
     rows = view[: valid * ROW_BYTES]
     endings = endings_in(rows)
     are_known = all(map(any, endings)) and are_whole(endings) and len(set(endings)) == len(endings)
-    numbers = column_of(rows, ENDINGS)
+    numbers = column_view(rows, ENDINGS)
     for start in range(1, valid, CHUNK):
         are_known = are_known and max(numbers[start : start + CHUNK].tolist()) < len(endings)
     return (valid * ROW_BYTES, covered) if are_known else (0, 0)

@@ -53,7 +53,7 @@ _SEGMENT_BYTES = 16 << 20
 
 
 class Journal(Protocol):
-    """Where a worker writes the events of its tasks."""
+    """The journal to which a worker writes the events of its tasks."""
 
     def append(
         self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
@@ -67,8 +67,10 @@ class Journal(Protocol):
 
     @property
     def kept(self) -> Callable[[bytes], Awaitable[None]] | None:
-        """Waits until the replies of the task with a key survive a process kill; None if they do
-        once `append` has returned."""
+        """A function that waits until the replies of the task with a key survive a process kill.
+
+        None if they survive as soon as `append` returns.
+        """
         ...
 
     def flush(self) -> None:
@@ -87,9 +89,9 @@ class Journal(Protocol):
 class JournalWriter:
     """The segments of one worker. Any thread may append.
 
-    The first line of a segment has the key `boot`, the start of the machine that it was written
-    in: the segment has an event of each call that begins (see `BeganEvent`). Only a loss of power
-    can take such an event while the call has run.
+    The first line of a segment has the key `boot`, the id of the machine's boot. It promises that
+    the segment has an event for each call that began (see `BeganEvent`): only a power loss, which
+    ends the boot, can take such an event.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class JournalWriter:
         on_storage_error: Callable[[StorageError], None],
         sync_every_s: float = _SYNC_EVERY_S,
     ) -> None:
-        """`sync_every_s` is the time that a power loss can take."""
+        """`sync_every_s` is how many seconds of work a power loss can take."""
         self._inflight = inflight
         self._worker = worker
         self._on_storage_error = on_storage_error
@@ -164,11 +166,11 @@ class JournalWriter:
 
     @property
     def kept(self) -> None:
-        """See `Journal`: `append` has written them."""
+        """None: replies survive as soon as `append` returns."""
         return None
 
     def flush(self) -> None:
-        """See `Journal`: nothing is buffered."""
+        """Do nothing: no event is buffered."""
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments without unfinished tasks."""
@@ -259,7 +261,8 @@ def journal_line(
 ) -> bytes:
     """One line of a segment; see `Journal.append`.
 
-    `place` is where the task's workspace is, `boot` is in a first line (see `JournalWriter`).
+    `place` names the storage of the task's workspace. `boot` is only in the first line of a
+    segment (see `JournalWriter`).
     """
     line = {
         "task": task_id,
@@ -277,7 +280,7 @@ def journal_line(
 
 @cache
 def boot_id() -> str:
-    """The id of the machine's current boot; "" where it is unknown."""
+    """The id of the machine's current boot; "" if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -312,9 +315,9 @@ class Inflight:
         """
         self._inflight = inflight
         self._read_only = read_only
-        self._places: dict[bytes, list[JournalPosition]] = {}
+        self._positions: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
-        self._fetched = _fetched(inflight.parent)
+        self._fetched = _fetched_segments(inflight.parent)
         self._of_this_boot: set[Path] = set()
         """Segments that were written since the machine was started; see `JournalWriter`."""
         self._with_damage = {name.partition(":")[0] for name in damaged if name[-1].isdigit()}
@@ -333,18 +336,18 @@ class Inflight:
     def add_worker(self, number: int, *, wanted: Callable[[bytes], bool]) -> None:
         """Read the segments of a worker that died, for the `wanted` tasks."""
         for segment in sorted(segments(self._inflight)):
-            if _worker_of(segment) == number:
+            if _worker_number(segment) == number:
                 self._add(segment, wanted=wanted)
 
     def add_living(self, wanted: Container[bytes]) -> None:
         """Read the events of `wanted` tasks, which nobody works on, from all segments.
 
-        Living workers still write some of these, so none is deleted for their sake.
+        Living workers still write to some of these segments, so none is deleted.
         """
         living = Inflight(self._inflight, read_only=True)
         for segment in sorted(segments(self._inflight)):
             living._add(segment, wanted=lambda key: key in wanted)
-        self._places |= living._places
+        self._positions |= living._positions
         self._of_this_boot |= living._of_this_boot
 
     def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
@@ -363,7 +366,7 @@ class Inflight:
                 return  # the record of its last task was just written
             raise
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            entry = _parsed(line)
+            entry = _parse_line(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
             is_first = number == 1 and f"inflight/{segment.name}" not in self._fetched
             if is_first and entry is not None and boot and entry.get("boot") == boot:
@@ -372,9 +375,14 @@ class Inflight:
                 if _REPLY in line and (reply := reply_in(entry["event"])) is not None:
                     self.paid_usd += reply.get("cost_usd") or 0.0
                 tasks.add(key)
-                order = entry["deal"], entry["position"]
-                place = JournalPosition(*order, segment, offset, len(line))
-                self._places.setdefault(key, []).append(place)
+                place = JournalPosition(
+                    assignment=entry["deal"],
+                    position=entry["position"],
+                    segment=segment,
+                    offset=offset,
+                    length=len(line),
+                )
+                self._positions.setdefault(key, []).append(place)
             elif key is None and line.endswith(b"\n") and not self._read_only:
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
                 self.damaged.append(f"{segment.name}:{number}")
@@ -395,59 +403,60 @@ class Inflight:
         events: list[Event] = []
         unusable: list[Event] = []
         assignment = 0
-        for place in sorted(self._places.get(key, ())):
+        for place in sorted(self._positions.get(key, ())):
             if place.assignment != assignment:
-                events, assignment = _usable(events, unusable), place.assignment
+                events, assignment = _continuable_events(events, unusable), place.assignment
                 # Not empty if the parent was an older version, which used fewer events.
                 unusable = events[place.position :]
-            event = _read(place)["event"]
+            event = _read_line(place)["event"]
             if place.position > len(events):
                 unusable.append(event)  # events before it were lost in a power failure
             else:
                 events[place.position :] = [event]
-        return _usable(events, unusable)
+        return _continuable_events(events, unusable)
 
     def take_damaged(self) -> str:
         """A message about the damaged lines found since the last call; "" if there are none."""
         if not self.damaged:
             return ""
-        named, count = first_few(self.damaged), len(self.damaged)
+        names, count = first_few(self.damaged), len(self.damaged)
         self.damaged.clear()
         return (
             f"{count} damaged lines of its journals were set aside in {self._quarantine}: "
-            f"{named}; these calls are made again"
+            f"{names}; these calls are made again"
         )
 
     def workspace_place(self, key: bytes) -> str:
-        """Where the workspace of the task's last events is; "" for the run directory."""
-        last = max(self._places.get(key, ()), default=None)
-        return "" if last is None else str(_read(last).get("place", ""))
+        """The storage that holds the task's workspace; "" for the run directory."""
+        last = max(self._positions.get(key, ()), default=None)
+        return "" if last is None else str(_read_line(last).get("place", ""))
 
     def knows_begun(self, key: bytes) -> bool:
-        """Whether the events of a task show which of its calls began; else all may have.
+        """Whether the events of a task include a start event for each call that began.
 
-        They do not after a loss of power, which can take such events; where a line was damaged; in
-        journals of earlier versions and of workers on other machines; and in those from a mirror.
+        If not, any call may have begun. Start events may be missing after a power loss, if a line
+        was damaged, in journals of earlier versions or of workers on other machines, and in
+        journals from a mirror.
         """
-        segments = {place.segment for place in self._places.get(key, ())}
+        segments = {place.segment for place in self._positions.get(key, ())}
         names = {segment.name for segment in segments}
         return segments <= self._of_this_boot and not names & self._with_damage
 
     def task_id(self, key: bytes) -> str:
         """The id of a task that has journaled events."""
-        return str(_read(self._places[key][0])["task"])
+        return str(_read_line(self._positions[key][0])["task"])
 
     def tasks(self) -> list[bytes]:
         """The tasks that have journaled events."""
-        return list(self._places)
+        return list(self._positions)
 
     def next_assignment(self, key: bytes) -> int:
         """The number of the next assignment of a task, above all in its journal."""
-        return max((place.assignment for place in self._places.get(key, ())), default=0) + 1
+        return max((place.assignment for place in self._positions.get(key, ())), default=0) + 1
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments without unfinished tasks."""
-        if self._places.pop(key, None) is None:
+        if self._positions.pop(key, None) is None:
             return
         for segment, tasks in list(self._open_tasks.items()):
             tasks.discard(key)
@@ -457,7 +466,10 @@ class Inflight:
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """What a run directory says of its mirror; None if it has none. Raises `RunDirError`."""
+    """The note about the mirror in a run directory; None if it has no mirror.
+
+    Raises `RunDirError`.
+    """
     try:
         note = orjson.loads((path / MIRROR_NOTE).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -469,12 +481,12 @@ def read_note(path: Path) -> dict[str, Any] | None:
     return note
 
 
-def _fetched(run_dir: Path) -> frozenset[str]:
+def _fetched_segments(run_dir: Path) -> frozenset[str]:
     """The segments that came from a mirror, which may have lacked their last events."""
     return frozenset((read_note(run_dir) or {}).get("fetched", ()))
 
 
-def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
+def _continuable_events(events: list[Event], unusable: list[Event]) -> list[Event]:
     """The events that a conversation can continue from; later paid replies are discarded ones."""
     usable = usable_prefix(events)
     lost = [*events[len(usable) :], *unusable]
@@ -492,7 +504,7 @@ def _is_turn(event: Event) -> TypeGuard[ReplyEvent | ForkedEvent]:
     return event["kind"] == "forked" or (event["kind"] == "reply" and "discarded" not in event)
 
 
-def _read(place: JournalPosition) -> dict[str, Any]:
+def _read_line(place: JournalPosition) -> dict[str, Any]:
     """One line of a segment. Raises `StorageError` if it is no longer there."""
     try:
         with place.segment.open("rb") as file:
@@ -507,7 +519,7 @@ def _read(place: JournalPosition) -> dict[str, Any]:
 
 def next_worker_number(inflight: Path) -> int:
     """A number that no segment on disk has."""
-    return max(map(_worker_of, segments(inflight)), default=-1) + 1
+    return max(map(_worker_number, segments(inflight)), default=-1) + 1
 
 
 @dataclass(slots=True)
@@ -545,7 +557,7 @@ def read_journaled_replies(inflight: Path, *, settled: Container[bytes] = frozen
         for line in content.splitlines(keepends=True):
             if _REPLY not in line:
                 continue
-            if (entry := _parsed(line)) is None:
+            if (entry := _parse_line(line)) is None:
                 if line.endswith(b"\n"):  # a line that is torn at the end was never used
                     damaged.add(line)
                 continue
@@ -613,33 +625,33 @@ def segments(inflight: Path) -> list[Path]:
     """The journal files of a run; none if it has not begun. Reading a pipe would never end."""
     if not inflight.is_dir():
         return []
-    named = (path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
-    return [path for path in named if path.is_file()]
+    matching = (path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    return [path for path in matching if path.is_file()]
 
 
-def _worker_of(segment: Path) -> int:
+def _worker_number(segment: Path) -> int:
     return int(segment.name.split("-")[1])
 
 
 def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
     """Task key, assignment and position of a journal line; the key is None if unreadable."""
-    if (entry := _parsed(line)) is None:
+    if (entry := _parse_line(line)) is None:
         return None, 0, 0
     return task_key(entry["task"], entry["input_digest"]), entry["deal"], entry["position"]
 
 
 def is_event(line: bytes) -> bool:
     """Whether a line of a journal can be read."""
-    return _parsed(line) is not None
+    return _parse_line(line) is not None
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """A journal line, None if it is unreadable."""
     try:
         entry = read_object(line)
         entry["deal"], entry["position"] = int(entry["deal"]), int(entry["position"])
         task_key(entry["task"], entry["input_digest"])
-        is_event = isinstance(entry["event"]["kind"], str)
+        has_kind = isinstance(entry["event"]["kind"], str)
     except (KeyError, TypeError, ValueError):
         return None
-    return entry if is_event else None
+    return entry if has_kind else None

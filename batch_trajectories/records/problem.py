@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     kind: Kind
     file: Path
     line: int | None
-    """From 1; None for the whole file."""
+    """The number of the line, from 1; None for the whole file."""
     message: str
 
     def describe(self) -> str:
@@ -25,5 +25,5 @@ class Problem(NamedTuple):
         return f"{place}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The problem as `--json` shows it."""
         return {**self._asdict(), "file": str(self.file)}

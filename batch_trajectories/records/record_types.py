@@ -18,7 +18,7 @@ import msgspec
 from agent.messages.message import Role
 from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import (
-    KEY,
+    CHECKSUM_KEY,
     DamagedLine,
     check_seal,
     read_object,
@@ -70,7 +70,7 @@ class Resume(StoredPart):
 
     interrupted: list[str]
     turn: int | None = None
-    """After so many turns."""
+    """Number of turns before the resume."""
     workspace_kept: bool | None = None
 
 
@@ -115,14 +115,14 @@ class StoredUsage(StoredPart):
 
 
 class StoredError(StoredPart, rename={"error_class": "class"}):
-    """Why a task failed."""
+    """The error that failed a task."""
 
     error_class: str
     message: str | None = None
 
 
 class AgentFacts(StoredPart):
-    """What is known of the agent that held the conversation."""
+    """Facts about the agent that held the conversation."""
 
     name: str | None = None
     version: str | None = None
@@ -143,15 +143,15 @@ class AgentFacts(StoredPart):
 # without long texts, and those of earlier versions, have no such key.
 
 ROW_TEXTS = "row_texts"
-_LONG = 4096
-"""Characters of a text that is worth a reference."""
+_MIN_SHARED_CHARS = 4096
+"""The shortest text that is worth a reference, in characters."""
 
 Step = str | int
 Texts = Sequence[tuple[list[Step], list[Step]]]
 
 
 def shared(record: dict[str, Any]) -> dict[str, Any]:
-    """The record as stored: without texts of its row that its messages also have."""
+    """The record as it is stored: long texts of its row refer to the same texts in its messages."""
     in_row = dict(_long_texts(record["row"]))
     if not in_row:
         return record
@@ -161,22 +161,22 @@ def shared(record: dict[str, Any]) -> dict[str, Any]:
         return record
     row = deepcopy(record["row"])
     for place, _ in texts:
-        _parent(row, place)[place[-1]] = None
+        _parent_at(row, place)[place[-1]] = None
     return {**record, "row": row, ROW_TEXTS: texts}
 
 
-def restore(row: dict[str, Any], messages: Sequence[Any], texts: Texts) -> None:
+def restore_texts(row: dict[str, Any], messages: Sequence[Any], texts: Texts) -> None:
     """Put the texts back into a stored row. Raises `ValueError` for a place that does not exist."""
     for place, source in texts:
         try:
-            _parent(row, place)[place[-1]] = _at(messages, source)
+            _parent_at(row, place)[place[-1]] = _value_at(messages, source)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"`{ROW_TEXTS}` names a place that does not exist: {error}") from error
 
 
 def _long_texts(value: Any, *place: Step) -> Iterator[tuple[tuple[Step, ...], str]]:
     if isinstance(value, str):
-        if len(value) >= _LONG:
+        if len(value) >= _MIN_SHARED_CHARS:
             yield place, value
     elif isinstance(value, Mapping):
         for key, member in value.items():
@@ -186,11 +186,11 @@ def _long_texts(value: Any, *place: Step) -> Iterator[tuple[tuple[Step, ...], st
             yield from _long_texts(member, *place, number)
 
 
-def _parent(value: Any, place: Sequence[Step]) -> Any:
-    return _at(value, place[:-1])
+def _parent_at(value: Any, place: Sequence[Step]) -> Any:
+    return _value_at(value, place[:-1])
 
 
-def _at(value: Any, place: Sequence[Step]) -> Any:
+def _value_at(value: Any, place: Sequence[Step]) -> Any:
     for step in place:
         value = getattr(value, str(step)) if isinstance(value, msgspec.Struct) else value[step]
     return value
@@ -200,9 +200,9 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools as they were offered. Records with the same tools share one list: never change it."""
 
 _TOOLS, _END = b'"tools":', b"}\n"
-_NONE = msgspec.Raw(b"")
+_NO_JSON = msgspec.Raw(b"")
 """Stands for JSON that a record lacks."""
-_NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
+_NO_DETAILS: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
 
 
 class StoredFunction(StoredPart):
@@ -238,7 +238,7 @@ class StoredMessage(StoredPart):
     tool_call_id: str | None = None
     name: str | None = None
     is_error: bool | None = None
-    details: Mapping[str, Any] = _NOTHING
+    details: Mapping[str, Any] = _NO_DETAILS
     notes: list[str] | None = None
     repairs: list[dict[str, str]] | None = None
     unusable: str | None = None
@@ -248,7 +248,7 @@ class StoredMessage(StoredPart):
 
 
 class StoredPatch(StoredPart):
-    """What replaces parts of the message at position `at`; nothing: it is as it was recorded."""
+    """Replacements for parts of the message at position `at`; None: a part is as recorded."""
 
     at: int
     message_at: int | None = None
@@ -259,7 +259,7 @@ class StoredPatch(StoredPart):
 
 
 class StoredRequest(StoredPart):
-    """Which request a turn answered: see `agent.state.agent_record`, and `summary`."""
+    """The request that a turn answered: see `agent.state.agent_record`, and `summary`."""
 
     at: int | None = None
     shown: Sequence[StoredPatch] = ()
@@ -292,7 +292,7 @@ class StoredTurn(StoredPart):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many tokens of reasoning were counted; None if unknown."""
+        """Number of reasoning tokens; None if unknown."""
         return None if self.usage is None else self.usage.reasoning_tokens
 
     @property
@@ -355,13 +355,13 @@ class Score(StoredPart):
     usage: StoredUsage | None = None
     cost_usd: Number | None = None
     check: dict[str, Any] | None = None
-    """Of `check`: the result of a check after the run, which takes the place of the record's."""
+    """The result of a check after the run, which replaces the record's; only from `check`."""
     image: dict[str, str] | None = None
     """The image that this check ran in."""
 
 
 class Label(StoredPart):
-    """What one reviewer decided about a record; see `records.scores`."""
+    """The decisions of one reviewer about a record; see `records.scores`."""
 
     who: str
     at: Number | None = None
@@ -384,7 +384,7 @@ class StoredRewrite(StoredPart):
     requests: Sequence[StoredRequest] = ()
 
 
-class SetAside(StoredPart):
+class AbandonedCall(StoredPart):
     """A call of an earlier start of an agent that its last start did not make."""
 
     number: int
@@ -403,7 +403,7 @@ class _OfferedTool(StoredPart):
 
 
 class StoredConversation(StoredPart):
-    """What records and the conversations inside them share; see `Trajectory.to_record`."""
+    """Fields that records and the conversations inside them share; see `Trajectory.to_record`."""
 
     messages: list[StoredMessage]
     turns: list[StoredTurn]
@@ -438,8 +438,8 @@ class InnerRecord(StoredConversation, kw_only=True):
 
     key: str
     name: str
-    raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NONE)
-    """Of an agent's conversation: what was on offer."""
+    raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NO_JSON)
+    """Tools that were offered; only in conversations of an agent."""
 
 
 class Record(StoredConversation, kw_only=True):
@@ -454,7 +454,7 @@ class Record(StoredConversation, kw_only=True):
     input_digest: str
     attempt: int
     row: dict[str, Any]
-    """Whole, with the texts that the line holds only among the messages."""
+    """The whole row, with the texts that the line holds only among its messages."""
     row_texts: Texts = ()
     raw_tools: msgspec.Raw = msgspec.field(name="tools")
     model: str | None
@@ -476,41 +476,42 @@ class Record(StoredConversation, kw_only=True):
     view_trimmed: bool = False
     fork: StoredFork | None = None
     threads: Sequence[StoredThread] = ()
-    set_aside: Sequence[SetAside] = ()
+    set_aside: Sequence[AbandonedCall] = ()
     rewritten: list[StoredRewrite] | None = None
-    offers: msgspec.Raw = _NONE
+    offers: msgspec.Raw = _NO_JSON
     """Lists of tools; see `StoredRequest.tools`."""
-    inner_tools: msgspec.Raw = _NONE
-    """What conversations inside this one were offered, by their names."""
+    inner_tools: msgspec.Raw = _NO_JSON
+    """Tools that conversations inside this one were offered, by the names of these."""
     diverged_at: int | None = None
     agent: AgentFacts | None = None
     versions: dict[str, Any] | None = None
     imported: dict[str, Any] | None = None
-    """Where it comes from; see `importing`."""
+    """The origin of an imported record; see `importing`."""
     schema_version: Any = None
     labels: Sequence[Label] = msgspec.field(default=(), name="(labels)")
-    """What people decided about it; no key of the line."""
+    """Decisions of people about the record; not a key of the line."""
     line: bytes = msgspec.field(default=b"", name="(line)")
-    """The line that it was decoded from; no key of it."""
+    """The line that the record was decoded from."""
     tools: Any = msgspec.field(default=None, name="(tools)")
     """The tools that the model was offered, `Tools`; made of `raw_tools`."""
 
     def spliced(self, members: Mapping[str, bytes]) -> bytes:
-        """The line's JSON with scores and check of this object, and `members` instead of its own.
+        """The JSON of the line with this object's scores and check, and with `members`.
 
-        Values are JSON. All else is copied without being parsed, so that it is fast.
+        The values of `members` are JSON; they replace or add keys. Everything else is copied
+        without being parsed, which is fast.
         """
-        given = self._given_later()
+        given = self._later_scores()
         if not (given or self.row_texts):  # mostly, and then one cut is often enough
             before, key, after = self.line.rpartition(_TOOLS)
-            own, rest = bytes(self.raw_tools), without_checksum(after)
-            if key not in before and rest.startswith(own) and rest.endswith(_END):
-                more = dict(members)
-                tools, rest = more.pop("tools", own), rest[len(own) : -len(_END)]
-                added = [b',"%b":%b' % (name.encode(), json) for name, json in more.items()]
+            own_tools, rest = bytes(self.raw_tools), without_checksum(after)
+            if key not in before and rest.startswith(own_tools) and rest.endswith(_END):
+                new = dict(members)
+                tools, rest = new.pop("tools", own_tools), rest[len(own_tools) : -len(_END)]
+                added = [b',"%b":%b' % (name.encode(), json) for name, json in new.items()]
                 return b"".join((before, key, tools, rest, *added, b"}"))
         places = _members_in(self.line)
-        places.pop(KEY, None)
+        places.pop(CHECKSUM_KEY, None)
         if places.pop(ROW_TEXTS, None) is not None:
             places["row"] = msgspec.Raw(msgspec.json.encode(self.row))
         for name, value in given.items():
@@ -521,7 +522,7 @@ class Record(StoredConversation, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Everything in the line, including keys that are not fields, with this object's scores and
         check."""
-        given: dict[str, Any] = msgspec.to_builtins(self._given_later())
+        given: dict[str, Any] = msgspec.to_builtins(self._later_scores())
         return self._content() | given
 
     def whole_line(self) -> bytes:
@@ -536,7 +537,7 @@ class Record(StoredConversation, kw_only=True):
             content["row"] = self.row
         return content
 
-    def _given_later(self) -> dict[str, Any]:
+    def _later_scores(self) -> dict[str, Any]:
         """The scores, and the check of the last that has one."""
         if self.scores is None:
             return {}
@@ -556,10 +557,10 @@ def decode_record(line: bytes) -> Record:
         record = _decode(line)
         record.tools = _shared_tools(bytes(record.raw_tools))
         if record.row_texts:
-            restore(record.row, record.messages, record.row_texts)
+            restore_texts(record.row, record.messages, record.row_texts)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         read_object(line)  # what is no JSON is described there
-        raise _damaged(error) from error
+        raise _damage_from(error) from error
     for message in record.messages:
         if message.tool_call_id is None and message.role == "tool":
             place = f"messages[{record.messages.index(message)}]"
@@ -573,11 +574,11 @@ def stored_messages(messages: Sequence[Mapping[str, Any]]) -> list[StoredMessage
     return msgspec.convert(messages, list[StoredMessage])
 
 
-def _damaged(error: Exception) -> DamagedLine:
-    what, _, place = str(error).partition(" - at ")
-    field = place.strip("`").removeprefix("$").removeprefix(".")
+def _damage_from(error: Exception) -> DamagedLine:
+    problem, _, path = str(error).partition(" - at ")
+    field = path.strip("`").removeprefix("$").removeprefix(".")
     where = f"`{field}`: " if field else ""
-    return DamagedLine(f"{where}{what[:1].lower()}{what[1:]}")
+    return DamagedLine(f"{where}{problem[:1].lower()}{problem[1:]}")
 
 
 class _SharedTools:
@@ -590,7 +591,7 @@ class _SharedTools:
         """The tools of a record. Raises `msgspec.ValidationError`."""
         last, tools = self._last
         if json != last:  # comparing takes a tenth of the time of hashing
-            tools = _tools_of(json)
+            tools = _parse_tools(json)
             self._last = json, tools
         return tools
 
@@ -599,11 +600,11 @@ _shared_tools = _SharedTools()
 
 
 @lru_cache(maxsize=64)
-def _tools_of(json: bytes) -> Tools:
+def _parse_tools(json: bytes) -> Tools:
     tools: list[dict[str, Any]] = exact_json.loads(json)
     try:
         msgspec.convert(tools, list[_OfferedTool])
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise msgspec.ValidationError(f"{what} - at `$.tools{place.strip('`')[1:]}`") from None
+        problem, _, path = str(error).partition(" - at ")
+        raise msgspec.ValidationError(f"{problem} - at `$.tools{path.strip('`')[1:]}`") from None
     return tools

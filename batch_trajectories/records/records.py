@@ -61,10 +61,10 @@ class RecordFile:
         """Open both files, after repairing damage by a crash. Raises `StorageError`."""
         records, index = run_dir / RECORDS_FILE, run_dir / RECORDS_INDEX
         repair_tail(records, quarantine)
-        self.unreadable = _bring_index_up_to_date(records, index, quarantine)
+        self.unreadable = _update_index(records, index, quarantine)
         """Lines that were set aside, as `records.jsonl:7`."""
         rows = index.read_bytes()
-        self._found: Index | None = Index(rows)
+        self._earlier: Index | None = Index(rows)
         self._maker = RowMaker(rows)
         self._records = AppendFile(records)
         try:
@@ -76,7 +76,7 @@ class RecordFile:
 
     def take_found(self) -> Index:
         """The records of earlier starts. Call it once: a million records take some 70 MB."""
-        entries, self._found = self._found, None
+        entries, self._earlier = self._earlier, None
         assert entries is not None
         return entries
 
@@ -101,7 +101,7 @@ class RecordFile:
         try:
             self._records.check_is_there()
         except StorageError:
-            self._write_rows()  # the next start misses these records and does not pay again
+            self._write_rows()  # the next start reports the loss and does not pay again
             raise
         self._records.sync()
         self._write_rows()
@@ -167,8 +167,8 @@ def unreadable_record(
     except DamagedLine as damage:
         error = damage
     why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
-    named = id_in(line)
-    of_id = f" ({named!r})" if named else ""
+    record_id = id_in(line)
+    of_id = f" ({record_id!r})" if record_id else ""
     return UnreadableRecord(
         f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
         "`verify --repair` sets it aside, and the next start runs its task again."
@@ -221,7 +221,7 @@ def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     rows, covered = _read_rows(run_dir / RECORDS_INDEX, records)
     behind = bytearray()
     maker = RowMaker(rows)
-    for offset, line in watched_lines(records, covered):
+    for offset, line in track_lines(records, covered):
         if (record := parse_record(line)) is not None:
             behind += maker.rows(index_fields(record), offset, len(line))
         elif not lenient:
@@ -256,7 +256,7 @@ def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
     return line.endswith(b"\n") and rows.endswith(row)
 
 
-def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
+def _update_index(records: Path, index: Path, quarantine: Path) -> list[str]:
     """Cut the index to its valid rows and append missing ones.
 
     Moves unreadable records to the quarantine, and returns their names.
@@ -271,7 +271,7 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
     try:
         behind = bytearray(b"" if covered else MARK)
         maker = RowMaker(rows)
-        for offset, line in watched_lines(records, covered):
+        for offset, line in track_lines(records, covered):
             record = parse_record(line)
             if record is None:
                 unreadable.add(offset)
@@ -285,33 +285,33 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
         file.close()
     if unreadable:
         index.unlink()  # first: its offsets will be wrong
-        named = take_out(records, unreadable, quarantine)
-        _bring_index_up_to_date(records, index, quarantine)
-        return named
+        names = quarantine_lines(records, unreadable, quarantine)
+        _update_index(records, index, quarantine)
+        return names
     return []
 
 
-def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
+def quarantine_lines(records: Path, offsets: Collection[int], quarantine: Path) -> list[str]:
     """Move the lines at these offsets to the quarantine; return their names, as
     `records.jsonl:7`."""
-    named = []
+    names = []
     replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
     with closing(AppendFile(replacement)) as replacement_file:
         for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
             if offset in offsets:
                 set_aside(quarantine, f"{records.name}.line{number}", line)
-                named.append(f"{records.name}:{number}")
+                names.append(f"{records.name}:{number}")
             else:
                 replacement_file.append(line)
         replacement_file.sync()
     replacement.replace(records)
     sync_directory(records.parent)
-    return named
+    return names
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from `offset` on, without a torn last line."""
+    """Yield offset and content of each whole line from `offset` on; skip a torn last line."""
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
     except FileNotFoundError:
@@ -324,8 +324,8 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def watched_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The lines of `lines_from`, with a progress line."""
+def track_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of `lines_from`, and show progress."""
     with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
         for place, line in lines_from(path, offset):
             yield place, line

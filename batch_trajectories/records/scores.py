@@ -1,10 +1,11 @@
-"""What was given after the run: `scores.jsonl` and `labels.jsonl` in the run directory.
+"""Scores and labels that were given after the run: `scores.jsonl` and `labels.jsonl`.
 
-Scores come from functions, judges and checks. The file only grows. Each line has the keys of a
+Scores come from functions, judges and checks. The file only grows, and a crash can leave at most
+an incomplete last line, which is ignored. Each line has the keys of a
 score (see `records.checks`), and `record` (see `score_key`), `id` and `at`; those of a judge
 also `question`, `reply`, `model`, `usage` and `cost_usd`; those of `check` (`CHECK`) also `check`,
-its result, `image`, and what `with_later_checks` reads. Of several scores of a record by one source
-the last counts.
+its result, `image`, and the keys that `with_later_checks` reads. If one source has scored a record
+several times, the last score counts.
 
 Labels are what people decided. Their file only grows, too. A line has `record`, `id`, `at`, `who`,
 and what this reviewer decides or takes back (null) about the record:
@@ -61,13 +62,12 @@ def score_key(record: Record) -> str:
 
 
 class Scores:
-    """The scores on disk, of which only the places are in memory, and the labels."""
+    """The scores and labels on disk. Of scores, only the offsets are in memory."""
 
     def __init__(self, run_dir: Path, *, only: str | None = None) -> None:
-        """Those of all sources and people, or of `only` one source. An incomplete last line is
-        ignored.
+        """Find all scores and read the labels; with `only`, find only the scores of this source.
 
-        Raises `RunDirError`.
+        Ignores an incomplete last line. Raises `RunDirError`.
         """
         self._path = run_dir / SCORES_FILE
         self._by_source: dict[str, dict[bytes, int]] = {}
@@ -80,8 +80,10 @@ class Scores:
         self._labels = Labels(run_dir) if has_labels else None
 
     def added_to(self, record: Record) -> Record:
-        """The record with these scores after its own, and its labels; the same object if it has
-        none here."""
+        """The record with these scores after its own, and with its labels.
+
+        The same object if nothing was given for it.
+        """
         if not self._by_source and self._labels is None:
             return record
         if self._labels is not None and (labels := self._labels.of(score_key(record))):
@@ -89,30 +91,30 @@ class Scores:
         return with_scores_at(self._path, record, self.places_of(record))
 
     def places_of(self, record: Record) -> list[int]:
-        """The places in scores.jsonl of the scores that count for a record."""
+        """The offsets in scores.jsonl of the scores that count for a record."""
         if not self._by_source:
             return []
         key = bytes.fromhex(score_key(record))
-        return [of_source[key] for of_source in self._by_source.values() if key in of_source]
+        return [offsets[key] for offsets in self._by_source.values() if key in offsets]
 
 
 def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
-    """The record with the scores at these places of a scores.jsonl after its own."""
+    """The record with the scores at these offsets of a scores.jsonl after its own."""
     if not places:
         return record
     with path.open("rb") as file:
         added = [_score_at(file, place) for place in places]
     sources = {score.source for score in added}
-    of_source = [score for score in record.scores or () if score.source not in sources]
+    kept_scores = [score for score in record.scores or () if score.source not in sources]
     check = record.check
     for score in added:
         if score.check is not None:
             check = msgspec.convert(score.check, CheckResult)
-    return msgspec.structs.replace(record, scores=[*of_source, *added], check=check)
+    return msgspec.structs.replace(record, scores=[*kept_scores, *added], check=check)
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """All whole lines with their places. Raises `RunDirError` for a line that is not a score."""
+    """Yield each whole line with its offset. Raises `RunDirError` for a line that is no score."""
     for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
         try:
             line = read_object(content)
@@ -132,7 +134,7 @@ def _score_at(file: BinaryIO, offset: int) -> Score:
 
 
 def of_record(record: Record, result: CheckResult) -> dict[str, Any]:
-    """What a line says of the record whose check had this `result`: see `with_later_checks`.
+    """The keys of a score by `check` that `with_later_checks` reads; `result` is the check's.
 
     The record must be as it was stored, without scores that were given later.
     """
@@ -257,7 +259,7 @@ def append_label(
 
 
 class Labels:
-    """The labels on disk, merged: in memory, as people decide about thousands of records."""
+    """The labels on disk, merged. All are in memory: people decide about thousands of records."""
 
     def __init__(self, run_dir: Path) -> None:
         """Read them. Raises `RunDirError`."""
@@ -269,15 +271,15 @@ class Labels:
         self.read_on()
 
     def read_on(self) -> None:
-        """Read the lines that have come since. Raises `RunDirError`."""
+        """Read the lines that were added since the last call. Raises `RunDirError`."""
         for offset, content in lines_from(self._path, self._read):
             self._number += 1
-            line = _parsed(content, f"{self._path}:{self._number}")
-            of_record = self._by_record.setdefault(line["record"], {})
-            said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
+            line = _parse_label(content, f"{self._path}:{self._number}")
+            by_reviewer = self._by_record.setdefault(line["record"], {})
+            decisions = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
             who = line["who"]
-            before = of_record.get(who, Label(who=who))
-            of_record[who] = msgspec.structs.replace(before, at=line["at"], **said)
+            before = by_reviewer.get(who, Label(who=who))
+            by_reviewer[who] = msgspec.structs.replace(before, at=line["at"], **decisions)
             self._ids[line["id"]] = line["record"]
             self._read = offset + len(content)
 
@@ -286,15 +288,15 @@ class Labels:
         return list(self._by_record.get(record, {}).values())
 
     def by_record(self) -> Iterator[tuple[str, list[Label]]]:
-        """The `score_key` of each record that has labels now, and these.
+        """Yield the `score_key` of each record that has labels, with these labels.
 
-        Other threads may read on meanwhile.
+        Other threads may call `read_on` meanwhile.
         """
         for record, labels in list(self._by_record.items()):
             yield record, list(labels.values())
 
     def verdicts(self) -> Iterator[tuple[str, str]]:
-        """The id of each record with a verdict, and the verdict of all its reviewers."""
+        """Yield the id of each record that has a verdict, and the verdict; see `verdict_of`."""
         for id, record in list(self._ids.items()):
             if (verdict := verdict_of(self.of(record))) is not None:
                 yield id, verdict
@@ -311,11 +313,11 @@ def marked_turns(record: Record) -> list[int]:
     return sorted({turn for label in record.labels for turn in label.no_loss or ()})
 
 
-def _parsed(content: bytes, place: str) -> dict[str, Any]:
+def _parse_label(content: bytes, place: str) -> dict[str, Any]:
     try:
         line = read_object(content)
-        said = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
-        msgspec.convert(said, LabelChange)
+        decisions = {key: line[key] for key in LabelChange.__struct_fields__ if key in line}
+        msgspec.convert(decisions, LabelChange)
         if not all(isinstance(line[key], str) for key in ("record", "id", "who")):
             raise TypeError("`record`, `id` and `who` must be texts")
         float(line["at"])

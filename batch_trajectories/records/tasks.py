@@ -6,7 +6,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 2
-"""Of records and run.json. Raise it when readers of the old form would misread the new one."""
+"""Version of records and run.json. Raise it when readers of the old form would misread the new."""
 
 DEATHS_OF_A_SUSPECT = 2
 """A task that was in flight at this many worker deaths runs isolated."""
@@ -22,7 +22,7 @@ class Task(NamedTuple):
     """A digest of the columns that affect the conversation: an edited prompt is new work."""
     columns: dict[str, Any]
     model: str | None = None
-    """The model of a cascade that has its turn; None where the config or the row says it."""
+    """The model, if a cascade chose it; None if the config or the row names it."""
 
     @property
     def key(self) -> bytes:

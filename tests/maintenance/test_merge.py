@@ -184,8 +184,9 @@ def nth(number, function):
     return call
 
 where, number = sys.argv[1].split("-")
-owner, name = {"make": (merge, "_make"), "ready": (merge, "replace_json"), "move": (Path, "rename"),
-               "sync": (merge, "sync_directory"), "remove": (os, "rmdir")}[where]
+owner, name = {"make": (merge, "_write_run"), "ready": (merge, "replace_json"),
+               "move": (Path, "rename"), "sync": (merge, "sync_directory"),
+               "remove": (os, "rmdir")}[where]
 setattr(owner, name, nth(int(number), getattr(owner, name)))
 del sys.argv[1]
 batch_runner.cli()
