@@ -154,8 +154,8 @@ def log_to(path: Path, level: str) -> None:
     _quieten()
 
 
-def log_through(send: Callable[..., None], level: str) -> None:
-    """Log by calling `send` with messages "log": warnings at once, other lines at `flush_log`."""
+def log_through(send: Callable[[bytes], None], level: str) -> None:
+    """Log by calling `send` with lines: warnings at once, other lines at `flush_log`."""
     handler = _SendingHandler(send)
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, handlers=[handler], force=True)
     _quieten()
@@ -168,7 +168,7 @@ def flush_log() -> None:
 
 
 class _SendingHandler(logging.Handler):
-    def __init__(self, send: Callable[..., None]) -> None:
+    def __init__(self, send: Callable[[bytes], None]) -> None:
         super().__init__()
         self._send = send
         self._lines: list[str] = []
@@ -182,7 +182,7 @@ class _SendingHandler(logging.Handler):
         with self.lock or nullcontext():
             lines, self._lines = self._lines, []
         if lines:
-            self._send("log", "".join(lines).encode("utf-8", "replace"))
+            self._send("".join(lines).encode("utf-8", "replace"))
 
 
 def _quieten() -> None:

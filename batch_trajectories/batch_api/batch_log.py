@@ -325,18 +325,18 @@ def has_open_batches(run_dir: Path, quarantine: Path, settled: Container[bytes])
     return bool(BatchLog(run_dir, quarantine).load(settled))
 
 
-def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, list[Any]]]:
+def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, Cost]]:
     """Amounts that earlier starts reserved for calls without an answer, by task and call.
 
     They were granted and never returned: a worker settles a call when it has the answer, and
     there is none before its job is collected. Call `free_unsent` first.
     """
-    reserves: dict[bytes, dict[str, list[Any]]] = {}
+    reserves: dict[bytes, dict[str, Cost]] = {}
     for job in jobs_in(run_dir / BATCHES_FILE):
         if job.state in ("sending", "created"):
             for id, reserve in zip(job.ids, job.reserves, strict=False):
                 if (task := task_of(id)) not in settled:
-                    reserves.setdefault(task, {})[id] = reserve
+                    reserves.setdefault(task, {})[id] = Cost(*reserve)
     return reserves
 
 

@@ -24,7 +24,7 @@ from agent.models.prices import priced
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.engine.messages import Assignment, item_id, name_of
+from batch_trajectories.engine.messages import Assignment, CollectCall, item_id, name_of
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter
 
@@ -40,8 +40,8 @@ class BatchAnswer(NamedTuple):
 class BatchApiClient:
     """Requests the calls of a worker from the parent and waits for the answers."""
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        """`send(type, payload, **fields)` sends to the parent."""
+    def __init__(self, send: Callable[[CollectCall], None]) -> None:
+        """`send` sends to the parent."""
         self._send = send
         self._waiting: dict[str, asyncio.Future[BatchAnswer]] = {}
         self._is_stopping = False
@@ -54,8 +54,7 @@ class BatchApiClient:
             raise Stopped
         answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
-        amount = None if reserve is None else reserve.to_json()
-        self._send("ask", body, id=id, model=name_of(settings), most=amount)
+        self._send(CollectCall(id=id, model=name_of(settings), most=reserve, payload=body))
         try:
             return await answer
         finally:
@@ -70,8 +69,8 @@ class BatchApiClient:
         budget: WorkerBudget,
     ) -> Callable[[Model], Model]:
         """Return what wraps a task's models in a `BatchApiModel`, except scripted ones."""
-        used = items_in(assignment["events"])
-        held = {id: Cost(*reserve) for id, reserve in assignment["held"].items()}
+        used = items_in(assignment.events)
+        held = dict(assignment.held)
 
         def wrapped(model: Model) -> Model:
             if not isinstance(model, RetryingModel):

@@ -28,7 +28,7 @@ from batch_trajectories.batch_api.delivery import BatchDelivery
 from batch_trajectories.config.models import Setups, called_models
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import name_of, pack, task_of
+from batch_trajectories.engine.messages import AnswerCall, CollectCall, name_of, task_of
 from batch_trajectories.engine.run_dir import RunDir
 from batch_trajectories.records.files import AppendFile
 
@@ -360,13 +360,14 @@ class BatchService:
         self._thread.start()
         self._ready.wait()
 
-    def ask(self, worker: WorkerHandle, header: Mapping[str, Any], payload: bytes) -> None:
+    def ask(self, worker: WorkerHandle, call: CollectCall) -> None:
         """A worker's call, to be made in a batch; it gets the answer."""
 
         def answer(id: str, how: str, reply: bytes) -> None:
-            worker.send(pack("answer", reply, id=id, how=how))
+            worker.send(AnswerCall(id=id, how=how, payload=reply))
 
-        self._do(BatchCollector.ask, header["id"], header["model"], payload, answer, header["most"])
+        most = None if call.most is None else call.most.to_json()
+        self._do(BatchCollector.ask, call.id, call.model, call.payload, answer, most)
 
     def leave(self, task: bytes) -> None:
         """See `BatchCollector`."""

@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from batch_trajectories.engine.messages import WorkerSetup, pack
+import msgspec
+
+from batch_trajectories.engine.messages import (
+    FromWorker,
+    HaltRun,
+    RecordsDurable,
+    ToWorker,
+    WorkerSetup,
+    decode_from_worker,
+    encode,
+)
 from batch_trajectories.records.tasks import Task
 
-Inbox = queue.SimpleQueue[tuple["WorkerHandle | None", bytes | None]]
+Inbox = queue.SimpleQueue[tuple["WorkerHandle | None", "FromWorker | None"]]
 """Messages of workers, in order: (worker, message), and (worker, None) when it has died."""
 
 
@@ -55,13 +65,13 @@ class WorkerHandle(ABC):
     def reap(self) -> None:
         """Release the resources of a dead worker; its threads end by themselves."""
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: ToWorker) -> None:
         """Queue a message; never blocks."""
-        self._outbox.put(message)
+        self._outbox.put(encode(message))
 
     def durable(self, keys: Sequence[bytes]) -> None:
         """Acknowledge that the records of these tasks are durable."""
-        self.send(pack("durable", keys=[key.hex() for key in keys]))
+        self.send(RecordsDurable(list(keys)))
 
     def _move_bytes(self, connection: Connection) -> None:
         """Start the threads."""
@@ -73,11 +83,13 @@ class WorkerHandle(ABC):
     def _listen(self, connection: Connection) -> None:
         try:
             while True:
-                self._heard(connection.recv_bytes())
+                self._on_message(decode_from_worker(connection.recv_bytes()))
         except (EOFError, OSError):
             self.inbox.put((self, None))
+        except msgspec.DecodeError as error:  # a bug: both ends are of the same version
+            self.inbox.put((self, HaltRun(f"{self.name} sent an unreadable message: {error}")))
 
-    def _heard(self, message: bytes) -> None:
+    def _on_message(self, message: FromWorker) -> None:
         self.inbox.put((self, message))
 
     def _talk(self, connection: Connection) -> None:

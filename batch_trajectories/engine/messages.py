@@ -1,24 +1,10 @@
 """The messages between parent and workers, over one pipe per worker.
 
-A message is a JSON header, a newline, and for finished tasks the record as it goes to disk: the
-parent never parses records.
+A message is a JSON header, a newline, and the bytes of its `payload`, if it has one: the parent
+never parses records. Each kind of message is a class; `type` in the header names it.
 
-Parent to worker:  tasks {"assignments": [Assignment…]} · durable {"keys": [hex…]}
-                   · stop {"grace_s"} · exit {"done"} · limits {"limits"} · grant {"amount"}
-                   · reclaim · answer {"id", "how"} + reply
-                   · key {"command", "number", "problem"} + key · cancel {"key"}
-Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",
-                   "failure", "signs"} + record · failed {"key", "model", "failure"}
-                   · released {"key"}
-                   · ask {"id", "model"} + body of a call that is to go by a batch
-                   · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
-                   · key_rejected {"command", "number"} · budget {"report"}
-                   · outage {"url", "message", "left_s"} · say {"message"} · halt {"message"}
-
-A worker on another machine also sends its log and its journal, and waits until that is on disk:
-
-                   events {"keys": [hex…], "number"} + lines · log + lines
-Parent to worker:  kept {"number"}
+`ToWorker` and `FromWorker` are the kinds that go each way. `StoreEvents`, `WriteLog` and
+`EventsStored` exist only for a worker on another machine, whose journal and log the parent writes.
 """
 
 from __future__ import annotations
@@ -27,46 +13,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from agent.messages.message import Event
+import msgspec
+
 from agent.models.model import ModelSettings
 from agent.models.scripted import ScriptedTurn
-from batch_trajectories.basics import exact_json
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.engine.record import Provenance
+from batch_trajectories.engine.parser_signs import ParserSigns
+from batch_trajectories.engine.record import Provenance, UsedImage
+from batch_trajectories.records.failures import Failure
+from batch_trajectories.records.index import IndexFields
+from batch_trajectories.records.tasks import Task
 
 if TYPE_CHECKING:
     from batch_trajectories.records.journal import Inflight
-    from batch_trajectories.records.tasks import Task
 
 
-class Assignment(TypedDict):
+class Message(msgspec.Struct, omit_defaults=True, tag=True):
+    """One message; a subclass for each kind."""
+
+
+class MessageWithPayload(Message, kw_only=True):
+    """A message with bytes that JSON would have to escape; they follow its header."""
+
+    payload: bytes = b""
+
+
+# From the parent to a worker.
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """A task for a worker, with its journaled events."""
 
-    task: dict[str, Any]
-    """The fields of a `Task`."""
+    task: Task
     attempt: int
     number: int
     """How often the task was assigned, including this time."""
-    events: list[Event]
+    events: list[Any]
+    """The journaled events of the task; each is an `Event`."""
     knows_begun: bool
     """See `Inflight.knows_begun`."""
     deaths: int
     """How many workers died while they worked on the task."""
     place: str
-    """Where the workspace of the events is; see `WorkerSetup.place`."""
-    held: dict[str, list[Any]]
+    """The storage with the workspace of the events; see `WorkerSetup.place`."""
+    held: dict[str, Cost]
     """Amounts already reserved for calls of the task, by call id."""
 
 
 def assignment_of(
-    task: Task, attempt: int, inflight: Inflight, *, deaths: int, held: dict[str, list[Any]]
+    task: Task, attempt: int, inflight: Inflight, *, deaths: int, held: dict[str, Cost]
 ) -> Assignment:
     """The message that assigns a task. Raises `StorageError` if its journal cannot be read."""
     return Assignment(
-        task=task._asdict(),
+        task=task,
         attempt=attempt,
         number=inflight.next_assignment(task.key),
         events=inflight.events(task.key),
@@ -75,6 +77,111 @@ def assignment_of(
         place=inflight.workspace_place(task.key),
         held=held,
     )
+
+
+class AssignTasks(Message):
+    """Run these tasks."""
+
+    assignments: list[Assignment]
+
+
+class RecordsDurable(Message):
+    """The records of these tasks are on disk: drop their journals and workspaces."""
+
+    keys: list[bytes]
+
+
+class SetLimits(Message):
+    """The worker's share of an endpoint's limits; see `CallLimiter.allow`."""
+
+    endpoint: str
+    permits: int
+    number: int
+    cool_down_s: float
+    rpm: float | None
+    tpm: float | None
+    rates_s: float | None
+
+
+class GrantBudget(Message):
+    """An amount that the worker may spend."""
+
+    amount: Cost
+
+
+class ReclaimBudget(Message):
+    """Return all budget that is not reserved for a call, from now on."""
+
+
+class AnswerCall(MessageWithPayload, kw_only=True):
+    """The answer to a `CollectCall`; `payload` is the reply, if there is one."""
+
+    id: str
+    how: str
+    """See `BatchAnswer`."""
+
+
+class EndpointAnswered(Message):
+    """The answer to `AskIfAnswered`: whether any worker has had a reply from this base URL."""
+
+    url: str
+    is_answered: bool
+
+
+class SetKey(Message):
+    """The present key of a key command, or the problem that it has."""
+
+    command: str
+    number: int
+    """Counts the keys of the command, from 1."""
+    key: str
+    problem: str
+    """Why the command gave no new key; "" if it did."""
+
+
+class CancelTask(Message):
+    """A person has stopped this task."""
+
+    key: bytes
+
+
+class EventsStored(Message):
+    """The parent has written all `StoreEvents` up to this number."""
+
+    number: int
+
+
+class StopWorking(Message):
+    """Begin no further call; cancel what still runs after `grace_s` seconds."""
+
+    grace_s: float
+
+
+class Exit(Message):
+    """End the process."""
+
+    is_done: bool
+    """No later start needs the worker's files."""
+
+
+ToWorker = (
+    AssignTasks
+    | RecordsDurable
+    | SetLimits
+    | GrantBudget
+    | ReclaimBudget
+    | AnswerCall
+    | EndpointAnswered
+    | SetKey
+    | CancelTask
+    | EventsStored
+    | StopWorking
+    | Exit
+)
+"""What the parent sends."""
+
+
+# From a worker to the parent.
 
 
 class Counters(TypedDict):
@@ -87,20 +194,205 @@ class Counters(TypedDict):
     cost_unknown: bool
 
 
-def pack(type: str, payload: bytes = b"", **fields: Any) -> bytes:
-    """Encode a message."""
-    return exact_json.dumps({"type": type, **fields}) + b"\n" + payload
-
-
-def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
-    """Decode a message into header and payload."""
-    header, _, payload = message.partition(b"\n")
-    return exact_json.loads(header), payload
-
-
 def no_counters() -> Counters:
     """All counters at 0."""
     return Counters(turns=0, input_tokens=0, output_tokens=0, cost_usd=0.0, cost_unknown=False)
+
+
+@dataclass(slots=True)
+class Load:
+    """Calls in flight and waiting, and results since the last report."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    told: int = 0
+    """The number of the last `SetLimits` that has arrived."""
+    replies: int = 0
+    failures: int = 0
+    """Attempts that failed otherwise than by a refusal (429), and are repeated."""
+    overloads: int = 0
+    """Those failures that the load of the endpoint may have caused."""
+
+
+class Ready(Message):
+    """The worker can take tasks."""
+
+
+class Heartbeat(Message):
+    """The worker is alive."""
+
+    counters: Counters
+    proven: list[str]
+    """Base URLs that have answered."""
+    busy: float
+    """The share of a core that the process has used since its last heartbeat."""
+
+
+class TaskFinished(MessageWithPayload, kw_only=True):
+    """A task has its record; `payload` is the record's line, as it goes to disk."""
+
+    key: bytes
+    fields: IndexFields
+    failure: Failure | None
+    images: list[UsedImage]
+    signs: ParserSigns | None
+
+
+class TaskFailed(Message):
+    """An attempt of a task has failed, and the task has attempts left."""
+
+    key: bytes
+    model: str | None
+    failure: Failure
+
+
+class TaskReleased(Message):
+    """The worker gives a task back unfinished, because it stops."""
+
+    key: bytes
+
+
+class CollectCall(MessageWithPayload, kw_only=True):
+    """A model call to be made in a batch; `payload` is the body of its request."""
+
+    id: str
+    model: str
+    """See `name_of`."""
+    most: Cost | None
+    """The amount reserved for the call; None without a budget."""
+
+
+class ReportLoad(Message):
+    """The calls to an endpoint since the last report."""
+
+    endpoint: str
+    load: Load
+
+
+class CallRefused(Message):
+    """An endpoint has refused a call (429)."""
+
+    endpoint: str
+    retry_after_s: float | None
+    """The delay that the endpoint asks for; None if it names none."""
+    sent_at: float
+    """When the call was sent, on the monotonic clock of the parent's machine."""
+
+
+class AskIfAnswered(Message):
+    """Has this base URL answered any worker? The parent sends `EndpointAnswered`."""
+
+    url: str
+
+
+class KeyRejected(Message):
+    """An endpoint has rejected the key with this number of a key command."""
+
+    command: str
+    number: int
+
+
+class ReportBudget(Message):
+    """What a worker has of the budget, and needs; see `WorkerBudget`."""
+
+    grants: int
+    """How many grants have arrived."""
+    calls: int
+    """Calls with a reserved cost."""
+    is_short: bool
+    """All budget that is not reserved is returned."""
+    returned: Cost
+    wanted: Cost
+    needs: list[Cost]
+    """The least amounts that let a waiting call go; empty if none waits."""
+
+
+class ReportOutage(Message):
+    """A call to a base URL has failed and is retried."""
+
+    url: str
+    message: str
+    left_s: float
+    """Seconds until the call is given up."""
+
+
+class Say(Message):
+    """Show a text to the user, once."""
+
+    message: str
+
+
+class HaltRun(Message):
+    """Stop the whole run for this reason."""
+
+    message: str
+
+
+class StoreEvents(MessageWithPayload, kw_only=True):
+    """Journal events of these tasks; `payload` is their lines."""
+
+    keys: list[bytes]
+    number: int
+
+
+class WriteLog(MessageWithPayload, kw_only=True):
+    """Lines for the log of the run, in `payload`."""
+
+
+FromWorker = (
+    Ready
+    | Heartbeat
+    | TaskFinished
+    | TaskFailed
+    | TaskReleased
+    | CollectCall
+    | ReportLoad
+    | CallRefused
+    | AskIfAnswered
+    | KeyRejected
+    | ReportBudget
+    | ReportOutage
+    | Say
+    | HaltRun
+    | StoreEvents
+    | WriteLog
+)
+"""What a worker sends."""
+
+TaskEnded = TaskFinished | TaskFailed | TaskReleased
+"""How a worker says that it no longer works on a task."""
+
+
+_encoder = msgspec.json.Encoder()
+_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
+_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """Encode a message for the pipe."""
+    if isinstance(message, MessageWithPayload):
+        header = _encoder.encode(msgspec.structs.replace(message, payload=b""))
+        return header + b"\n" + message.payload
+    return _encoder.encode(message)
+
+
+def decode_to_worker(message: bytes) -> ToWorker:
+    """Decode a message of the parent. Raises `msgspec.DecodeError`."""
+    header, _, payload = message.partition(b"\n")
+    return _with_payload(_to_worker.decode(header), payload)
+
+
+def decode_from_worker(message: bytes) -> FromWorker:
+    """Decode a message of a worker. Raises `msgspec.DecodeError`."""
+    header, _, payload = message.partition(b"\n")
+    return _with_payload(_from_worker.decode(header), payload)
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+def _with_payload(message: _M, payload: bytes) -> _M:
+    return msgspec.structs.replace(message, payload=payload) if payload else message
 
 
 _HASH_BYTES = 10

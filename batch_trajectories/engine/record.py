@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from agent.loop.rules import ConversationSpec, Finish
 from agent.messages.message import ReplyEvent, is_cost_only
@@ -42,6 +42,13 @@ from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
+
+
+class UsedImage(TypedDict):
+    """A container image that a conversation or its check worked in."""
+
+    reference: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ def make_record(
     }
 
 
-def images_in(record: Mapping[str, Any]) -> list[dict[str, str]]:
+def images_in(record: Mapping[str, Any]) -> list[UsedImage]:
     """The images that a record says were used: by its conversation, and by its check alone."""
     used = (record, record["check"] or {})
     return [part["image"] for part in used if part.get("image") is not None]

@@ -35,7 +35,7 @@ import orjson
 from batch_trajectories.basics.errors import RunError, machine_failure
 from batch_trajectories.basics.process import hide_environment
 from batch_trajectories.config.sandboxes import problem_of_sandbox, remove_leftover_containers
-from batch_trajectories.engine.messages import WorkerSetup, pack
+from batch_trajectories.engine.messages import HaltRun, WorkerSetup, encode
 from batch_trajectories.engine.worker.worker import run_worker
 from batch_trajectories.records.files import listed
 from batch_trajectories.records.names import LOCK_FILE, WORKSPACES
@@ -116,7 +116,7 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
             raise
         # The next worker on this node would fail in the same way.
         message = f"{multiprocessing.current_process().name}: {failure or error}"
-        connection.send_bytes(pack("halt", message=message))
+        connection.send_bytes(encode(HaltRun(message)))
 
 
 def _check_sandbox(setup: WorkerSetup) -> None:

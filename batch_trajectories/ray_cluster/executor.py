@@ -30,7 +30,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
 from batch_trajectories.engine.local_workers import environment_of
-from batch_trajectories.engine.messages import WorkerSetup, pack
+from batch_trajectories.engine.messages import Say, WorkerSetup
 from batch_trajectories.engine.run_dir import RunDir, read_run_json
 from batch_trajectories.ray_cluster.actor import RayWorkerActor, code_digest, listen, welcome
 from batch_trajectories.ray_cluster.worker_handle import RayWorker, Run
@@ -177,7 +177,7 @@ class RayExecutor:
                 f"{len(waiting)} of {len(alive)} workers wait for a place in the Ray cluster; "
                 f"each needs {described} (see --worker_resources, --num_workers and `ray status`)"
             )
-            waiting[0].inbox.put((waiting[0], pack("say", message=message)))
+            waiting[0].inbox.put((waiting[0], Say(message)))
 
 
 def _resources(config: RunConfig) -> dict[str, Any]:

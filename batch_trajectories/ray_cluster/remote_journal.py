@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 
 from agent.messages.message import Event, reply_in
-from batch_trajectories.engine.messages import pack
+from batch_trajectories.engine.messages import StoreEvents
 from batch_trajectories.records.journal import journal_line
 from batch_trajectories.records.tasks import task_key
 
@@ -24,7 +24,7 @@ _RESULTS_WAIT_S = 0.02
 class RemoteJournal:
     """A `Journal` at the other end of the connection. Use it in the event loop's thread."""
 
-    def __init__(self, send: Callable[[bytes], None], *, place: str) -> None:
+    def __init__(self, send: Callable[[StoreEvents], None], *, place: str) -> None:
         self._send = send
         self._place = place
         self._lines: list[bytes] = []
@@ -89,8 +89,9 @@ class RemoteJournal:
         self._is_urgent = False
         if self._lines:
             self._sent += 1
-            keys = [key.hex() for key in self._keys]
-            self._send(pack("events", b"".join(self._lines), keys=keys, number=self._sent))
+            self._send(
+                StoreEvents(keys=list(self._keys), number=self._sent, payload=b"".join(self._lines))
+            )
             self._lines, self._keys = [], set()
 
     def finish(self, key: bytes) -> None:

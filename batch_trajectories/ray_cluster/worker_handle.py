@@ -17,7 +17,15 @@ from typing import Any
 import ray
 
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import WorkerSetup, pack, unpack
+from batch_trajectories.engine.messages import (
+    EventsStored,
+    FromWorker,
+    HaltRun,
+    StoreEvents,
+    WorkerSetup,
+    WriteLog,
+    encode,
+)
 from batch_trajectories.ray_cluster.actor import Welcome, hang_up
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import JournalWriter
@@ -26,9 +34,6 @@ log = logging.getLogger(__name__)
 
 _SYNC_EVERY_S = 0.1
 """The journals of all workers share the driver's disk and CPU."""
-
-_EVENTS, _LOG = pack("events")[:16], pack("log")[:13]
-"""The beginnings of messages that are handled here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class RayWorker(WorkerHandle):
                 f"node {hello['host']} has another version of this program ({hello['code']}, here "
                 f"{self.run.code}): install the same version there, or submit it with the job"
             )
-            self.inbox.put((self, pack("halt", message=message)))
+            self.inbox.put((self, HaltRun(message)))
             connection.close()
             return
         setup = replace(self.setup, is_remote=self.run.is_remote)
@@ -148,30 +153,31 @@ class RayWorker(WorkerHandle):
                     self._journal.finish(key)
         super().durable(keys)
 
-    def _heard(self, message: bytes) -> None:
-        if message.startswith(_EVENTS):
-            self._keep(*unpack(message))
-        elif message.startswith(_LOG):
-            with suppress(OSError):  # the run continues without its log
-                os.write(self.run.log_fd, unpack(message)[1])
-        else:
-            super()._heard(message)
+    def _on_message(self, message: FromWorker) -> None:
+        match message:
+            case StoreEvents():
+                self._store(message)
+            case WriteLog():
+                with suppress(OSError):  # the run continues without its log
+                    os.write(self.run.log_fd, message.payload)
+            case _:
+                super()._on_message(message)
 
-    def _keep(self, header: Mapping[str, Any], lines: bytes) -> None:
+    def _store(self, events: StoreEvents) -> None:
         assert self._journal is not None
         assert self._connection is not None
         try:
             with self._lock:
-                self._journal.append_lines(map(bytes.fromhex, header["keys"]), lines)
+                self._journal.append_lines(events.keys, events.payload)
         except StorageError as error:
             self._on_storage_error(error)
             return
         # From this thread: a message through the other one costs twice as much.
         with suppress(OSError), self._sending:
-            self._connection.send_bytes(pack("kept", number=header["number"]))
+            self._connection.send_bytes(encode(EventsStored(events.number)))
 
     def _on_storage_error(self, error: StorageError) -> None:
-        self.inbox.put((self, pack("halt", message=str(error))))
+        self.inbox.put((self, HaltRun(str(error))))
 
     def _end_actor(self) -> None:
         try:

@@ -27,10 +27,16 @@ from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.config.models import budget_of, check_token_ids, limits_of, settings_of
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
-from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.messages import (
+    CallRefused,
+    FromWorker,
+    ReportBudget,
+    ReportLoad,
+    ToWorker,
+)
 from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
-from batch_trajectories.engine.worker.calls import Calls
+from batch_trajectories.engine.worker.calls import AboutCalls, Calls
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +124,7 @@ def _root_for(api: str, base_url: str) -> str:
 class _Me(WorkerHandle):
     """This process, as the parent's side sees it."""
 
-    take: Callable[[bytes], None] = field(default=lambda message: None)
+    take: Callable[[ToWorker], None] = field(default=lambda message: None)
 
     def is_alive(self) -> bool:
         return True
@@ -129,7 +135,7 @@ class _Me(WorkerHandle):
     def reap(self) -> None:
         """Never called."""
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: ToWorker) -> None:
         self.take(message)
 
 
@@ -228,18 +234,19 @@ class Upstream:
         if reason := self._budget.used_up([self._me]):
             self._on_used_up(reason)
 
-    def _from_worker(self, type: str, **fields: Any) -> None:
-        match type:
-            case "load":
-                self._limits.on_load(self._me, fields["endpoint"], fields["load"])
-            case "refused":
-                self._limits.on_refusal(**fields)
-            case "budget":
-                self._budget.on_worker_budget(self._me, fields["report"])
+    def _from_worker(self, message: FromWorker) -> None:
+        match message:
+            case ReportLoad(endpoint, load):
+                self._limits.on_load(self._me, endpoint, load)
+            case CallRefused(endpoint, retry_after_s, sent_at):
+                self._limits.on_refusal(endpoint, retry_after_s, sent_at)
+            case ReportBudget():
+                self._budget.on_worker_budget(self._me, message)
                 asyncio.get_running_loop().call_soon(self._share)
 
-    def _from_parent(self, message: bytes) -> None:
-        self.calls.receive(*unpack(message))
+    def _from_parent(self, message: ToWorker) -> None:
+        assert isinstance(message, AboutCalls)
+        self.calls.receive(message)
 
 
 def _log_retry(settings: ModelSettings, retry: Retry) -> None:

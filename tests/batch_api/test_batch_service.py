@@ -32,7 +32,8 @@ from batch_trajectories.batch_api.batch_log import (
 from batch_trajectories.batch_api.delivery import BatchDelivery
 from batch_trajectories.batch_api.model import BatchAnswer, BatchApiClient, BatchApiModel, items_in
 from batch_trajectories.batch_api.service import BatchCollector, CollectorLimits
-from batch_trajectories.engine.messages import item_id, name_of, task_of
+from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.messages import CollectCall, item_id, name_of, task_of
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter
 from batch_trajectories.records.tasks import task_key
@@ -538,7 +539,7 @@ def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> No
         if step == "gathered":
             continue
         assert not free_unsent(tmp_path, tmp_path / "quarantine")
-        assert held_in(tmp_path, ()) == {task_of(id): {id: [0.5, 7]}}
+        assert held_in(tmp_path, ()) == {task_of(id): {id: Cost(0.5, 7)}}
         assert not held_in(tmp_path, {task_of(id)}), "its conversation has ended"
     counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
     ledger.note(job, "collected", replies=1, failed=0, **counts)
@@ -553,8 +554,8 @@ class Parent:
         self.asked: list[str] = []
         self.desk = BatchApiClient(self._send)
 
-    def _send(self, type: str, body: bytes, *, id: str, model: str, most: Any) -> None:
-        self.asked.append(id)
+    def _send(self, call: CollectCall) -> None:
+        self.asked.append(call.id)
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
-from batch_trajectories.engine.messages import pack
+from batch_trajectories.engine.messages import TaskFinished, encode
 from batch_trajectories.engine.record import Provenance, as_stored, make_record
 from batch_trajectories.records.files import AppendFile
 from batch_trajectories.records.index import index_fields
@@ -121,12 +121,15 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
         )
         stored = as_stored(record)
         payload = stored.line
-        pack(
-            "finished",
-            payload,
-            key=task.key.hex(),
-            fields=list(index_fields(stored)),
-            failure=None,
+        encode(
+            TaskFinished(
+                key=task.key,
+                fields=index_fields(stored),
+                failure=None,
+                images=[],
+                signs=None,
+                payload=payload,
+            )
         )
         records.append(payload)
         journal.finish(task.key)

@@ -26,6 +26,7 @@ from agent.models.model import Completion, ModelSettings, Price, Request
 from agent.models.prices import Reserves, estimate_cost
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.messages import GrantBudget, ReclaimBudget, ReportBudget
 from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget, spent_before
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.records.journal import Inflight
@@ -166,7 +167,7 @@ class TestWorkerBudget:
     """One worker's side."""
 
     def test_the_unused_reserve_of_a_call_is_available_to_the_next(self) -> None:
-        events: list[dict[str, Any]] = []
+        events: list[ReportBudget] = []
 
         async def use() -> None:
             budget = WorkerBudget(budget=Cost(usd=5.0), report=events.append)
@@ -181,8 +182,8 @@ class TestWorkerBudget:
             await second
 
         asyncio.run(use())
-        assert events[0]["wanted"] == [2.0, 0]
-        assert events[0]["needs"] == [[1.0, 0]]
+        assert events[0].wanted == Cost(2.0)
+        assert events[0].needs == [Cost(1.0)]
 
     @pytest.mark.parametrize(
         ("outcome", "spent"),
@@ -208,7 +209,7 @@ class TestWorkerBudget:
         ],
     )
     def test_an_unknown_cost_counts_as_the_worst_case(self, outcome: Any, spent: float) -> None:
-        events: list[dict[str, Any]] = []
+        events: list[ReportBudget] = []
 
         async def use() -> None:
             budget = WorkerBudget(budget=Cost(usd=5.0), report=events.append)
@@ -219,10 +220,10 @@ class TestWorkerBudget:
             await asyncio.sleep(0)
 
         asyncio.run(use())
-        assert events[-1]["returned"] == [2.0 - spent, 0]
+        assert events[-1].returned == Cost(2.0 - spent)
 
     def test_a_reserve_of_an_earlier_start_serves_only_its_call(self) -> None:
-        events: list[dict[str, Any]] = []
+        events: list[ReportBudget] = []
 
         async def use() -> None:
             budget = WorkerBudget(budget=Cost(usd=5.0), report=events.append)
@@ -233,7 +234,7 @@ class TestWorkerBudget:
             budget.close()
 
         asyncio.run(use())
-        assert events[-1]["returned"] == [0.25, 0]
+        assert events[-1].returned == Cost(0.25)
 
     def test_waiting_calls_are_refused_when_the_run_stops(self) -> None:
         async def use() -> None:
@@ -272,17 +273,17 @@ class Worker:
     ready = True
 
     def __init__(self, bounds: Cost) -> None:
-        self.to_parent: list[dict[str, Any]] = []
-        self.from_parent: list[dict[str, Any]] = []
+        self.to_parent: list[ReportBudget] = []
+        self.from_parent: list[GrantBudget | ReclaimBudget] = []
         self.budget = WorkerBudget(budget=bounds, report=self.to_parent.append)
 
-    def send(self, message: bytes) -> None:
-        self.from_parent.append(orjson.loads(message.split(b"\n")[0]))
+    def send(self, message: GrantBudget | ReclaimBudget) -> None:
+        self.from_parent.append(message)
 
     def receive(self) -> None:
-        for header in self.from_parent:
-            if header["type"] == "grant":
-                self.budget.take_grant(Cost(*header["amount"]))
+        for message in self.from_parent:
+            if isinstance(message, GrantBudget):
+                self.budget.take_grant(message.amount)
             else:
                 self.budget.reclaim()
         self.from_parent.clear()

@@ -19,7 +19,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
-from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.messages import Load, ReportBudget, SetLimits
 from batch_trajectories.engine.supervisor.limits import (
     MAX_COOL_DOWN_S,
     Limiter,
@@ -27,7 +27,7 @@ from batch_trajectories.engine.supervisor.limits import (
     share_out,
 )
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
-from batch_trajectories.engine.worker.call_limiter import CallLimiter, Load, TokenBucket
+from batch_trajectories.engine.worker.call_limiter import CallLimiter, TokenBucket
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.running import lines, run, write_prompts
 
@@ -365,7 +365,7 @@ class TestGate:
 
 def test_a_call_that_waits_for_budget_reserves_what_is_known_at_its_turn() -> None:
     """A call before it has shown that its model costs more than was expected."""
-    reports: list[dict[str, Any]] = []
+    reports: list[ReportBudget] = []
     usd = 1.0
 
     async def use() -> None:
@@ -379,7 +379,7 @@ def test_a_call_that_waits_for_budget_reserves_what_is_known_at_its_turn() -> No
         for _ in range(5):
             await asyncio.sleep(0)
         assert not waiter.done()
-        assert reports[-1]["needs"] == [[0.5, 0]]
+        assert reports[-1].needs == [Cost(0.5)]
         budget.take_grant(Cost(usd=0.5))
         permit = await waiter
         assert permit.worst_case == Cost(usd=3.0)
@@ -387,7 +387,7 @@ def test_a_call_that_waits_for_budget_reserves_what_is_known_at_its_turn() -> No
         budget.close()
 
     asyncio.run(use())
-    assert reports[-1]["returned"] == [0.0, 0]
+    assert reports[-1].returned == Cost()
 
 
 class TestPace:
@@ -445,27 +445,19 @@ class FakeWorker:
 
     def __init__(self) -> None:
         self.permits = self.in_flight = self.told = 0
-        self.sent: list[bytes] = []
+        self.sent: list[SetLimits] = []
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: SetLimits) -> None:
         self.sent.append(message)
 
     def take_in(self) -> None:
         for message in self.sent:
-            limits = unpack(message)[0]["limits"]
-            self.permits, self.told = limits["permits"], limits["number"]
+            self.permits, self.told = message.permits, message.number
             self.in_flight = max(self.in_flight, self.permits)
         self.sent.clear()
 
-    def load(self, replies: int) -> dict[str, int]:
-        return {
-            "in_flight": self.in_flight,
-            "waiting": 20,
-            "told": self.told,
-            "replies": replies,
-            "failures": 0,
-            "overloads": 0,
-        }
+    def load(self, replies: int) -> Load:
+        return Load(in_flight=self.in_flight, waiting=20, told=self.told, replies=replies)
 
 
 @given(limit=st.integers(1, 12), moves=st.lists(st.tuples(st.integers(0, 3), st.booleans())))

@@ -14,6 +14,7 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine import control
 from batch_trajectories.engine.control import process_of, refuse_strangers
+from batch_trajectories.engine.messages import SetLimits
 from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.steering import Steering
@@ -29,10 +30,10 @@ class Told:
     ready = True
 
     def __init__(self) -> None:
-        self.limits: list[dict[str, Any]] = []
+        self.limits: list[SetLimits] = []
 
-    def send(self, message: bytes) -> None:
-        self.limits.append(orjson.loads(message.partition(b"\n")[0])["limits"])
+    def send(self, message: SetLimits) -> None:
+        self.limits.append(message)
 
 
 def test_limits_that_change_are_sent() -> None:
@@ -45,8 +46,8 @@ def test_limits_that_change_are_sent() -> None:
     limits.share([worker])
     limits.pause(is_paused=False)
     limits.share([worker])
-    assert [one["permits"] for one in worker.limits] == [8, 2, 0, 2]
-    assert [one["rpm"] for one in worker.limits] == [None, 60.0, 0.0, 60.0]
+    assert [one.permits for one in worker.limits] == [8, 2, 0, 2]
+    assert [one.rpm for one in worker.limits] == [None, 60.0, 0.0, 60.0]
 
 
 def test_a_budget_can_only_be_raised(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
     assert [answer["refused"] for answer in answers["answers"].values()] == [True]
     worker: Any = Told()
     limits.share([worker])
-    assert [one["permits"] for one in worker.limits] == [8]
+    assert [one.permits for one in worker.limits] == [8]
 
 
 def test_limits_change_together_or_not_at_all(tmp_path: Path) -> None:

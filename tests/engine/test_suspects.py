@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,39 @@ from batch_trajectories.api.start import run
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
-from batch_trajectories.engine.messages import WorkerSetup, pack, unpack
-from batch_trajectories.engine.worker.call_limiter import Load
+from batch_trajectories.engine.messages import (
+    Assignment,
+    AssignTasks,
+    Exit,
+    FromWorker,
+    HaltRun,
+    Load,
+    Ready,
+    ReportLoad,
+    StopWorking,
+    TaskFailed,
+    TaskReleased,
+    ToWorker,
+    WorkerSetup,
+)
+from batch_trajectories.records.failures import Failure
 from batch_trajectories.records.journal import JournalWriter
-from batch_trajectories.records.tasks import task_key
 from tests.helpers.running import lines, write_prompts
 from tests.records.test_storage import reply
 
 URL = "http://127.0.0.1:9/v1"
 
-Play = Callable[["Player", dict[str, Any]], None]
-"""What a worker does with a message."""
+Play = Callable[["Player", ToWorker | None], None]
+"""What a worker does with a message; None: it was started."""
 
 
 @dataclass(eq=False)
 class Player(WorkerHandle):
     """A worker that answers each message as `play` says."""
 
-    play: Play = lambda player, header: None
+    play: Play = lambda player, message: None
     inflight: Path = Path()
-    heard: list[dict[str, Any]] = field(default_factory=list)
+    heard: list[ToWorker] = field(default_factory=list)
     was_killed_with: int = 0
     """Number of tasks it had when it was killed."""
 
@@ -45,63 +58,56 @@ class Player(WorkerHandle):
     def reap(self) -> None:
         pass
 
-    def send(self, message: bytes) -> None:
-        header, _ = unpack(message)
-        self.heard.append(header)
-        self.play(self, header)
-        if header["type"] == "exit":
+    def send(self, message: ToWorker) -> None:
+        self.heard.append(message)
+        self.play(self, message)
+        if isinstance(message, Exit):
             self.inbox.put((self, None))
 
-    def say(self, type: str, **fields: Any) -> None:
+    def say(self, message: FromWorker) -> None:
         """Send a message to the supervisor."""
-        self.inbox.put((self, pack(type, **fields)))
+        self.inbox.put((self, message))
 
-    def die(self, assignment: dict[str, Any]) -> None:
+    def die(self, assignment: Assignment) -> None:
         """Write the first event of a task, then die."""
         writer = JournalWriter(self.inflight, self.number, on_storage_error=print)
-        task = assignment["task"]
         event: Any = reply(1)
         writer.append(
-            task["id"],
-            task["input_digest"],
+            assignment.task.id,
+            assignment.task.input_digest,
             event,
-            assignment=assignment["number"],
-            position=len(assignment["events"]),
+            assignment=assignment.number,
+            position=len(assignment.events),
         )
         writer.close()
         self.inbox.put((self, None))
 
-    def fail(self, assignment: dict[str, Any], error_class: str) -> None:
+    def fail(self, assignment: Assignment, error_class: str) -> None:
         """Report that a task has failed."""
-        task = assignment["task"]
-        failure = {"error_class": error_class, "message": "no", "attempt": assignment["attempt"]}
-        failure |= {"id": task["id"], "input_digest": task["input_digest"]}
-        self.say("failed", key=key_of(assignment), model=None, failure=failure)
+        task, attempt = assignment.task, assignment.attempt
+        failure = Failure(task.id, task.input_digest, attempt, error_class, message="no")
+        self.say(TaskFailed(key=task.key, model=None, failure=failure))
 
     @property
-    def assignments(self) -> list[dict[str, Any]]:
+    def assignments(self) -> list[Assignment]:
         """All that it got."""
-        return [one for header in self.heard for one in assigned(header)]
+        return [one for message in self.heard for one in assigned(message)]
 
     @property
     def tasks(self) -> list[str]:
         """The ids of all tasks that it got."""
-        return [one["task"]["id"] for one in self.assignments]
+        return [one.task.id for one in self.assignments]
 
 
-def release_at_stop(player: Player, header: dict[str, Any]) -> None:
+def release_at_stop(player: Player, message: ToWorker | None) -> None:
     """Give the tasks of a worker back, once the run stops."""
-    if header["type"] == "stop":
+    if isinstance(message, StopWorking):
         for key in list(player.held):
-            player.say("released", key=key.hex())
+            player.say(TaskReleased(key))
 
 
-def assigned(header: dict[str, Any]) -> list[dict[str, Any]]:
-    return header["assignments"] if header["type"] == "tasks" else []
-
-
-def key_of(assignment: dict[str, Any]) -> str:
-    return task_key(assignment["task"]["id"], assignment["task"]["input_digest"]).hex()
+def assigned(message: ToWorker | None) -> list[Assignment]:
+    return message.assignments if isinstance(message, AssignTasks) else []
 
 
 @dataclass
@@ -120,8 +126,8 @@ class Players:
             inflight=setup.run_dir / "inflight",
         )
         self.workers.append(player)
-        self.play(player, {"type": "started"})
-        player.say("ready")
+        self.play(player, None)
+        player.say(Ready())
         return player
 
     def close(self) -> None:
@@ -161,14 +167,14 @@ def test_a_suspect_whose_journal_is_damaged_stops_the_run_in_good_order(
 ) -> None:
     """The turns of other workers may end: they are paid for."""
 
-    def play(player: Player, header: dict[str, Any]) -> None:
-        if header["type"] == "started" and player.number == 3:
+    def play(player: Player, message: ToWorker | None) -> None:
+        if message is None and player.number == 3:
             for segment in player.inflight.glob("*.jsonl"):
                 segment.write_bytes(b"x" * segment.stat().st_size)
-        for assignment in assigned(header):
-            if assignment["task"]["id"] == "p0000":
+        for assignment in assigned(message):
+            if assignment.task.id == "p0000":
                 player.die(assignment)
-        release_at_stop(player, header)
+        release_at_stop(player, message)
 
     workers, stopped_by = run_played(tmp_path, monkeypatch, play, prompts=2)
     assert "removed or changed while the run needed it" in stopped_by
@@ -181,14 +187,14 @@ def test_a_poison_task_whose_journal_is_damaged_stops_the_run_in_good_order(
 ) -> None:
     """Its record is made of its journal."""
 
-    def play(player: Player, header: dict[str, Any]) -> None:
-        for assignment in assigned(header):
-            if assignment["task"]["id"] == "p0000":
+    def play(player: Player, message: ToWorker | None) -> None:
+        for assignment in assigned(message):
+            if assignment.task.id == "p0000":
                 if player.number == 3:
                     for segment in player.inflight.glob("worker-[02]-*"):
                         segment.write_bytes(b"x" * segment.stat().st_size)
                 player.die(assignment)
-        release_at_stop(player, header)
+        release_at_stop(player, message)
 
     workers, stopped_by = run_played(tmp_path, monkeypatch, play, prompts=2)
     assert "removed or changed while the run needed it" in stopped_by
@@ -202,30 +208,29 @@ def test_a_suspect_stays_alone_while_refusals_of_its_worker_are_decided(
 ) -> None:
     """A refusal that was held back is of a task that its worker no longer has."""
 
-    def kill_workers(player: Player, header: dict[str, Any]) -> None:
-        for assignment in assigned(header):
+    def kill_workers(player: Player, message: ToWorker | None) -> None:
+        for assignment in assigned(message):
             if player.number < 2:
                 player.die(assignment)
             else:
-                player.say("halt", message="enough")
-        release_at_stop(player, header)
+                player.say(HaltRun("enough"))
+        release_at_stop(player, message)
 
     run_played(tmp_path, monkeypatch, kill_workers, prompts=1)
     started: list[Player] = []
 
-    def play(player: Player, header: dict[str, Any]) -> None:
-        if header["type"] == "started":
+    def play(player: Player, message: ToWorker | None) -> None:
+        if message is None:
             started.append(player)
-        for assignment in assigned(header):
-            if assignment["task"]["id"] == "p0005":
+        for assignment in assigned(message):
+            if assignment.task.id == "p0005":
                 for refused in player.assignments:
                     player.fail(refused, "bad_request")
-            elif assignment["task"]["id"] == "p0000":
-                load = asdict(Load(replies=1))
-                player.say("load", endpoint=f"{URL} none", load=load)
-            elif len(started) == 3 and assignment["task"]["id"] == "p0004":
-                player.say("halt", message="enough")
-        release_at_stop(player, header)
+            elif assignment.task.id == "p0000":
+                player.say(ReportLoad(endpoint=f"{URL} none", load=Load(replies=1)))
+            elif len(started) == 3 and assignment.task.id == "p0004":
+                player.say(HaltRun("enough"))
+        release_at_stop(player, message)
 
     def on_replayed(text: str) -> None:
         if text.startswith("p0005: attempt 1 failed"):

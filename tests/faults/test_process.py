@@ -95,7 +95,7 @@ import os, resource
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.messages import decode_from_worker
 from batch_trajectories.engine.worker.worker import run_worker
 ours, theirs = Pipe()
 setup = SimpleNamespace(
@@ -110,7 +110,7 @@ except OSError:
 try:
     run_worker(theirs, setup)
 except SystemExit as error:
-    print(error.code, unpack(ours.recv_bytes())[0]["message"])
+    print(error.code, decode_from_worker(ours.recv_bytes()).message)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

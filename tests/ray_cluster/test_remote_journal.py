@@ -14,7 +14,7 @@ import pytest
 from agent.messages.message import Event, Message, is_cost_only
 from agent.models.model import Completion
 from agent.state.events import Clock, note_event, reply_event
-from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.messages import StoreEvents
 from batch_trajectories.ray_cluster.remote_journal import RemoteJournal
 from batch_trajectories.records.journal import Inflight, JournalWriter
 from batch_trajectories.records.tasks import task_key
@@ -55,14 +55,14 @@ async def passes() -> None:
 
 def test_a_reply_is_used_only_when_it_is_kept() -> None:
     async def work() -> None:
-        sent: list[bytes] = []
+        sent: list[StoreEvents] = []
         journal = RemoteJournal(sent.append, place="there")
         journal.append("p", "d", reply(1), assignment=1, position=0)
         waiting = asyncio.create_task(journal.kept(KEY))
         await passes()
         assert len(sent) == 1
         assert not waiting.done()
-        journal.on_kept(unpack(sent[0])[0]["number"])
+        journal.on_kept(sent[0].number)
         await waiting
         await journal.kept(task_key("another", "d"))
 
@@ -71,7 +71,7 @@ def test_a_reply_is_used_only_when_it_is_kept() -> None:
 
 def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
     async def work() -> None:
-        sent: list[bytes] = []
+        sent: list[StoreEvents] = []
         journal = RemoteJournal(sent.append, place="there")
         for position in range(5):
             journal.append(f"p{position}", "d", reply(1), assignment=1, position=0)
@@ -79,16 +79,15 @@ def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
         assert len(sent) == 1
         journal.on_kept(1)
         assert len(sent) == 2
-        header, body = unpack(sent[1])
-        assert len(body.splitlines()) == 4
-        assert set(header["keys"]) == {task_key(f"p{n}", "d").hex() for n in range(1, 5)}
+        assert len(sent[1].payload.splitlines()) == 4
+        assert set(sent[1].keys) == {task_key(f"p{n}", "d") for n in range(1, 5)}
 
     asyncio.run(work())
 
 
 def test_what_was_noted_goes_before_the_end_of_its_task() -> None:
     async def work() -> None:
-        sent: list[bytes] = []
+        sent: list[StoreEvents] = []
         journal = RemoteJournal(sent.append, place="there")
         journal.append("p", "d", note(0), assignment=1, position=0)
         await passes()
@@ -101,7 +100,7 @@ def test_what_was_noted_goes_before_the_end_of_its_task() -> None:
 
 def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Path) -> None:
     """The last of several assignments says where; an older journal says the run directory."""
-    sent: list[bytes] = []
+    sent: list[StoreEvents] = []
 
     async def work() -> None:
         journal = RemoteJournal(sent.append, place="there")
@@ -114,8 +113,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     first.append("p", "d", reply(1), assignment=1, position=0)
     first.append("q", "d", reply(1), assignment=1, position=0)
     second = JournalWriter(tmp_path, 1, on_storage_error=errors.append)
-    header, body = unpack(sent[0])
-    second.append_lines(map(bytes.fromhex, header["keys"]), body)
+    second.append_lines(sent[0].keys, sent[0].payload)
     for writer in (first, second):
         writer.close()
     inflight = Inflight(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine import shared_limits as module
-from batch_trajectories.engine.messages import unpack
+from batch_trajectories.engine.messages import SetLimits
 from batch_trajectories.engine.shared_limits import Ledger, Member, SharedLimits
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.records.names import SHARED_NOTE
@@ -188,8 +188,8 @@ def test_parts_of_the_rates_never_sum_to_more_than_all(
     die(begun[0])
     runs.start("d")
     wait_until(lambda: runs.shares() == pytest.approx({"a": 0, "b": third, "c": third, "d": third}))
-    assert rates_of(begun[1])["rpm"] == pytest.approx(20.0)
-    assert rates_of(begun[0])["rates_s"] == 0.0
+    assert rates_of(begun[1]).rpm == pytest.approx(20.0)
+    assert rates_of(begun[0]).rates_s == 0.0
     begun[1].close(Cost())
     wait_until(lambda: runs.shares() == pytest.approx({"a": 0, "b": 0, "c": 0.5, "d": 0.5}))
     numbers = sorted(Path(runs.shared).glob("?" * 12))
@@ -199,12 +199,13 @@ def test_parts_of_the_rates_never_sum_to_more_than_all(
         assert sum(member.share for member in members) < 1.0001
 
 
-def rates_of(run: SharedLimits) -> Any:
+def rates_of(run: SharedLimits) -> SetLimits:
     """What the only worker of a run is told."""
     of_endpoint = EndpointLimits(start=4, ceiling=4, rpm=60.0, tpm=None)
     worker: Any = FakeWorker()
     RunLimits({"u k": of_endpoint}, run).share([worker])
-    return unpack(worker.sent[0])[0]["limits"]
+    sent: SetLimits = worker.sent[0]
+    return sent
 
 
 @pytest.mark.slow

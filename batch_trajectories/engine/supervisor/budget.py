@@ -15,7 +15,7 @@ from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import RunLocked
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import pack
+from batch_trajectories.engine.messages import GrantBudget, ReclaimBudget, ReportBudget
 from batch_trajectories.records.failures import is_failure
 from batch_trajectories.records.files import (
     AppendFile,
@@ -94,17 +94,17 @@ class RunBudget:
         self._shares: dict[WorkerHandle, _WorkerShare] = {}
         self._is_short = False
 
-    def on_worker_budget(self, worker: WorkerHandle, report: dict[str, Any]) -> None:
+    def on_worker_budget(self, worker: WorkerHandle, report: ReportBudget) -> None:
         """Handle a worker's report of what it has and needs; see `WorkerBudget`."""
         share = self._shares.setdefault(worker, _WorkerShare())
-        share.grants_seen = report["grants"]
-        share.calls = report["calls"]
-        share.is_short = report["is_short"]
-        share.wanted = Cost(*report["wanted"])
-        share.needs = [Cost(*need) for need in report["needs"]]
-        if any(report["returned"]):
-            self._left += Cost(*report["returned"])
-            self._log.append("returned", Cost(*report["returned"]))
+        share.grants_seen = report.grants
+        share.calls = report.calls
+        share.is_short = report.is_short
+        share.wanted = report.wanted
+        share.needs = report.needs
+        if report.returned != Cost():
+            self._left += report.returned
+            self._log.append("returned", report.returned)
 
     def grant_shares(self, workers: Sequence[WorkerHandle]) -> None:
         """Grant what is possible. The share of a dead worker counts as spent: it may have been."""
@@ -132,7 +132,7 @@ class RunBudget:
             for worker, share in self._shares.items():
                 if worker.ready and not share.is_reclaimed:
                     share.is_reclaimed = True
-                    worker.send(pack("reclaim"))
+                    worker.send(ReclaimBudget())
 
     def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
         """Why the budget is used up; None while any call can still be paid for."""
@@ -224,7 +224,7 @@ class RunBudget:
         share.needs = []
         # On disk before it can be spent: after a crash, what was not returned counts as spent.
         self._log.append("lent", grant)
-        worker.send(pack("grant", amount=grant.to_json()))
+        worker.send(GrantBudget(grant))
 
 
 class BudgetLog:

@@ -15,7 +15,7 @@ from agent.models.client.key_command import CommandKey, KeyCommandError, key_of_
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.config.models import Setups, called_models
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import pack
+from batch_trajectories.engine.messages import SetKey
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class KeyService:
         for command in self._commands.values():
             command.inbox.put(None)
 
-    def _broadcast(self, message: bytes) -> None:
+    def _broadcast(self, message: SetKey) -> None:
         with self._lock:
             for worker in self._workers:
                 worker.send(message)
@@ -61,7 +61,7 @@ class KeyService:
 class _Command:
     """One command and its thread."""
 
-    def __init__(self, id: str, key: CommandKey, broadcast: Callable[[bytes], None]) -> None:
+    def __init__(self, id: str, key: CommandKey, broadcast: Callable[[SetKey], None]) -> None:
         self._id = id
         self._source = key
         self._broadcast = broadcast
@@ -77,10 +77,9 @@ class _Command:
             raise EnvironmentStop(f"{error}; no model call was made") from error
         threading.Thread(target=self._keep, name="key command", daemon=True).start()
 
-    def message(self) -> bytes:
+    def message(self) -> SetKey:
         """The message that gives workers the key."""
-        fields = {"command": self._id, "number": self._number, "problem": self._problem}
-        return pack("key", self._key.encode(), **fields)
+        return SetKey(command=self._id, number=self._number, key=self._key, problem=self._problem)
 
     def _keep(self) -> None:
         while True:

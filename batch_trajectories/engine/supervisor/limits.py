@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.models.model import url_of
 from batch_trajectories.config.endpoints import EndpointLimits
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import pack
+from batch_trajectories.engine.messages import Load, SetLimits
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.shared_limits import SharedLimits
@@ -50,7 +50,7 @@ class RunLimits:
         self._busy_heartbeats += busy >= _BUSY
         self._busy += (busy - self._busy) * _LATELY
 
-    def on_load(self, worker: WorkerHandle, endpoint: str, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerHandle, endpoint: str, load: Load) -> None:
         """A worker reports its calls since its last report, and how many wait."""
         self._endpoints[endpoint].on_load(worker, load)
 
@@ -158,23 +158,23 @@ class _SharedLimit:
             self.limiter.cap(in_flight)
         self._has_news = True
 
-    def on_load(self, worker: WorkerHandle, load: dict[str, int]) -> None:
+    def on_load(self, worker: WorkerHandle, load: Load) -> None:
         share = self._shares.setdefault(worker, _Share())
-        share.in_flight, share.waiting = load["in_flight"], load["waiting"]
-        if load["told"] == share.messages:
+        share.in_flight, share.waiting = load.in_flight, load.waiting
+        if load.told == share.messages:
             share.max_permits = share.permits
         in_flight = sum(each.in_flight for each in self._shares.values())
         self._in_flight_max = max(self._in_flight_max, in_flight)
-        self._replies += load["replies"]
-        self._failed += load["failures"]
+        self._replies += load.replies
+        self._failed += load.failures
         has_rate = self._limits.rpm or self._limits.tpm
         if has_rate and share.waiting and share.in_flight < share.permits:
             self._is_paced = True
-        if load["overloads"]:
-            self.limiter.on_failures(load["overloads"])
-        if load["replies"]:
+        if load.overloads:
+            self.limiter.on_failures(load.overloads)
+        if load.replies:
             is_needed = any(each.waiting for each in self._shares.values())
-            self.limiter.on_replies(load["replies"], is_needed=is_needed)
+            self.limiter.on_replies(load.replies, is_needed=is_needed)
 
     def share(self, ready: Sequence[WorkerHandle]) -> None:
         for gone in self._shares.keys() - set(ready):
@@ -204,20 +204,21 @@ class _SharedLimit:
         self._has_news = False
 
     def _send(self, worker: WorkerHandle, share: _Share, part: float) -> None:
-        of_runs, until = share.rates
-        part *= of_runs
+        part_of_run, until = share.rates
+        part *= part_of_run
+        now = time.monotonic()
+        rates_s = None if until is None else max(0.0, until - now)
+        if not part_of_run:
+            rates_s = 0.0
         worker.send(
-            pack(
-                "limits",
-                limits={
-                    "endpoint": self._endpoint,
-                    "permits": share.permits,
-                    "number": share.messages,
-                    "cool_down_s": max(0.0, share.cool_down_until - time.monotonic()),
-                    "rpm": self._limits.rpm and self._limits.rpm * part,
-                    "tpm": self._limits.tpm and self._limits.tpm * part,
-                    "rates_s": until and max(0.0, until - time.monotonic()) if of_runs else 0.0,
-                },
+            SetLimits(
+                endpoint=self._endpoint,
+                permits=share.permits,
+                number=share.messages,
+                cool_down_s=max(0.0, share.cool_down_until - now),
+                rpm=self._limits.rpm and self._limits.rpm * part,
+                tpm=self._limits.tpm and self._limits.tpm * part,
+                rates_s=rates_s,
             )
         )
 

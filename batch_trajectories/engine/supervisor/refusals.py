@@ -12,10 +12,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent.models.model import url_of
 from batch_trajectories.engine.executor import WorkerHandle
+from batch_trajectories.engine.messages import FromWorker, TaskFailed, TaskFinished
+from batch_trajectories.records.failures import Failure
 
 _ENOUGH = 10
 """After so many refusals no task is begun until all calls in flight have ended."""
@@ -52,16 +54,12 @@ _OTHERWISE = (
 
 
 class Refused(NamedTuple):
-    """The message of a worker about a task that failed because its request was refused."""
+    """A task that failed because its request was refused."""
 
     worker: WorkerHandle
-    header: dict[str, Any]
-    payload: bytes
-
-    @property
-    def message(self) -> str:
-        """What the endpoint said."""
-        return str(self.header["failure"]["message"])
+    message: TaskFinished | TaskFailed
+    reason: str
+    """The endpoint's message."""
 
 
 class Refusals:
@@ -81,25 +79,32 @@ class Refusals:
         self._is_decided = True
         self._alike.clear()
 
-    def holds(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> bool:
-        """Whether the message is one to hold back; keeps it then."""
-        failure = header.get("failure")
-        if header["type"] == "finished" and failure is None:
-            self.on_reply()  # it is heard of before the load of its worker
-        if self._is_decided and failure is not None:
-            self._count(failure["error_class"], failure["message"])
-        if self._is_decided or failure is None or failure["error_class"] != "bad_request":
+    def hold_back(self, worker: WorkerHandle, message: FromWorker) -> bool:
+        """Hold back an early `bad_request` failure until it is known whether the endpoint works.
+
+        Return True if the message is held back; `settle` returns it later.
+        """
+        if not isinstance(message, TaskFinished | TaskFailed):
             return False
-        self._held.append(Refused(worker, header, payload))
+        failure = message.failure
+        if failure is None:
+            self.on_reply()  # this message comes before the load report with the reply
+            return False
+        if self._is_decided:
+            self._count(failure)
+            return False
+        if failure.error_class != "bad_request":
+            return False
+        self._held.append(Refused(worker, message, reason=failure.message))
         return True
 
-    def _count(self, error_class: str, message: str) -> None:
+    def _count(self, failure: Failure) -> None:
         """Count a failure at an endpoint that has answered before."""
-        if error_class not in _REFUSALS:
+        if failure.error_class not in _REFUSALS:
             return
-        if self._alike and _outline(self._alike[-1]) != _outline(message):
+        if self._alike and _outline(self._alike[-1]) != _outline(failure.message):
             self._alike.clear()
-        self._alike.append(message)
+        self._alike.append(failure.message)
 
     @property
     def are_open(self) -> bool:
@@ -123,7 +128,7 @@ class Refusals:
             return [], None
         if not self._is_decided:
             self._is_decided = True
-            kinds = {_outline(one.message) for one in self._held}
+            kinds = {_outline(refused.reason) for refused in self._held}
             if len(self._held) > 1 and len(kinds) == 1:
                 return [], self._describe()
         held, self._held = self._held, []
@@ -139,14 +144,14 @@ class Refusals:
 
     def _describe(self) -> str:
         first = self._held[0]
-        said = first.message.lower()
+        said = first.reason.lower()
         remedy = next(
             (advice for phrases, advice in _REMEDIES if any(word in said for word in phrases)),
             _OTHERWISE,
         )
         return (
             f"{', '.join(self._urls)}: the first {len(self._held)} requests were refused alike, "
-            f"and none was answered: {first.message}. {remedy}; then run the same command "
+            f"and none was answered: {first.reason}. {remedy}; then run the same command "
             "again. No task was marked as failed; if only these rows are refused, put others first"
         )
 

@@ -292,9 +292,7 @@ class EarlierBatches(Protocol):
         """Void jobs that were never sent; return the amounts reserved for their calls."""
         ...
 
-    def held_in(
-        self, run_dir: Path, settled: Container[bytes], /
-    ) -> dict[bytes, dict[str, list[Any]]]:
+    def held_in(self, run_dir: Path, settled: Container[bytes], /) -> dict[bytes, dict[str, Cost]]:
         """Return amounts that are reserved for calls without an answer, by task and call."""
         ...
 
@@ -330,8 +328,8 @@ class RunState(NamedTuple):
     """An endpoint has answered in an earlier start."""
     spent: Cost
     """The part of the budget that is spent; 0 without a budget."""
-    held: dict[bytes, dict[str, list[Any]]]
-    """Of it, the amounts reserved for calls in batches, by task and call; see `held_in`."""
+    held: dict[bytes, dict[str, Cost]]
+    """The part of `spent` that is reserved for unfinished batch calls, by task key and call id."""
     cost_usd: float
     """Dollars that the run has spent, as far as known."""
     opening: Opening | None
@@ -354,7 +352,7 @@ def _state_of(
     _remove_workspaces(run_dir, settled)
     remove_leftover_containers(plan.config)
     spent = Cost()
-    held: dict[bytes, dict[str, list[Any]]] = {}
+    held: dict[bytes, dict[str, Cost]] = {}
     if (earlier := _earlier_batches(run_dir)) is not None:
         # Freed first: after a crash between the two the amount stays granted, never freed twice.
         if freed := earlier.free_unsent(run_dir.path, run_dir.quarantine):
@@ -362,7 +360,7 @@ def _state_of(
         if budget_of(plan.config) is not None:
             held = earlier.held_in(run_dir.path, settled)
     if budget_of(plan.config) is not None:
-        amounts = [Cost(*reserve) for of_task in held.values() for reserve in of_task.values()]
+        amounts = [amount for by_call in held.values() for amount in by_call.values()]
         stored = (entry for _, entry in index.records())
         spent = spent_before(stored, inflight, budget_log, held=amounts)
     rows, _ = index.match(scan.keys)

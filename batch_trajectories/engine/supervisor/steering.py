@@ -11,7 +11,7 @@ from typing import Any
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.engine.control import process_of
-from batch_trajectories.engine.messages import pack
+from batch_trajectories.engine.messages import CancelTask
 from batch_trajectories.engine.supervisor.budget import RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.worker_pool import Start, WorkerPool
@@ -126,6 +126,6 @@ class Steering:
         for worker in self._pool.workers:
             for key, (task, _) in worker.held.items():
                 if task.id == id:
-                    worker.send(pack("cancel", key=key.hex()))
+                    worker.send(CancelTask(key))
                     return f"{id} is stopped; it counts as a failed attempt (class stopped)"
         raise _Refused(f"no conversation with the id {id!r} is in flight")

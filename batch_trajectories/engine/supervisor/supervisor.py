@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.loop.rules import Finish
 from agent.models.model import url_of
@@ -23,7 +23,28 @@ from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.models import setup_of_task
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import Assignment, assignment_of, pack, unpack
+from batch_trajectories.engine.messages import (
+    AskIfAnswered,
+    Assignment,
+    AssignTasks,
+    CallRefused,
+    CollectCall,
+    EndpointAnswered,
+    FromWorker,
+    HaltRun,
+    Heartbeat,
+    KeyRejected,
+    Ready,
+    ReportBudget,
+    ReportLoad,
+    ReportOutage,
+    Say,
+    StopWorking,
+    TaskFailed,
+    TaskFinished,
+    TaskReleased,
+    assignment_of,
+)
 from batch_trajectories.engine.record import as_stored, make_record
 from batch_trajectories.engine.supervisor.parser_watch import ParserWatch
 from batch_trajectories.engine.supervisor.refusals import Outages
@@ -31,7 +52,6 @@ from batch_trajectories.engine.supervisor.run_watch import RunWatch
 from batch_trajectories.engine.supervisor.worker_pool import KILL_AFTER_GRACE_S, Start, WorkerPool
 from batch_trajectories.records.failures import WORKER_DIED, Failure
 from batch_trajectories.records.files import StorageError
-from batch_trajectories.records.index import IndexFields
 from batch_trajectories.records.journal import next_worker_number
 from batch_trajectories.records.names import CONTROL_FILE, LOG_FILE
 from batch_trajectories.records.tasks import Task
@@ -170,7 +190,7 @@ class Supervisor:
         if self._batches is not None:
             self._batches.forget(key)
 
-    def _handle(self, worker: WorkerHandle | None, message: bytes | None) -> None:
+    def _handle(self, worker: WorkerHandle | None, message: FromWorker | None) -> None:
         now = due = time.monotonic()
         if worker is None:
             self._on_signal()
@@ -178,87 +198,90 @@ class Supervisor:
             self._on_death(worker)
         else:
             worker.heard_at = now
-            header, payload = unpack(message)
-            self._on_message(worker, header, payload)
-            if header["type"] == "finished":
+            self._on_message(worker, message)
+            if isinstance(message, TaskFinished):
                 due += _SYNC_EVERY_S
         self._due = min(self._due, due)
 
-    def _on_message(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> None:
-        if self._start.refusals.holds(worker, header, payload):
-            self._release(worker, bytes.fromhex(header["key"]))
+    def _on_message(self, worker: WorkerHandle, message: FromWorker) -> None:
+        if self._start.refusals.hold_back(worker, message):
+            assert isinstance(message, TaskFinished | TaskFailed)
+            self._release(worker, message.key)
             return
-        match header["type"]:
-            case "ready":
+        match message:
+            case Ready():
                 worker.ready = True
                 if self._start.keys is not None:
                     self._start.keys.attach(worker)
                 self._failed_starts = 0
-            case "alive":
-                self._progress.add(header["counters"])
-                self.limits.on_busy(header["busy"])
-                proven = self._setup.proven | set(header["proven"])
+            case Heartbeat():
+                self._progress.add(message.counters)
+                self.limits.on_busy(message.busy)
+                proven = self._setup.proven.union(message.proven)
                 self._setup = replace(self._setup, proven=proven)
-            case "finished":
-                key = bytes.fromhex(header["key"])
+            case TaskFinished():
+                self._on_finished(worker, message)
+            case TaskFailed():
+                self._on_failed(worker, message)
+            case TaskReleased(key):
                 self._release(worker, key)
-                if header["failure"]:
-                    failure = Failure(**header["failure"])
-                    self._start.failures.append(failure)
-                    self._progress.say_failed(failure)
-                for image in header["images"]:
-                    self._start.run_dir.keep_image(**image)
-                fields = IndexFields(*header["fields"])
-                self._start.records.append(payload, fields)
-                if self._watch is not None:
-                    self._watch.on_finished(fields, payload)
-                failed = header["failure"] and header["failure"]["error_class"]
-                if not (self._start.config.audit or self._start.config.checked_run):
-                    self._parsers.on_ended(header["signs"])
-                opened = self._queue.ended(key, fields.passed, fields.cost_usd)
-                self._progress.task_ended(failure=failed, passed=fields.passed, opened=opened)
-                self._finished.append((worker, key))
-            case "failed":
-                failure = Failure(**header["failure"])
-                key = bytes.fromhex(header["key"])
-                self._queue.failed(key, failure.error_class, header["model"])
-                if self._watch is not None:
-                    self._watch.on_failed_attempt(failure.error_class)
-                self._release(worker, key)
-                self._start.failures.append(failure)
-                self._progress.task_ended(failure=failure.error_class)
-                self._progress.say_failed(failure)
-            case "released":
-                self._release(worker, bytes.fromhex(header["key"]))
-            case "ask":
+            case CollectCall():
                 assert self._batches is not None
-                self._batches.ask(worker, header, payload)
-            case "load":
-                self.limits.on_load(worker, header["endpoint"], header["load"])
-                if header["load"]["replies"]:
-                    self._outages.on_replies(url_of(header["endpoint"]))
+                self._batches.ask(worker, message)
+            case ReportLoad(endpoint, load):
+                self.limits.on_load(worker, endpoint, load)
+                if load.replies:
+                    self._outages.on_replies(url_of(endpoint))
                     self._start.refusals.on_reply()
-            case "refused":
-                self.limits.on_refusal(
-                    header["endpoint"], header["retry_after_s"], header["sent_at"]
-                )
-            case "has_answered":
-                url = header["url"]
+            case CallRefused():
+                self.limits.on_refusal(message.endpoint, message.retry_after_s, message.sent_at)
+            case AskIfAnswered(url):
                 is_answered = self._outages.has_answered(url) or url in self._setup.proven
-                worker.send(pack("answered", url=url, is_answered=is_answered))
-            case "key_rejected":
+                worker.send(EndpointAnswered(url=url, is_answered=is_answered))
+            case KeyRejected(command, number):
                 assert self._start.keys is not None
-                self._start.keys.on_rejected(header["command"], header["number"])
-            case "budget":
-                self.budget.on_worker_budget(worker, header["report"])
-            case "outage":
-                self._outages.note(header["url"], header["message"], header["left_s"])
-            case "say":
-                if header["message"] not in self._said:
-                    self._said.add(header["message"])
-                    self._progress.say(header["message"])
-            case "halt":
-                self._stop(header["message"])
+                self._start.keys.on_rejected(command, number)
+            case ReportBudget():
+                self.budget.on_worker_budget(worker, message)
+            case ReportOutage():
+                self._outages.note(message.url, message.message, message.left_s)
+            case Say(text):
+                if text not in self._said:
+                    self._said.add(text)
+                    self._progress.say(text)
+            case HaltRun(reason):
+                self._stop(reason)
+            case _:
+                raise TypeError(f"{worker.name} sent {type(message).__name__}")
+
+    def _on_finished(self, worker: WorkerHandle, task: TaskFinished) -> None:
+        """Append the record of a task; `_acknowledge_finished` syncs it."""
+        self._release(worker, task.key)
+        if task.failure is not None:
+            self._start.failures.append(task.failure)
+            self._progress.say_failed(task.failure)
+        for image in task.images:
+            self._start.run_dir.keep_image(**image)
+        self._start.records.append(task.payload, task.fields)
+        if self._watch is not None:
+            self._watch.on_finished(task.fields, task.payload)
+        if not (self._start.config.audit or self._start.config.checked_run):
+            self._parsers.on_ended(task.signs)
+        passed = task.fields.passed
+        opened = self._queue.ended(task.key, passed, task.fields.cost_usd)
+        failed = None if task.failure is None else task.failure.error_class
+        self._progress.task_ended(failure=failed, passed=passed, opened=opened)
+        self._finished.append((worker, task.key))
+
+    def _on_failed(self, worker: WorkerHandle, task: TaskFailed) -> None:
+        """Count a failed attempt of a task that has attempts left."""
+        self._queue.failed(task.key, task.failure.error_class, task.model)
+        if self._watch is not None:
+            self._watch.on_failed_attempt(task.failure.error_class)
+        self._release(worker, task.key)
+        self._start.failures.append(task.failure)
+        self._progress.task_ended(failure=task.failure.error_class)
+        self._progress.say_failed(task.failure)
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         # A message that was held back is of a task that the worker gave up before.
@@ -274,7 +297,7 @@ class Supervisor:
         if reason is not None and self._stop_reason is None:
             self._stop(reason, grace_s=0.0)  # nothing is in flight
         for refused in messages:
-            self._on_message(*refused)
+            self._on_message(refused.worker, refused.message)
 
     def _grant_budget(self) -> None:
         if (problem := self.budget.problem()) is not None:
@@ -405,7 +428,7 @@ class Supervisor:
         size = self._start.config.batch_size
         for worker, assigned in assignments.items():
             for first in range(0, len(assigned), size):
-                worker.send(pack("tasks", assignments=assigned[first : first + size]))
+                worker.send(AssignTasks(assigned[first : first + size]))
 
     @contextmanager
     def _stopping_where_unreadable(self) -> Iterator[None]:
@@ -458,12 +481,11 @@ class Supervisor:
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
         if self._batches is not None:
             self._batches.stop()
-        self._pool.broadcast(pack("stop", grace_s=grace_s))
+        self._pool.broadcast(StopWorking(grace_s))
 
     def _shut_down_workers(self) -> None:
         """Shut the workers down; handle their last messages about limits and budget."""
         is_done = self._stop_reason is None and not self._queue.failed_now
         for worker, message in self._pool.shut_down(is_done=is_done):
-            header, payload = unpack(message)
-            if header["type"] in ("load", "budget"):
-                self._on_message(worker, header, payload)
+            if isinstance(message, ReportLoad | ReportBudget):
+                self._on_message(worker, message)

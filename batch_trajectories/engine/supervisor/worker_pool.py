@@ -11,12 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.config.models import Setups
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Executor, Inbox, WorkerHandle
-from batch_trajectories.engine.messages import WorkerSetup, pack
+from batch_trajectories.engine.messages import (
+    CollectCall,
+    Exit,
+    FromWorker,
+    ToWorker,
+    WorkerSetup,
+)
 from batch_trajectories.engine.run_dir import RunDir
 from batch_trajectories.engine.supervisor.budget import RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
@@ -136,7 +143,7 @@ class CallCollector(Protocol):
     problem: str | None
     """Why the run has to stop."""
 
-    def ask(self, worker: WorkerHandle, header: Mapping[str, Any], payload: bytes, /) -> None:
+    def ask(self, worker: WorkerHandle, call: CollectCall, /) -> None:
         """Take a worker's call; the worker gets the answer."""
         ...
 
@@ -185,7 +192,7 @@ class Start:
     progress: Progress
     limits: RunLimits
     budget: RunBudget
-    held: dict[bytes, dict[str, list[Any]]]
+    held: dict[bytes, dict[str, Cost]]
     """Amounts that earlier starts reserved for calls in batches, by task and call."""
     batches: CallCollector | None
     keys: KeyService | None
@@ -259,17 +266,17 @@ class WorkerPool:
                 worker.heard_at = now
                 worker.kill()
 
-    def broadcast(self, message: bytes) -> None:
+    def broadcast(self, message: ToWorker) -> None:
         """Send a message to all workers."""
         for worker in self.workers:
             worker.send(message)
 
-    def shut_down(self, *, is_done: bool) -> Iterator[tuple[WorkerHandle, bytes]]:
+    def shut_down(self, *, is_done: bool) -> Iterator[tuple[WorkerHandle, FromWorker]]:
         """Have all workers exit; yields their last messages.
 
         `is_done`: no later start needs their files.
         """
-        self.broadcast(pack("exit", done=is_done))
+        self.broadcast(Exit(is_done))
         leaving = {w for w in self.workers if w.is_alive() and not w.is_waiting}
         deadline = time.monotonic() + KILL_AFTER_GRACE_S
         while leaving and (wait_s := deadline - time.monotonic()) > 0:

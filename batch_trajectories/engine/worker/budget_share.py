@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.messages import ReportBudget
 
 if TYPE_CHECKING:
     from agent.models.admission import CostEstimate
@@ -25,7 +26,7 @@ _NOTHING = Cost()
 class WorkerBudget:
     """Reserves amounts for calls; if too little is left, waits for a grant of the parent."""
 
-    def __init__(self, *, budget: Cost | None, report: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, *, budget: Cost | None, report: Callable[[ReportBudget], None]) -> None:
         """`budget` is that of the run, None without one. `report` sends to the parent."""
         self._budget = budget or Cost()
         self.is_kept = budget is not None
@@ -152,14 +153,14 @@ class WorkerBudget:
         # Calls in flight indicate how much will be needed soon.
         wanted = sum(waiting, self._reserved) - self._idle
         self._send_report(
-            {
-                "grants": self._grants,
-                "calls": self._calls,
-                "is_short": self._is_short,
-                "returned": returned.to_json(),
-                "wanted": wanted.to_json(),
-                "needs": self._needs(waiting),
-            }
+            ReportBudget(
+                grants=self._grants,
+                calls=self._calls,
+                is_short=self._is_short,
+                returned=returned,
+                wanted=wanted,
+                needs=self._needs(waiting),
+            )
         )
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class WorkerBudget:
         self._is_short = True
         self._report()
 
-    def _needs(self, waiting: list[Cost]) -> list[list[float]]:
+    def _needs(self, waiting: list[Cost]) -> list[Cost]:
         """The least amounts that let one of the waiting calls go: by dollars, and by tokens."""
         if not waiting:
             return []
@@ -176,4 +177,4 @@ class WorkerBudget:
             min(waiting, key=lambda worst_case: (worst_case.tokens, worst_case.usd)),
         }
         missing = (worst_case - self._idle for worst_case in least)
-        return [[max(0.0, amount.usd), max(0, amount.tokens)] for amount in missing]
+        return [Cost(max(0.0, amount.usd), max(0, amount.tokens)) for amount in missing]

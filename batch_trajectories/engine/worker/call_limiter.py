@@ -17,6 +17,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
+from batch_trajectories.engine.messages import Load
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 
 _WEIGHT = 0.1
@@ -66,21 +67,6 @@ class TokenBucket:
         if self._tokens < full:
             self._tokens = min(full, self._tokens + (now - self._filled_at) * per_s)
         self._filled_at = now
-
-
-@dataclass(slots=True)
-class Load:
-    """Calls in flight and waiting, and results since the last report."""
-
-    in_flight: int = 0
-    waiting: int = 0
-    told: int = 0
-    """The number of the last message with permits that has arrived."""
-    replies: int = 0
-    failures: int = 0
-    """Attempts that failed otherwise than by a refusal (429), and are repeated."""
-    overloads: int = 0
-    """Those that the load of the endpoint may have caused."""
 
 
 class CallLimiter:

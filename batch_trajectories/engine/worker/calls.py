@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from agent.models.client.pool import ModelPool
 from agent.models.connection import Connection, Share
@@ -16,15 +15,32 @@ from agent.state.trajectory import Kept
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine.features import find_feature
-from batch_trajectories.engine.messages import Assignment
+from batch_trajectories.engine.messages import (
+    AnswerCall,
+    AskIfAnswered,
+    Assignment,
+    CallRefused,
+    EndpointAnswered,
+    FromWorker,
+    GrantBudget,
+    KeyRejected,
+    Load,
+    ReclaimBudget,
+    ReportLoad,
+    SetKey,
+    SetLimits,
+)
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 
 if TYPE_CHECKING:
     from agent.models.client.key_command import RenewableKey
     from agent.models.client.pool import OnRetry
-    from batch_trajectories.engine.worker.call_limiter import CallLimiter, Load
+    from batch_trajectories.engine.worker.call_limiter import CallLimiter
 
 _LOAD_EVERY_S = 0.1
+
+AboutCalls = SetLimits | GrantBudget | ReclaimBudget | AnswerCall | EndpointAnswered | SetKey
+"""Messages of the parent about model calls."""
 
 
 class CollectedCalls(Protocol):
@@ -68,7 +84,7 @@ class Calls:
         by_batch: bool,
         keys: ParentKeys | None,
         clock_offset_s: float,
-        send: Callable[..., None],
+        send: Callable[[FromWorker], None],
         on_retry: OnRetry,
         say: Callable[[str], None],
         conversations: int,
@@ -78,7 +94,7 @@ class Calls:
         batches first. `keys` are those of key commands, None to run these here. See
         `WorkerSetup.clock_offset_s`.
 
-        `send(type, **fields)` sends to the parent. `on_retry` gets each failure that is retried.
+        `send` sends to the parent. `on_retry` gets each failure that is retried.
         `say` shows a message to the user, if no worker has shown it before. `conversations` is how
         many this worker holds at once, 0 where that is unknown.
         """
@@ -89,9 +105,7 @@ class Calls:
         self._asked: dict[str, asyncio.Future[bool]] = {}
         """Questions to the parent whether an endpoint has answered other workers, by base URL."""
         self._part, self._initial = 1 / workers, 1 - number % workers / workers
-        self._budget = WorkerBudget(
-            budget=budget, report=lambda report: send("budget", report=report)
-        )
+        self._budget = WorkerBudget(budget=budget, report=send)
         self._proven_before = frozenset(proven)
         self._limiters = {
             endpoint: self._limiter(endpoint, of_endpoint)
@@ -100,11 +114,7 @@ class Calls:
         self._collected: CollectedCalls | None = None
         if by_batch:
             self._collected = find_feature("batch_api_calls")(send)
-        self._loads: dict[str, Load] = {}
-        if limits:
-            from batch_trajectories.engine.worker.call_limiter import Load
-
-            self._loads = dict.fromkeys(limits, Load())
+        self._loads = dict.fromkeys(limits, Load())
         self.pool = ModelPool(
             key_of=self._key_of,
             on_retry=on_retry,
@@ -136,7 +146,7 @@ class Calls:
         if error.action != "stop_run" and url is not None and self._workers > 1:
             if url not in self._asked:
                 self._asked[url] = asyncio.get_running_loop().create_future()
-                self._send("has_answered", url=url)
+                self._send(AskIfAnswered(url))
             if await asyncio.shield(self._asked[url]):
                 self._proven_before |= {url}
         return self.is_the_endpoints(error)
@@ -149,24 +159,29 @@ class Calls:
             message += f". {error.key_source}"
         return message
 
-    def receive(self, header: dict[str, Any], payload: bytes) -> None:
-        """A message of the parent that is about calls; see `engine.messages`."""
-        match header["type"]:
-            case "limits":
-                limits = dict(header["limits"])
-                self._limiters[limits.pop("endpoint")].allow(**limits)
-            case "grant":
-                self._budget.take_grant(Cost(*header["amount"]))
-            case "answered":
-                self._asked.pop(header["url"]).set_result(header["is_answered"])
-            case "reclaim":
+    def receive(self, message: AboutCalls) -> None:
+        """Act on a message of the parent."""
+        match message:
+            case SetLimits():
+                self._limiters[message.endpoint].allow(
+                    message.permits,
+                    number=message.number,
+                    cool_down_s=message.cool_down_s,
+                    rpm=message.rpm,
+                    tpm=message.tpm,
+                    rates_s=message.rates_s,
+                )
+            case GrantBudget(amount):
+                self._budget.take_grant(amount)
+            case ReclaimBudget():
                 self._budget.reclaim()
-            case "answer":
+            case EndpointAnswered(url, is_answered):
+                self._asked.pop(url).set_result(is_answered)
+            case AnswerCall():
                 assert self._collected is not None
-                self._collected.on_answer(header["id"], header["how"], payload)
-            case "key" if self._keys is not None:
-                command, number, problem = header["command"], header["number"], header["problem"]
-                self._keys.on_key(command, number, problem, payload.decode())
+                self._collected.on_answer(message.id, message.how, message.payload)
+            case SetKey() if self._keys is not None:
+                self._keys.on_key(message)
 
     def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
         """Return what wraps the models of a task whose calls are collected; else a no-op."""
@@ -200,10 +215,11 @@ class Calls:
             budget=self._budget,
             has_answered=url_of(endpoint) in self._proven_before,
             on_refusal=lambda retry_after_s, sent_at: self._send(
-                "refused",
-                endpoint=endpoint,
-                retry_after_s=retry_after_s,
-                sent_at=sent_at + self._clock_offset_s,
+                CallRefused(
+                    endpoint=endpoint,
+                    retry_after_s=retry_after_s,
+                    sent_at=sent_at + self._clock_offset_s,
+                )
             ),
         )
 
@@ -226,7 +242,7 @@ class Calls:
             load = limiter.take_load()
             if load != self._loads[endpoint] or load.replies or load.failures:
                 self._loads[endpoint] = load
-                self._send("load", endpoint=endpoint, load=asdict(load))
+                self._send(ReportLoad(endpoint=endpoint, load=load))
 
 
 class Stops(Protocol):
@@ -263,8 +279,8 @@ class StoppableModel:
 class ParentKeys:
     """The keys of one worker, by command. Needs a running event loop."""
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        """`send(type, **fields)` reaches the parent."""
+    def __init__(self, send: Callable[[KeyRejected], None]) -> None:
+        """`send` sends to the parent."""
         self._send = send
         self._keys: dict[str, ParentKey] = {}
 
@@ -272,9 +288,9 @@ class ParentKeys:
         """The key of an endpoint with a `key_command`."""
         return self._of(connection.command_id)
 
-    def on_key(self, command: str, number: int, problem: str, key: str) -> None:
+    def on_key(self, message: SetKey) -> None:
         """The parent has a key, or says why it has none."""
-        self._of(command).set(number, problem, key)
+        self._of(message.command).set(message.number, message.problem, message.key)
 
     def _of(self, command: str) -> ParentKey:
         if (key := self._keys.get(command)) is None:
@@ -285,7 +301,7 @@ class ParentKeys:
 class ParentKey:
     """See `RenewableKey`."""
 
-    def __init__(self, command: str, send: Callable[..., None]) -> None:
+    def __init__(self, command: str, send: Callable[[KeyRejected], None]) -> None:
         self._command = command
         self._send = send
         self._key, self._number, self._problem = "", 0, ""
@@ -312,7 +328,7 @@ class ParentKey:
         heard = self._heard
         if not self._is_asked_for:
             self._is_asked_for = True
-            self._send("key_rejected", command=self._command, number=self._number)
+            self._send(KeyRejected(command=self._command, number=self._number))
         await heard.wait()
         if self._problem and self._key == rejected:
             raise ModelError("auth", self._problem, was_sent=False)

@@ -88,9 +88,9 @@ class Rebuilder:
         Raises `SetupFailed` if a function of a repeated call does not return.
         """
         # What kills workers must not be run again for ever.
-        if not self._max_s or self.assignment["deaths"] >= DEATHS_OF_A_SUSPECT:
+        if not self._max_s or self.assignment.deaths >= DEATHS_OF_A_SUSPECT:
             return prepared, None
-        knows_begun = self.assignment["knows_begun"]
+        knows_begun = self.assignment.knows_begun
         cut_off = list(_cut_off(trajectory, self._tools(), knows_begun=knows_begun))
         is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
         has_results = any(repeatable is not None for _, repeatable in self._steps())
@@ -266,7 +266,7 @@ class Rebuilder:
     def _events(self) -> Sequence[Event]:
         """The events since the prompt, also those of a fork's parent."""
         before = () if self.row.fork is None else self.row.fork.events
-        return (*before, *self.assignment["events"])
+        return (*before, *self.assignment.events)
 
     def _is_confined(self) -> bool:
         is_isolated = sandbox_kind(self.worker.config.sandbox).is_isolated

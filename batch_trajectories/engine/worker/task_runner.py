@@ -30,7 +30,15 @@ from batch_trajectories.config.models import Setups, setup_of_task
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.features import find_feature
-from batch_trajectories.engine.messages import Assignment, WorkerSetup, no_counters, pack
+from batch_trajectories.engine.messages import (
+    Assignment,
+    TaskEnded,
+    TaskFailed,
+    TaskFinished,
+    TaskReleased,
+    WorkerSetup,
+    no_counters,
+)
 from batch_trajectories.engine.parser_signs import parser_signs
 from batch_trajectories.engine.record import (
     as_stored,
@@ -147,22 +155,22 @@ class TaskRunner:
         self.counters = no_counters()
         """Work since the last heartbeat, which resets them."""
 
-    async def run(self, task: Task, assignment: Assignment) -> bytes:
+    async def run(self, task: Task, assignment: Assignment) -> TaskEnded:
         """Run one task; return the message about its end, whatever happens."""
         try:
             return await self._carry_out(task, assignment)
         except Stopped:
-            return pack("released", key=task.key.hex())
+            return TaskReleased(task.key)
         except (StorageError, HostError) as error:
             self._stops.halt(str(error))
-            return pack("released", key=task.key.hex())
+            return TaskReleased(task.key)
         except (Exception, asyncio.CancelledError) as error:
             try:
                 return self._sort_out(task, assignment, error)
             except Exception as defect:
                 if (message := machine_failure(defect)) is not None:
                     self._stops.halt(f"{task.id}: {message}")
-                    return pack("released", key=task.key.hex())
+                    return TaskReleased(task.key)
                 # Its record cannot be made, but the parent must know of the attempt.
                 log.exception("%s: cannot make a record of its failure", task.id)
                 return _failed(task, _failure(task, assignment, "internal", traceback.format_exc()))
@@ -186,23 +194,23 @@ class TaskRunner:
         context = self._not_durable.pop(key, None)
         return context if context is not None and context.workspace.root.exists() else None
 
-    def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> bytes:
+    def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> TaskEnded:
         """The message about a task that ended with an unexpected error."""
         if (message := machine_failure(error)) is not None:
             log.error("%s: the machine failed", task.id, exc_info=error)
             self._stops.halt(f"{task.id}: {message}")
         if self._stops.is_stopping:
-            return pack("released", key=task.key.hex())
+            return TaskReleased(task.key)
         kind, trace = "stopped", "a person stopped this conversation"
         if task.key not in self.cancelled:
             log.error("%s: a bug in this program", task.id, exc_info=error)
             kind, trace = "internal", "".join(traceback.format_exception(error))
         failure = _failure(task, assignment, kind, trace)
-        if assignment["attempt"] < self._config.max_attempts:
+        if assignment.attempt < self._config.max_attempts:
             return _failed(task, failure)
         row = self._rules.read(task.columns)
         # The record includes all replies so far: they were paid for.
-        trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
+        trajectory = self._trajectories.get(task.key) or row.trajectory(assignment.events)
         close_calls(trajectory, "failed", lambda event: None)
         context = self._spaces.open(task.key, row, resumed=False)
         record = self._record(
@@ -211,7 +219,7 @@ class TaskRunner:
         )
         return _finished(task, record, failure)
 
-    async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
+    async def _carry_out(self, task: Task, assignment: Assignment) -> TaskEnded:
         """Run one task; return the message about its end, with its record if there is one.
 
         Raises errors that `run` handles.
@@ -219,7 +227,7 @@ class TaskRunner:
         row = self._rules.read(task.columns)
         # An agent that runs as a command begins again with the workspace of its first start.
         resumed = _has_begun(assignment) and row.agent is None
-        trajectory = row.trajectory(assignment["events"])
+        trajectory = row.trajectory(assignment.events)
         self._trajectories[task.key] = trajectory
         context = self._spaces.open(task.key, row, resumed=resumed)
         work = Work(
@@ -236,7 +244,7 @@ class TaskRunner:
             failure = Failure(
                 id=task.id,
                 input_digest=task.input_digest,
-                attempt=assignment["attempt"],
+                attempt=assignment.attempt,
                 error_class=error.kind,
                 message=str(error),
             )
@@ -248,7 +256,7 @@ class TaskRunner:
         turns = trajectory.turns if (calls := trajectory.agent_calls) is None else len(calls.live)
         why = f" ({failure.error_class}): {in_a_line(failure.message)}" if failure else ""
         log.info("%s: %s after %s%s", task.id, work.end.status, plural(turns, "turn"), why)
-        if failure and assignment["attempt"] < self._config.max_attempts:
+        if failure and assignment.attempt < self._config.max_attempts:
             return _failed(task, failure)
         self._not_durable[task.key] = work.context
         record = self._record(work, failure)
@@ -283,7 +291,7 @@ class TaskRunner:
         await self._judge(work)
 
     async def _prepared(self, work: Work) -> PreparedWorkspace:
-        place, root = work.assignment["place"], work.context.workspace.root
+        place, root = work.assignment.place, work.context.workspace.root
         if is_aside(root):
             await asyncio.to_thread(put_back, root)
         prepared = await self._spaces.prepare(work.context, work.row, place=place)
@@ -304,7 +312,7 @@ class TaskRunner:
         try:
             work.check = await judge(self._spaces, work.context, work.row, turns, work.diff)
         except SetupFailed as error:
-            if work.assignment["attempt"] < self._config.max_attempts:
+            if work.assignment.attempt < self._config.max_attempts:
                 raise
             work.check = unjudged(str(error))
         if work.check is not None and (why := work.check.get("error")) is not None:
@@ -328,7 +336,7 @@ class TaskRunner:
             diff=work.diff,
             audit=work.audit,
             workspace=work.workspace,
-            attempt=work.assignment["attempt"],
+            attempt=work.assignment.attempt,
             provenance=self._setup.provenance,
             agent=work.row.agent,
             image=self._spaces.image(work.row),
@@ -391,7 +399,7 @@ class TaskRunner:
             subagents=row.spec.options.subagents,
             kept=kept,
             notes_begin=until_kept is None,
-            knows_begun=assignment["knows_begun"],
+            knows_begun=assignment.knows_begun,
             rebuild=rebuild,
             conversation=self._id_of(task),
         )
@@ -427,7 +435,7 @@ class TaskRunner:
 
     def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
         """Appends events of a task to the journal; from any thread, where that keeps them."""
-        positions = itertools.count(len(assignment["events"]))
+        positions = itertools.count(len(assignment.events))
         in_order = threading.Lock()  # a kill must leave no gap
 
         def journal(event: Event) -> None:
@@ -436,7 +444,7 @@ class TaskRunner:
                     task.id,
                     task.input_digest,
                     event,
-                    assignment=assignment["number"],
+                    assignment=assignment.number,
                     position=next(positions),
                 )
             self._count(event)
@@ -478,26 +486,25 @@ def _failure(task: Task, assignment: Assignment, kind: str, message: str) -> Fai
     return Failure(
         id=task.id,
         input_digest=task.input_digest,
-        attempt=assignment["attempt"],
+        attempt=assignment.attempt,
         error_class=kind,
         message=message,
     )
 
 
-def _failed(task: Task, failure: Failure) -> bytes:
-    return pack("failed", key=task.key.hex(), model=task.model, failure=failure._asdict())
+def _failed(task: Task, failure: Failure) -> TaskFailed:
+    return TaskFailed(key=task.key, model=task.model, failure=failure)
 
 
-def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
+def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> TaskFinished:
     stored = as_stored(record)
-    return pack(
-        "finished",
-        stored.line,
-        key=task.key.hex(),
-        fields=list(index_fields(stored)),
-        failure=failure and failure._asdict(),
+    return TaskFinished(
+        key=task.key,
+        fields=index_fields(stored),
+        failure=failure,
         images=[] if failure else images_in(record),
         signs=parser_signs(record),
+        payload=stored.line,
     )
 
 
@@ -511,4 +518,4 @@ def _reward_functions(config: RunConfig) -> RewardFunctions:
 
 def _has_begun(assignment: Assignment) -> bool:
     """Whether the task continues a conversation: it has events other than discarded replies."""
-    return not all(map(is_cost_only, assignment["events"]))
+    return not all(map(is_cost_only, assignment.events))

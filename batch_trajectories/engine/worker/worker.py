@@ -38,7 +38,26 @@ from batch_trajectories.config.models import set_up_models, uses_key_command
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.toolsets import catalog_of
 from batch_trajectories.engine.features import find_feature
-from batch_trajectories.engine.messages import Assignment, WorkerSetup, no_counters, pack, unpack
+from batch_trajectories.engine.messages import (
+    Assignment,
+    AssignTasks,
+    CancelTask,
+    EventsStored,
+    Exit,
+    FromWorker,
+    HaltRun,
+    Heartbeat,
+    Ready,
+    RecordsDurable,
+    ReportOutage,
+    Say,
+    StopWorking,
+    WorkerSetup,
+    WriteLog,
+    decode_to_worker,
+    encode,
+    no_counters,
+)
 from batch_trajectories.engine.worker.calls import Calls
 from batch_trajectories.engine.worker.task_runner import TaskRunner
 from batch_trajectories.engine.worker.workspaces import Workspaces
@@ -88,17 +107,17 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
             sandbox_kind(setup.provenance.sandbox).prepare()
         worker = Worker(connection, setup)
         if setup.is_remote:
-            log_through(worker.send, setup.config.log_level)
+            log_through(lambda lines: worker.send(WriteLog(payload=lines)), setup.config.log_level)
         return asyncio.run(worker.serve())
     except StorageError as error:
-        connection.send_bytes(pack("halt", message=str(error)))
+        connection.send_bytes(encode(HaltRun(str(error))))
         sys.exit(1)
     except Exception as error:
         if (message := machine_failure(error)) is None:
             raise
         if log.hasHandlers():  # not where it is the log that cannot be opened
             log.exception("the machine failed")
-        connection.send_bytes(pack("halt", message=f"a worker cannot work: {message}"))
+        connection.send_bytes(encode(HaltRun(f"a worker cannot work: {message}")))
         sys.exit(1)
 
 
@@ -195,13 +214,14 @@ class Worker:
         for one in shared:
             one.open()
         loop.add_reader(self._connection.fileno(), self._receive)
-        self.send("ready")
+        self.send(Ready())
         while not self._exit.is_set():
             self.send(
-                "alive",
-                counters=self._runner.counters,
-                proven=sorted(self._calls.proven),
-                busy=self._busy(),
+                Heartbeat(
+                    counters=self._runner.counters,
+                    proven=sorted(self._calls.proven),
+                    busy=self._busy(),
+                )
             )
             self._runner.counters = no_counters()
             flush_log()
@@ -233,7 +253,7 @@ class Worker:
     def _open_journal(self) -> SentJournal | JournalWriter:
         if self._setup.is_remote:
             open_sent: Callable[..., SentJournal] = find_feature("ray_journal")
-            return open_sent(self._outbox.put, place=self._setup.place)
+            return open_sent(self.send, place=self._setup.place)
         return JournalWriter(
             self._setup.run_dir / INFLIGHT,
             self._setup.number,
@@ -248,41 +268,41 @@ class Worker:
 
     def _receive(self) -> None:
         try:
-            header, payload = unpack(self._connection.recv_bytes())
+            message = decode_to_worker(self._connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)  # the parent is gone, and another process may resume the run
-        match header["type"]:
-            case "tasks":
-                for assignment in header["assignments"]:
+        match message:
+            case AssignTasks(assignments):
+                for assignment in assignments:
                     self._start(assignment)
-            case "durable":
-                for key in header["keys"]:
-                    self._release(bytes.fromhex(key))
-            case "limits" | "grant" | "reclaim" | "answer" | "answered" | "key":
-                self._calls.receive(header, payload)
-            case "stop":
+            case RecordsDurable(keys):
+                for key in keys:
+                    self._release(key)
+            case StopWorking(grace_s):
                 self._stop()
-                asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
-            case "cancel":
-                if (running := self._running.get(key := bytes.fromhex(header["key"]))) is not None:
+                asyncio.get_running_loop().call_later(grace_s, self._abandon)
+            case CancelTask(key):
+                if (running := self._running.get(key)) is not None:
                     self._runner.cancelled.add(key)
                     running.cancel()
-            case "kept":
+            case EventsStored(number):
                 assert not isinstance(self._journal, JournalWriter)
-                self._journal.on_kept(header["number"])
-            case "exit":
-                self._is_done = header["done"]
+                self._journal.on_kept(number)
+            case Exit(is_done):
+                self._is_done = is_done
                 self._exit.set()
+            case _:
+                self._calls.receive(message)
 
     def _start(self, assignment: Assignment) -> None:
-        task = Task(**assignment["task"])
+        task = assignment.task
         self._running[task.key] = asyncio.create_task(self._run(task, assignment))
 
     async def _run(self, task: Task, assignment: Assignment) -> None:
         message = await self._runner.run(task, assignment)
         self._journal.flush()
         self._running.pop(task.key, None)
-        self._outbox.put(message)
+        self.send(message)
 
     def _release(self, key: bytes) -> None:
         """The task's record is durable: remove its other files."""
@@ -316,7 +336,7 @@ class Worker:
             return
         self._reported_at[url] = now
         message = f"{retry.kind}: {retry.message}"
-        self.send("outage", url=url, message=message, left_s=retry.left_s)
+        self.send(ReportOutage(url=url, message=message, left_s=retry.left_s))
 
     def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback failed; if the machine is the cause, stop the run."""
@@ -334,13 +354,13 @@ class Worker:
     def halt(self, message: str) -> None:
         """Ask the parent to stop the run; the next start continues its conversations."""
         self._stop()
-        self.send("halt", message=message)
+        self.send(HaltRun(message))
 
     def say(self, message: str) -> None:
         """See `Stops`."""
         if message not in self._said:
             self._said.add(message)
-            self.send("say", message=message)
+            self.send(Say(message))
 
     def _stop(self) -> None:
         """Begin no more calls, and end agents that are commands."""
@@ -348,9 +368,9 @@ class Worker:
         self._calls.stop()
         self._runner.stop_agents()
 
-    def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+    def send(self, message: FromWorker) -> None:
         """Send a message to the parent, from any thread."""
-        self._outbox.put(pack(type, payload, **fields))
+        self._outbox.put(encode(message))
 
     def _send_forever(self) -> None:
         """Send in a thread: a full pipe must not block the event loop."""
