@@ -439,8 +439,17 @@ def open_run_dir(
     same_endpoints = before is not None and all(
         before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
     )
-    of_run = path, run["digest"], run["versions"], same_endpoints
-    return RunDir(*of_run, lock_fd, opened, run[IMAGES], run[_KEY], mirror)
+    return RunDir(
+        path=path,
+        digest=run["digest"],
+        versions=run["versions"],
+        same_endpoints=same_endpoints,
+        lock_fd=lock_fd,
+        directory_fds=opened,
+        images=run[IMAGES],
+        key=run[_KEY],
+        mirror=mirror,
+    )
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
