@@ -150,106 +150,24 @@ def _work(
     tell: Callable[[str], object] | None,
     why_rejected: WhyRejected | None,
 ) -> Outcome:
-    config = plan.config
-    with ExitStack() as files:
-        records = files.enter_context(closing(RecordFile(run_dir.path, run_dir.quarantine)))
-        damaged = set_aside_damaged(run_dir.path)
-        if (earlier := _earlier_batches(run_dir)) is not None:
-            damaged += earlier.set_aside_damaged_steps(run_dir.path)
-        failures = files.enter_context(closing(FailureFile(run_dir.path, run_dir.quarantine)))
-        inflight = Inflight(run_dir.inflight, damaged=damaged)
-        budget_log = files.enter_context(closing(BudgetLog(run_dir.path, run_dir.quarantine)))
-        progress = Progress(
-            total=plan.scan.tasks if only is None else len(only),
-            run_dir=run_dir.path,
-            tell=tell,
-            tasks="steps" if config.audit else "tasks",
-            turns=None if config.audit or config.checked_run else "turns",
-        )
-        files.callback(progress.close)
-        if records.unreadable:
-            progress.say(
-                f"{len(records.unreadable)} unreadable records were set aside in "
-                f"{run_dir.quarantine}: {first_few(records.unreadable)}; their tasks run again"
-            )
-        if damaged:
-            progress.say(
-                f"{len(damaged)} damaged lines were set aside in {run_dir.quarantine}: "
-                f"{first_few(damaged)}; they do not count"
-            )
+    with ExitStack() as stack:
+        stores = _open_stores(stack, run_dir)
+        progress = _open_progress(stack, plan, run_dir, only, tell)
+        _report_damage(stores, run_dir, progress)
         for row in plan.scan.bad_rows:
-            failures.append_bad_row(plan.scan.path, row)
-        state = _state_of(plan, run_dir, only, records, inflight, budget_log)
-        if state.opening is not None:  # the others are not needed, so far
-            known = state.done + state.failed + len(state.remaining)
-            progress.add_tasks(known - progress.left)
-        progress.found_ended(
-            done=state.done,
-            failed=state.failed,
-            passed=state.passed,
-            not_passed=state.not_passed,
-            cost_usd=state.cost_usd,
-        )
-        makes_batches = config.batch_api
-        if (
-            earlier is not None
-            and not makes_batches
-            and earlier.has_open_batches(run_dir.path, run_dir.quarantine, state.settled)
-        ):
-            config = config.model_copy(update={"batch_api": True})
-            plan = replace(plan, config=config)
-            progress.say("waiting for the batches of earlier starts; all other calls are made live")
-        with ExitStack() as stack:
-            executor = stack.enter_context(closing(open_executor(config, run_dir)))
-            keys: KeyService | None = None
-            if config.executor == "local" and uses_key_command(plan.setups):
-                from batch_trajectories.engine.supervisor.key_service import KeyService
-
-                keys = stack.enter_context(closing(KeyService(plan.setups)))
-            batches: CallCollector | None = None
-            if config.batch_api:
-                batches = find_feature("batch_api")(
-                    config, plan.setups, run_dir, state.settled, is_new=makes_batches
-                )
-                assert batches is not None
-                stack.callback(batches.close)
-            shared = _shared_limits(config, run_dir, progress)
-            limits = limits_of(config, plan.setups)
-            budget = RunBudget(
-                budget_of(config), spent=state.spent, budget_log=budget_log, shared=shared
-            )
-            stack.callback(budget.close)
-            start = Start(
-                run_dir=run_dir,
-                config=config,
-                executor=executor,
-                setups=plan.setups,
-                setup=_worker_setup(plan, run_dir, has_answers=state.has_answers),
-                limits=RunLimits(limits, shared),
-                budget=budget,
-                held=state.held,
-                queue=_queue(plan, state, failures),
-                records=records,
-                failures=failures,
-                inflight=inflight,
-                progress=progress,
-                batches=batches,
-                keys=keys,
-                why_rejected=why_rejected,
-                refusals=Refusals(
-                    limits,
-                    has_answered=state.has_answers and run_dir.same_endpoints,
-                ),
-            )
+            stores.failures.append_bad_row(plan.scan.path, row)
+        state = _state_of(plan, run_dir, only, stores)
+        _show_ended(state, progress)
+        is_new = plan.config.batch_api
+        plan = _with_earlier_batches(plan, run_dir, stores, state, progress)
+        with ExitStack() as services:
+            start = _open_start(services, plan, run_dir, stores, state, progress, is_new=is_new)
+            start = replace(start, why_rejected=why_rejected)
             supervisor = Supervisor(start)
-            del state  # frees the memory of the index
+            del state, start  # frees the memory of the index
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
-        if supervisor.is_dataset_changed:
-            # Or the cached scan is wrong; in both cases the next start scans again.
-            (run_dir.path / DATASET_INDEX).unlink(missing_ok=True)
-        _remove_what_is_settled(run_dir, config.max_attempts)
-        remove_leftover_containers(config)
+        _remove_leftovers(plan.config, run_dir, supervisor)
     return Outcome(
         signal=received[0] if received else None,
         stopped_by=stopped_by or None,
@@ -257,6 +175,162 @@ def _work(
         is_out_of_budget=supervisor.is_out_of_budget,
         is_hopeless=supervisor.is_hopeless,
     )
+
+
+class _Stores(NamedTuple):
+    """The files that a start appends to, and the journals that it reads."""
+
+    records: RecordFile
+    failures: FailureFile
+    inflight: Inflight
+    budget_log: BudgetLog
+    earlier: EarlierBatches | None
+    """The batches of earlier starts; None if they made none."""
+    damaged: list[str]
+    """Names of the lines that were set aside because they cannot be read."""
+
+
+def _open_stores(stack: ExitStack, run_dir: RunDir) -> _Stores:
+    records = stack.enter_context(closing(RecordFile(run_dir.path, run_dir.quarantine)))
+    damaged = set_aside_damaged(run_dir.path)
+    if (earlier := _earlier_batches(run_dir)) is not None:
+        damaged += earlier.set_aside_damaged_steps(run_dir.path)
+    failures = stack.enter_context(closing(FailureFile(run_dir.path, run_dir.quarantine)))
+    inflight = Inflight(run_dir.inflight, damaged=damaged)
+    budget_log = stack.enter_context(closing(BudgetLog(run_dir.path, run_dir.quarantine)))
+    return _Stores(
+        records=records,
+        failures=failures,
+        inflight=inflight,
+        budget_log=budget_log,
+        earlier=earlier,
+        damaged=damaged,
+    )
+
+
+def _open_progress(
+    stack: ExitStack,
+    plan: Plan,
+    run_dir: RunDir,
+    only: Collection[bytes] | None,
+    tell: Callable[[str], object] | None,
+) -> Progress:
+    config = plan.config
+    progress = Progress(
+        total=plan.scan.tasks if only is None else len(only),
+        run_dir=run_dir.path,
+        tell=tell,
+        tasks="steps" if config.audit else "tasks",
+        turns=None if config.audit or config.checked_run else "turns",
+    )
+    stack.callback(progress.close)
+    return progress
+
+
+def _report_damage(stores: _Stores, run_dir: RunDir, progress: Progress) -> None:
+    """Tell the user which records and lines were set aside."""
+    if unreadable := stores.records.unreadable:
+        progress.say(
+            f"{len(unreadable)} unreadable records were set aside in "
+            f"{run_dir.quarantine}: {first_few(unreadable)}; their tasks run again"
+        )
+    if stores.damaged:
+        progress.say(
+            f"{len(stores.damaged)} damaged lines were set aside in {run_dir.quarantine}: "
+            f"{first_few(stores.damaged)}; they do not count"
+        )
+
+
+def _show_ended(state: RunState, progress: Progress) -> None:
+    """Count what earlier starts have finished."""
+    if state.opening is not None:  # the other samples are not needed, so far
+        known = state.done + state.failed + len(state.remaining)
+        progress.add_tasks(known - progress.left)
+    progress.found_ended(
+        done=state.done,
+        failed=state.failed,
+        passed=state.passed,
+        not_passed=state.not_passed,
+        cost_usd=state.cost_usd,
+    )
+
+
+def _with_earlier_batches(
+    plan: Plan, run_dir: RunDir, stores: _Stores, state: RunState, progress: Progress
+) -> Plan:
+    """Return the plan with `batch_api` on if earlier starts have open batches to wait for."""
+    if (
+        stores.earlier is None
+        or plan.config.batch_api
+        or not stores.earlier.has_open_batches(run_dir.path, run_dir.quarantine, state.settled)
+    ):
+        return plan
+    progress.say("waiting for the batches of earlier starts; all other calls are made live")
+    return replace(plan, config=plan.config.model_copy(update={"batch_api": True}))
+
+
+def _open_start(
+    stack: ExitStack,
+    plan: Plan,
+    run_dir: RunDir,
+    stores: _Stores,
+    state: RunState,
+    progress: Progress,
+    *,
+    is_new: bool,
+) -> Start:
+    """Open what the supervisor works with; `is_new`: calls may go into new batches."""
+    config = plan.config
+    executor = stack.enter_context(closing(open_executor(config, run_dir)))
+    keys = _open_keys(stack, plan)
+    batches: CallCollector | None = None
+    if config.batch_api:
+        batches = find_feature("batch_api")(
+            config, plan.setups, run_dir, state.settled, is_new=is_new
+        )
+        assert batches is not None
+        stack.callback(batches.close)
+    shared = _shared_limits(config, run_dir, progress)
+    limits = limits_of(config, plan.setups)
+    budget = RunBudget(
+        budget_of(config), spent=state.spent, budget_log=stores.budget_log, shared=shared
+    )
+    stack.callback(budget.close)
+    return Start(
+        run_dir=run_dir,
+        config=config,
+        executor=executor,
+        setups=plan.setups,
+        setup=_worker_setup(plan, run_dir, has_answers=state.has_answers),
+        limits=RunLimits(limits, shared),
+        budget=budget,
+        held=state.held,
+        queue=_queue(plan, state, stores.failures),
+        records=stores.records,
+        failures=stores.failures,
+        inflight=stores.inflight,
+        progress=progress,
+        batches=batches,
+        keys=keys,
+        refusals=Refusals(limits, has_answered=state.has_answers and run_dir.same_endpoints),
+    )
+
+
+def _open_keys(stack: ExitStack, plan: Plan) -> KeyService | None:
+    """Run the key commands in this process; None if there are none or the workers run them."""
+    if plan.config.executor != "local" or not uses_key_command(plan.setups):
+        return None
+    from batch_trajectories.engine.supervisor.key_service import KeyService  # few runs use one
+
+    return stack.enter_context(closing(KeyService(plan.setups)))
+
+
+def _remove_leftovers(config: RunConfig, run_dir: RunDir, supervisor: Supervisor) -> None:
+    if supervisor.is_dataset_changed:
+        # Or the cached scan is wrong; in both cases the next start scans again.
+        (run_dir.path / DATASET_INDEX).unlink(missing_ok=True)
+    _remove_what_is_settled(run_dir, config.max_attempts)
+    remove_leftover_containers(config)
 
 
 def _shared_limits(config: RunConfig, run_dir: RunDir, progress: Progress) -> SharedLimits | None:
@@ -337,42 +411,29 @@ class RunState(NamedTuple):
 
 
 def _state_of(
-    plan: Plan,
-    run_dir: RunDir,
-    only: Collection[bytes] | None,
-    records: RecordFile,
-    inflight: Inflight,
-    budget_log: BudgetLog,
+    plan: Plan, run_dir: RunDir, only: Collection[bytes] | None, stores: _Stores
 ) -> RunState:
     """Match records and tasks, remove leftovers of settled tasks, and read the journals."""
-    scan, max_attempts = plan.scan, plan.config.max_attempts
-    index = records.take_found()
-    settled = Settled(index, max_attempts)
+    scan, config, inflight = plan.scan, plan.config, stores.inflight
+    index = stores.records.take_found()
+    settled = Settled(index, config.max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
-    remove_leftover_containers(plan.config)
+    remove_leftover_containers(config)
+    held = _free_unsent_calls(config, run_dir, stores, settled)
     spent = Cost()
-    held: dict[bytes, dict[str, Cost]] = {}
-    if (earlier := _earlier_batches(run_dir)) is not None:
-        # Freed first: after a crash between the two the amount stays granted, never freed twice.
-        if freed := earlier.free_unsent(run_dir.path, run_dir.quarantine):
-            budget_log.append("returned", sum(freed, Cost()))
-        if budget_of(plan.config) is not None:
-            held = earlier.held_in(run_dir.path, settled)
-    if budget_of(plan.config) is not None:
+    if budget_of(config) is not None:
         amounts = [amount for by_call in held.values() for amount in by_call.values()]
         stored = (entry for _, entry in index.records())
-        spent = spent_before(stored, inflight, budget_log, held=amounts)
+        spent = spent_before(stored, inflight, stores.budget_log, held=amounts)
     rows, _ = index.match(scan.keys)
     samples = opening = None
-    if plan.config.until_passed is not None:
+    if config.until_passed is not None:
         from batch_trajectories.engine.stopping import ModelBudgets, Opening, rule_of, samples_of
 
-        samples = samples_of(
-            run_dir.path, plan.config, scan, index, rows, begun={*inflight.tasks()}
-        )
-        budgets = ModelBudgets(plan.config.model_budgets or {}, run_dir.path)
-        opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only, budgets=budgets)
+        samples = samples_of(run_dir.path, config, scan, index, rows, begun={*inflight.tasks()})
+        budgets = ModelBudgets(config.model_budgets or {}, run_dir.path)
+        opening = Opening(rule_of(config), scan, samples.outcomes, only=only, budgets=budgets)
     remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()
@@ -382,7 +443,7 @@ def _state_of(
             continue
         is_failed = ending is not None and ending.status == "failed"
         if ending is None or (
-            is_failed and not is_settled(index.entry(rows[number]), max_attempts)
+            is_failed and not is_settled(index.entry(rows[number]), config.max_attempts)
         ):
             if samples is None or samples.must_run(number):
                 remaining.append(number)
@@ -402,6 +463,23 @@ def _state_of(
         cost_usd=index.costs()[0] + inflight.paid_usd,
         opening=opening,
     )
+
+
+def _free_unsent_calls(
+    config: RunConfig, run_dir: RunDir, stores: _Stores, settled: Settled
+) -> dict[bytes, dict[str, Cost]]:
+    """Free the budget of batch calls that were never sent; return what others reserve.
+
+    Amounts by task key and call id; none without a budget.
+    """
+    if stores.earlier is None:
+        return {}
+    # Freed first: after a crash between the two the amount stays granted, never freed twice.
+    if freed := stores.earlier.free_unsent(run_dir.path, run_dir.quarantine):
+        stores.budget_log.append("returned", sum(freed, Cost()))
+    if budget_of(config) is None:
+        return {}
+    return stores.earlier.held_in(run_dir.path, settled)
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
