@@ -40,23 +40,23 @@ _GRANTS_PER_SHARE = 2
 
 @dataclass(slots=True)
 class _WorkerShare:
-    """What the parent knows of one worker's share of the budget."""
+    """One worker's share of the budget, as far as the parent knows."""
 
     grants: int = 0
-    """Grants that were sent to it."""
+    """Grants that were sent to the worker."""
     grants_seen: int = 0
     calls: int = 0
-    """Its calls with a reserved cost."""
+    """The worker's calls with a reserved cost."""
     is_reclaimed: bool = False
     is_short: bool = False
-    """It has nothing beyond these reservations."""
+    """The worker has no budget beyond these reservations."""
     wanted: Cost = field(default_factory=Cost)
     needs: list[Cost] = field(default_factory=list)
     """The amount that each waiting call needs; empty if no call waits."""
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has nothing to return and no grant is on its way."""
+        """Whether the worker has nothing to return and no grant is on its way."""
         return self.is_short and not self.calls and self.grants == self.grants_seen
 
 
@@ -95,7 +95,7 @@ class RunBudget:
         self._is_short = False
 
     def on_worker_budget(self, worker: WorkerHandle, report: ReportBudget) -> None:
-        """Handle a worker's report of what it has and needs; see `WorkerBudget`."""
+        """Handle a worker's report of its budget; see `WorkerBudget`."""
         share = self._shares.setdefault(worker, _WorkerShare())
         share.grants_seen = report.grants
         share.calls = report.calls
@@ -107,7 +107,8 @@ class RunBudget:
             self._log.append("returned", report.returned)
 
     def grant_shares(self, workers: Sequence[WorkerHandle]) -> None:
-        """Grant what is possible. The share of a dead worker counts as spent: it may have been."""
+        """Grant the workers what is left, as far as they need it. A dead worker's share counts
+        as spent."""
         if self.budget is None:
             return
         for gone in self._shares.keys() - set(workers):
@@ -135,7 +136,7 @@ class RunBudget:
                     worker.send(ReclaimBudget())
 
     def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
-        """Why the budget is used up; None while any call can still be paid for."""
+        """The reason why the budget is used up; None while any call can still be paid for."""
         if not (needs := self._needs_of_all(workers)):
             return None
         if self._shared is not None and not self._shared.is_used_up:
@@ -157,14 +158,17 @@ class RunBudget:
         return "the budget of the run is used up: " + "; ".join(parts)
 
     def problem(self) -> str | None:
-        """Why failing shared limits must stop the run; None if they work. Raises `RunLocked`."""
+        """The reason why failing shared limits must stop the run; None if they work.
+
+        Raises `RunLocked`.
+        """
         problem = None if self._shared is None else self._shared.problem
         if isinstance(problem, RunLocked):
             raise problem
         return None if problem is None else str(problem)
 
     def close(self) -> None:
-        """Return what was not spent to the other runs, or say why that failed."""
+        """Return the unspent rest to the other runs; tell the user if that fails."""
         if self._shared is not None:
             returned, self._left = self._left, Cost()
             if (problem := self._shared.close(returned)) is not None:
@@ -186,13 +190,14 @@ class RunBudget:
             share.is_reclaimed = False
 
     def describe(self) -> str:
-        """For the progress line; "" while the budget does not limit calls."""
+        """Text for the progress line; "" while the budget does not limit calls."""
         return "limited by the budget" if self._is_short else ""
 
     def _ask(
         self, shared: SharedLimits, unpaid: list[Cost], workers: Sequence[WorkerHandle]
     ) -> None:
-        """Ask for what is needed; return what pays for no call, so that other runs can use it."""
+        """Ask the other runs for the amount that calls need; return to them what pays for no
+        call here."""
         returned = Cost()
         if unpaid and shared.is_refused:
             self._is_short = True
@@ -201,7 +206,8 @@ class RunBudget:
         shared.ask(need, returned=returned, waits=bool(self._needs_of_all(workers)))
 
     def _needs_of_all(self, workers: Sequence[WorkerHandle]) -> list[Cost]:
-        """What workers need, where none of them has a call in flight or can be granted one."""
+        """The amounts that waiting calls need; empty if a call is in flight or one can be
+        granted."""
         ready = [self._shares[worker] for worker in workers if worker in self._shares]
         needs = [need for share in ready for need in share.needs]
         if not all(share.is_quiet for share in ready):
@@ -238,7 +244,7 @@ class BudgetLog:
         path = run_dir / name
         repair_tail(path, quarantine)
         self.balance = Cost()
-        """Granted and not returned."""
+        """The amount that was granted and not returned."""
         lines = path.read_bytes().splitlines() if path.exists() else []
         for number, text in enumerate(lines, 1):
             if (line := _read_line(text)) is None:
@@ -294,7 +300,7 @@ def spent_before(
     *,
     held: Iterable[Cost] = (),
 ) -> Cost:
-    """What earlier starts have spent.
+    """The amount that earlier starts have spent.
 
     The sum over `records`, including replaced ones, the journals of other tasks, and `held`, which
     is reserved for calls in batches; or the balance of the budget log if that is more, as it

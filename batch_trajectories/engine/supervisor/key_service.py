@@ -24,7 +24,7 @@ class KeyService:
     """The keys of one start."""
 
     def __init__(self, setups: Setups) -> None:
-        """Run each command once. Raises `EnvironmentStop` where one gives no key."""
+        """Run each command once. Raises `EnvironmentStop` if one gives no key."""
         connections = {one.connection.command_id: one.connection for one in called_models(setups)}
         self._lock = threading.Lock()
         self._workers: list[WorkerHandle] = []
@@ -44,7 +44,7 @@ class KeyService:
             self._workers.append(worker)
 
     def on_rejected(self, command: str, number: int) -> None:
-        """A worker's key was rejected; the answer goes to all of them."""
+        """Renew a rejected key, unless a later `number` is known; all workers get the new one."""
         self._commands[command].inbox.put(number)
 
     def close(self) -> None:

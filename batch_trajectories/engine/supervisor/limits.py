@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from batch_trajectories.engine.shared_limits import SharedLimits
 
 _TURN_S = 1.0
-"""How long a worker keeps an uneven remainder."""
+"""Seconds for which a worker keeps an uneven remainder."""
 
 _BUSY = 0.85
-"""From this share of a core on, the worker itself limits its calls."""
+"""Share of a core from which on the worker itself, and no endpoint, limits its calls."""
 
-_LATELY = 0.2
+_HEARTBEAT_WEIGHT = 0.2
 """The weight of a heartbeat in the moving average."""
 
 
@@ -45,17 +45,17 @@ class RunLimits:
         self._heartbeats = self._busy_heartbeats = 0
 
     def on_busy(self, busy: float) -> None:
-        """A worker reports the share of a core that it has used."""
+        """Count the share of a core that a worker has used."""
         self._heartbeats += 1
         self._busy_heartbeats += busy >= _BUSY
-        self._busy += (busy - self._busy) * _LATELY
+        self._busy += (busy - self._busy) * _HEARTBEAT_WEIGHT
 
     def on_load(self, worker: WorkerHandle, endpoint: str, load: Load) -> None:
-        """A worker reports its calls since its last report, and how many wait."""
+        """Count a worker's calls since its last report, and its waiting calls."""
         self._endpoints[endpoint].on_load(worker, load)
 
     def on_refusal(self, endpoint: str, retry_after_s: float | None, sent_at: float) -> None:
-        """The endpoint refused a call (429) that was sent at `sent_at` (monotonic clock)."""
+        """Count a call that the endpoint refused (429); it was sent at `sent_at` (monotonic)."""
         limiter = self._endpoints[endpoint].limiter
         limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
 
@@ -78,19 +78,19 @@ class RunLimits:
             endpoint.change(rpm, in_flight)
 
     def share(self, workers: Sequence[WorkerHandle]) -> None:
-        """Send the workers their shares where these have changed."""
+        """Send the workers those of their shares that have changed."""
         ready = [worker for worker in workers if worker.ready]
         for endpoint in self._endpoints.values():
             endpoint.share(ready)
 
     def pause_s(self) -> float:
-        """Seconds until calls may be sent again, where all endpoints have asked for a pause."""
+        """Seconds until calls may be sent again; 0 unless all endpoints have asked for a pause."""
         now = time.monotonic()
         until = [shared.limiter.cool_down_until - now for shared in self._endpoints.values()]
         return max(0.0, min(until, default=0.0))
 
     def describe(self) -> str:
-        """For the progress line; "" while only the user's own limits apply."""
+        """Text for the progress line; "" while only the user's own limits apply."""
         pause = f"paused by the endpoint for {pause_s:.0f} s" if (pause_s := self.pause_s()) else ""
         busy = f"workers at {self._busy:.0%} of a core" if self._busy >= _BUSY else ""
         return ", ".join(filter(None, (self._describe_endpoints(), pause, busy)))
@@ -102,7 +102,7 @@ class RunLimits:
         return ", ".join(f"limit {shared.limiter.limit} ({shared.url})" for shared in probed)
 
     def report(self) -> list[dict[str, Any]]:
-        """What limited the calls of this start, for the summary: one object per endpoint.
+        """The limits on the calls of this start, for the summary: one object per endpoint.
 
         Keys: `endpoint` (its base URL), `limit` and `ceiling` (calls in flight), `in_flight_max`,
         `replies`, `refused` (429s), `failed` (other attempts that were retried) and `limited_by`:
@@ -124,7 +124,7 @@ class _Share:
     max_permits: int = 0
     """The maximum over all permits that may still be in effect at the worker."""
     messages: int = 0
-    """How often permits were sent."""
+    """Number of messages with permits so far."""
     cool_down_until: float = float("-inf")
     rates: tuple[float, float | None] = (1.0, None)
     """The part of the rates that this run may use, and until when."""
@@ -245,22 +245,22 @@ _CUT = 0.85
 """A refusal multiplies the limit by this."""
 
 _NEAR = 0.95
-"""From this share of the limit of the last refusal on, the limit grows slowly."""
+"""Share of the limit at the last refusal from which on the limit grows slowly."""
 
-_SLOWLY = 0.3
+_SLOW_GROWTH = 0.3
 """Slow growth: calls per round of calls."""
 
-_LATELY_CALLS = 100
-"""Of about so many of the last calls the share that was refused decides whether the endpoint is
-full. Some refuse single calls whatever the load: these are repeated, and the others go on."""
+_RECENT_CALLS = 100
+"""Number of latest calls whose refused share decides whether the endpoint is full. Some
+endpoints refuse single calls whatever the load: only these are repeated, and the others go on."""
 
 _FULL = 0.08
-"""The share from which on it is. Where one call in thirty is refused by chance, the share among the
-last ones hardly ever gets so high; an endpoint that is full soon refuses more."""
+"""Refused share from which on the endpoint counts as full. An endpoint that refuses one call in
+thirty by chance hardly ever gets there; one that is full soon passes it."""
 
 _WITHOUT_EFFECT = 0.75
-"""A cut has no effect if this part of the refused share is left after it. Of an endpoint that is
-full, and refuses fewer than `_MOST_BY_CHANCE`, no cut would leave so much."""
+"""Part of the refused share: a cut had no effect if so much is left after it. A full endpoint
+that refuses fewer than `_MOST_BY_CHANCE` never leaves so much."""
 
 _MOST_BY_CHANCE = 0.25
 
@@ -268,14 +268,15 @@ _SOON_ROUNDS = 3
 """Only the first calls after a cut show its effect: later the limit has grown again."""
 
 _FLOOR = 4
-_SURELY = 8
+_SURE_REFUSALS = 8
 """Below this floor the limit is cut only where so many more calls were refused than answered since
 the last cut. Some endpoints refuse a share of all calls however few there are, and with one call
 in flight a slow reply would hold up everything."""
 
 _HELD_UP = 10
 """Number of replies after a failure by load (5xx, no connection) that do not let the limit grow.
-So it stays while one call in ten fails, but grows in spite of an occasional failure."""
+The limit therefore stays while one call in ten fails, but grows in spite of an occasional
+failure."""
 
 _MAX_HELD_UP_ROUNDS = 3
 """An outage delays growth by at most this many rounds of calls."""
@@ -300,7 +301,7 @@ class Limiter:
         self._held_up = 0
         self._answered = self._refused = 0
         """Calls since the last cut."""
-        self._lately = _MovingShare()
+        self._recent = _MovingShare()
         """The calls that were refused."""
         self._share_at_cut = 1.0
         self._by_chance = 0.0
@@ -328,15 +329,15 @@ class Limiter:
         return self._is_cut
 
     def on_replies(self, count: int, *, is_needed: bool) -> None:
-        """`count` calls were answered; `is_needed`: calls wait for the limit.
+        """Count `count` answered calls; `is_needed`: calls wait for the limit.
 
         The limit doubles per round of calls until the first refusal. After that it grows by one
         call per round, and slowly near the limit of the last refusal.
         """
         self._answered += count
-        self._lately.add(0.0, count)
-        if self._lately.share < self._by_chance / 2:
-            self._by_chance = self._lately.share
+        self._recent.add(0.0, count)
+        if self._recent.share < self._by_chance / 2:
+            self._by_chance = self._recent.share
         held_up = min(self._held_up, count)
         self._held_up -= held_up
         count -= held_up
@@ -347,34 +348,34 @@ class Limiter:
         elif self._limit < self._refused_at * _NEAR:
             growth = count / self._limit
         else:
-            growth = _SLOWLY * count / self._limit
+            growth = _SLOW_GROWTH * count / self._limit
         self._limit = min(float(self._ceiling), self._limit + growth)
 
     def on_refusal(self, retry_after_s: float | None, *, sent_at: float, now: float) -> None:
-        """The endpoint refused a call that was sent at `sent_at`, and asked for `retry_after_s`.
+        """Count a refused call that was sent at `sent_at`; the endpoint asked for `retry_after_s`.
 
-        Where it refuses only few, that call alone waits. Calls that were sent before the last cut
-        do not cut the limit again.
+        If the endpoint refuses only few calls, that call alone waits. Calls that were sent before
+        the last cut do not cut the limit again.
         """
         self.refused += 1
-        self._lately.add(1.0)
+        self._recent.add(1.0)
         is_new = sent_at > self._cut_at
         self._refused += is_new
         calls = self._answered + self._refused
         has_round = calls >= self._limit
-        if self._lately.share < self._by_chance + _FULL:
+        if self._recent.share < self._by_chance + _FULL:
             if has_round and self._is_cut and not self._is_sure:
                 # The first calls were refused by chance: others are, and far fewer.
                 self._is_cut = False
                 self._limit = max(self._limit, min(self._refused_at, float(self._ceiling)))
             return
-        is_sure = self._lately.share_of(self._limit) >= self._by_chance + _FULL
+        is_sure = self._recent.share_of(self._limit) >= self._by_chance + _FULL
         self._is_sure = self._is_sure or is_sure
         if retry_after_s is not None and is_sure:
             pause_s = min(retry_after_s, MAX_COOL_DOWN_S)
             self.cool_down_until = max(self.cool_down_until, now + pause_s)
         if not is_new:
-            self._share_at_cut = max(self._share_at_cut, self._lately.share)
+            self._share_at_cut = max(self._share_at_cut, self._recent.share)
             return
         if self._answered and not has_round:
             return
@@ -383,42 +384,42 @@ class Limiter:
         if is_soon and max(share, before) < _MOST_BY_CHANCE and share >= before * _WITHOUT_EFFECT:
             self._by_chance = share
             return
-        is_load = self._refused >= self._answered + _SURELY
+        is_load = self._refused >= self._answered + _SURE_REFUSALS
         lowest = 1.0 if is_load else min(self._limit, float(_FLOOR))
         self._is_cut = True
         if self._limit > lowest:
-            self._share_at_cut = self._lately.share
+            self._share_at_cut = self._recent.share
             self._cut_at = now
             self._refused_at = self._limit
             self._limit = max(lowest, self._limit * _CUT)
             self._answered = self._refused = 0
 
     def on_failures(self, count: int) -> None:
-        """`count` calls failed under load in another way; the limit should not grow for a while."""
+        """Count `count` calls that failed under load otherwise, and hold up the limit's growth."""
         highest = int(_MAX_HELD_UP_ROUNDS * self._limit) + _HELD_UP
         self._held_up = min(self._held_up + _HELD_UP * count, highest)
 
 
 class _MovingShare:
-    """A moving share of the last calls."""
+    """A moving share of the latest calls."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
         """Count `count` calls, each as `value`: 1 or 0."""
-        kept = math.pow(1 - 1 / _LATELY_CALLS, count)
+        kept = math.pow(1 - 1 / _RECENT_CALLS, count)
         self._sum = self._sum * kept + value * (1 - kept)
         self._weight = self._weight * kept + 1 - kept
 
     @property
     def share(self) -> float:
-        """Of the calls so far, the last ones counting most; 0 before the first."""
+        """Share of the calls so far, the last ones counting most; 0 before the first."""
         return self._sum / self._weight if self._weight else 0.0
 
     def share_of(self, calls: float) -> float:
-        """The same if there were at least so many calls: those in flight may be answered."""
-        return self._sum / max(self._weight, 1 - math.pow(1 - 1 / _LATELY_CALLS, calls))
+        """Share as if there were at least `calls` calls: those in flight may still be answered."""
+        return self._sum / max(self._weight, 1 - math.pow(1 - 1 / _RECENT_CALLS, calls))
 
 
 def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:

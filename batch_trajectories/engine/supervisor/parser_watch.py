@@ -16,7 +16,7 @@ from batch_trajectories.engine.parser_signs import WARNING_OF_THOUGHT, ParserSig
 log = logging.getLogger(__name__)
 
 _ENOUGH = 10
-"""So many conversations without a reply that was read are no accident."""
+"""Number of conversations without a readable reply that are no accident any more."""
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class _Seen:
 
     ended: int = 0
     leaked: int = 0
-    """Those with a tool call in a text."""
+    """Conversations with a tool call in a text."""
     open_thoughts: int = 0
-    """Those with the end of a thought in a text."""
+    """Conversations with the end of a thought in a text."""
     reads_calls: bool = False
     reads_thoughts: bool = False
     call: str = ""
@@ -35,13 +35,13 @@ class _Seen:
 
 
 class ParserWatch:
-    """What the conversations of a start say of the parsers of their endpoints."""
+    """Watches the conversations of a start for signs that a server parses no calls or thoughts."""
 
     def __init__(
         self, say: Callable[[str], None], *, may_stop: bool, accepts: Collection[str] = ()
     ) -> None:
-        """`may_stop`: the conversations are this program's own. `accepts` are the reasons of
-        rejected rows that the run accepts: it is not stopped for what its user wants to keep."""
+        """`may_stop`: the conversations are held by this program's own agent. `accepts` are the
+        reasons for rejecting rows that the user accepts; the run is not stopped for these."""
         self._say = say
         self._stops_for_calls = may_stop and "leaked_call" not in accepts
         self._stops_for_thoughts = may_stop and "marker_in_text" not in accepts
@@ -72,7 +72,7 @@ class ParserWatch:
                 )
 
     def problem(self) -> str | None:
-        """Why the run must stop; None if it need not."""
+        """The reason why the run must stop; None if it need not."""
         for endpoint, seen in self._seen.items():
             if (
                 self._stops_for_calls

@@ -1,10 +1,11 @@
 """Reports endpoints that do not answer, and stops a run whose endpoint refuses everything.
 
-If an endpoint has answered none, it is not the rows that are wrong: a server without a tool parser
-refuses every request with tools. Such a run stops, and no task is marked as failed. If an endpoint
-that has answered refuses many requests alike and answers none between them, the account or the
-server has changed, in whatever words it says so: the run stops as well, and these tasks have failed
-once, so that rows that really are wrong come to an end.
+If an endpoint has never answered, the rows are not the cause: a server without a tool parser
+refuses every request with tools. Such a run stops, and no task is marked as failed.
+
+If an endpoint that has answered before refuses many requests alike and answers none between them,
+the account or the server has changed. The run stops as well, but each of these tasks has failed
+once: if a row really is wrong, it ends after `--max_attempts`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _REFUSALS = frozenset({"bad_request", "forbidden", "not_found", "overloaded"})
 a 500 that an account is empty."""
 
 _VALUE = re.compile(r"(?<!HTTP )\b[\w-]*\d[\w-]*")
-"""Numbers and ids, such as that of the request."""
+"""Numbers and ids in a message, such as the id of the request."""
 _ALIKE_CHARS = 40
-"""So much of a message says what is refused; some servers repeat the request after it."""
+"""Length of the beginning of a message that names its cause; some servers repeat the request
+after it."""
 
 _REMEDIES = (
     (
@@ -66,23 +68,23 @@ class Refusals:
     """The refusals of a start, until a call is answered."""
 
     def __init__(self, endpoints: Collection[str], *, has_answered: bool) -> None:
-        """`endpoints` are those of the run; `has_answered`: they have answered earlier starts."""
+        """`endpoints` are the run's; `has_answered`: they have answered earlier starts."""
         self._urls = sorted({*map(url_of, endpoints)})
         self._is_decided = has_answered or not endpoints
-        """It is known that only single rows are refused."""
+        """An endpoint has answered, so a refusal concerns a single row."""
         self._held: list[Refused] = []
         self._alike: list[str] = []
         """Messages of the latest failures, all of one kind, since a call was last answered."""
 
     def on_reply(self) -> None:
-        """A call was answered."""
+        """Note that a call was answered."""
         self._is_decided = True
         self._alike.clear()
 
     def hold_back(self, worker: WorkerHandle, message: FromWorker) -> bool:
         """Hold back an early `bad_request` failure until it is known whether the endpoint works.
 
-        Return True if the message is held back; `settle` returns it later.
+        Return True if the message is held back; `decide` returns it later.
         """
         if not isinstance(message, TaskFinished | TaskFailed):
             return False
@@ -107,19 +109,20 @@ class Refusals:
         self._alike.append(failure.message)
 
     @property
-    def are_open(self) -> bool:
+    def has_held_back(self) -> bool:
         """Whether messages are held back."""
         return bool(self._held)
 
     @property
-    def are_enough(self) -> bool:
-        """Whether no more tasks should be tried before it is known if the endpoint answers."""
+    def has_enough(self) -> bool:
+        """Whether to begin no more tasks until it is known if the endpoint answers."""
         return len(self._held if not self._is_decided else self._alike) >= _ENOUGH
 
-    def settle(self, *, is_last: bool) -> tuple[list[Refused], str | None]:
-        """The messages to handle now, and why the run must stop instead, if it must.
+    def decide(self, *, is_last: bool) -> tuple[list[Refused], str | None]:
+        """Return the messages to handle now, and the reason to stop the run instead, if there is
+        one.
 
-        `is_last`: no call is in flight, and as many as are needed to judge were made.
+        `is_last`: no call is in flight, and no further one is needed to judge.
         """
         if self._is_decided and is_last and len(self._alike) >= _ENOUGH:
             reason, self._alike = self._describe_change(), []
@@ -144,9 +147,9 @@ class Refusals:
 
     def _describe(self) -> str:
         first = self._held[0]
-        said = first.reason.lower()
+        reason = first.reason.lower()
         remedy = next(
-            (advice for phrases, advice in _REMEDIES if any(word in said for word in phrases)),
+            (advice for phrases, advice in _REMEDIES if any(word in reason for word in phrases)),
             _OTHERWISE,
         )
         return (
@@ -157,7 +160,7 @@ class Refusals:
 
 
 def _outline(message: str) -> str:
-    """What messages of one kind have in common: no ids, and not the request after it."""
+    """The common part of messages of one kind: without ids, and without the request after it."""
     return _VALUE.sub("", message)[:_ALIKE_CHARS]
 
 
@@ -182,7 +185,7 @@ class Outages:
         self._say = say
         self._answered = set(proven)
         self._outages: dict[str, _Outage] = {}
-        self._has_said = False
+        self._has_warned = False
 
     def note(self, url: str, message: str, left_s: float) -> None:
         """A call failed and is retried for `left_s`; the first is reported at once."""
@@ -192,8 +195,8 @@ class Outages:
         if known is not None and now < known.ends_at:
             ends_at = min(ends_at, known.ends_at)
         self._outages[url] = _Outage(message[:_MAX_CHARS], now, ends_at)
-        if not self._has_said and url not in self._answered:
-            self._has_said = True
+        if not self._has_warned and url not in self._answered:
+            self._has_warned = True
             self._say(f"waiting for {url}: no call has succeeded yet (see --base_url): {message}")
 
     def on_replies(self, url: str) -> None:
@@ -210,7 +213,7 @@ class Outages:
         return bool(self._outages) and not self._answered
 
     def describe(self) -> str:
-        """For the progress line; "" if there is no outage."""
+        """Text for the progress line; "" if there is no outage."""
         now = time.monotonic()
         for url, outage in list(self._outages.items()):
             if now - outage.heard_at > _FORGET_S:

@@ -72,21 +72,21 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a start ended."""
+    """The end of a start."""
 
     signal: int | None = None
-    """The signal that stopped it."""
+    """The signal that stopped the start; None if none did."""
     stopped_by: str | None = None
-    """Why the environment or the budget stopped it."""
+    """The reason why the environment or the budget stopped the start; None if neither did."""
     limits: Sequence[Mapping[str, Any]] = ()
-    """What limited the model calls; see `RunLimits.report`."""
+    """The limits on the model calls; see `RunLimits.report`."""
     is_out_of_budget: bool = False
-    """The budget of the run stopped it."""
+    """The budget of the run stopped the start."""
     is_hopeless: bool = False
-    """A rule of `--stop_if` stopped it."""
+    """A rule of `--stop_if` stopped the start."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the summary."""
+        """The values for summary.json."""
         return {"stopped_by": self.stopped_by, "signal": self.signal, "calls": list(self.limits)}
 
 

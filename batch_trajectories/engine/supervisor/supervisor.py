@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _SYNC_EVERY_S = 0.02
-"""As for journals: a power loss costs no more records than replies."""
+"""Seconds between syncs, as for journals: a power loss costs no more records than replies."""
 _FAILED_STARTS = 3
 
 
@@ -77,7 +77,7 @@ class Supervisor:
         self._queue = start.queue
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         self.limits, self.budget = start.limits, start.budget
         first_number = next_worker_number(start.run_dir.inflight)
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
@@ -100,7 +100,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._steering: Steering | None = None
         self._due = 0.0
-        """The time of the next job besides assigning tasks and keeping records."""
+        """Monotonic time of the next periodic duties."""
 
     def interrupt(self) -> None:
         """Stop the run: in good order, or at once if called again. For signal handlers."""
@@ -109,8 +109,8 @@ class Supervisor:
     def run(self) -> str | None:
         """Work until every task has ended or the run is stopped.
 
-        Returns None, or why the environment stopped the run ("" after `interrupt`). Raises
-        `EnvironmentStop` if records cannot be written or no worker starts.
+        Returns the reason why the environment stopped the run ("" after `interrupt`), or None.
+        Raises `EnvironmentStop` if records cannot be written or no worker starts.
         """
         try:
             for _ in range(min(self._start.config.num_workers, self._progress.left)):
@@ -118,7 +118,7 @@ class Supervisor:
             while not self._is_over():
                 self._handle_messages()
                 if time.monotonic() >= self._due:
-                    self._tend()
+                    self._run_duties()
                 self._assign()
             self._acknowledge_finished()
             self._shut_down_workers()
@@ -132,18 +132,20 @@ class Supervisor:
 
     def _describe(self) -> str:
         parts = (self._outages, self._batches, self.limits, self.budget)
-        said = [part.describe() for part in parts if part is not None]
-        return ", ".join(filter(None, ["paused" * self._is_paused, *said]))
+        texts = [part.describe() for part in parts if part is not None]
+        if self._is_paused:
+            texts.insert(0, "paused")
+        return ", ".join(filter(None, texts))
 
     def _is_over(self) -> bool:
-        if self._pool.held or (self._start.refusals.are_open and self._stop_reason is None):
+        if self._pool.held or (self._start.refusals.has_held_back and self._stop_reason is None):
             return False
         return self._stop_reason is not None or self._queue.is_empty()
 
     # Messages of workers.
 
     def _handle_messages(self) -> None:
-        """Handle all messages, waiting for the first until something else is due."""
+        """Handle all messages; wait for the first one until the next duties are due."""
         try:
             item = self._pool.inbox.get(timeout=max(0.0, self._due - time.monotonic()))
             while True:
@@ -152,8 +154,12 @@ class Supervisor:
         except queue.Empty:
             pass
 
-    def _tend(self) -> None:
-        """Do what is due, after each message but finished tasks, which wait for a common sync."""
+    def _run_duties(self) -> None:
+        """Run the periodic duties.
+
+        Called after every message except `TaskFinished`: finished tasks are acknowledged
+        together, after one sync.
+        """
         self._start.run_dir.check_is_there()
         if (problem := self._start.run_dir.problem() or self._parsers.problem()) is not None:
             self._stop(problem)
@@ -166,7 +172,7 @@ class Supervisor:
         self._steer()
         self.limits.share(self._pool.workers)
         self._grant_budget()
-        self._settle_refusals()
+        self._decide_refusals()
         self._serve_batches()
         self._progress.show(self._pool.held, self._describe(), pause_s=self.limits.pause_s())
         self._due = time.monotonic() + _TICK_S
@@ -246,8 +252,8 @@ class Supervisor:
             case ReportOutage():
                 self._outages.note(message.url, message.message, message.left_s)
             case Say(text):
-                if text not in self._said:
-                    self._said.add(text)
+                if text not in self._shown:
+                    self._shown.add(text)
                     self._progress.say(text)
             case HaltRun(reason):
                 self._stop(reason)
@@ -290,10 +296,10 @@ class Supervisor:
         if self._batches is not None:
             self._batches.leave(key)
 
-    def _settle_refusals(self) -> None:
+    def _decide_refusals(self) -> None:
         refusals = self._start.refusals
-        is_last = not self._pool.held and (refusals.are_enough or self._queue.is_empty())
-        messages, reason = refusals.settle(is_last=is_last)
+        is_last = not self._pool.held and (refusals.has_enough or self._queue.is_empty())
+        messages, reason = refusals.decide(is_last=is_last)
         if reason is not None and self._stop_reason is None:
             self._stop(reason, grace_s=0.0)  # nothing is in flight
         for refused in messages:
@@ -312,7 +318,7 @@ class Supervisor:
         return self._steering is not None and self._steering.is_paused
 
     def _steer(self) -> None:
-        """Carry out what people ask of the run."""
+        """Carry out the requests of people who steer the run."""
         if self._steering is None:
             if not (self._start.run_dir.path / CONTROL_FILE).exists():
                 return
@@ -356,7 +362,7 @@ class Supervisor:
             self._pool.start(self._setup)
 
     def _take_over(self, worker: WorkerHandle) -> None:
-        """Queue the tasks of a dead worker again; if it had an isolated task, fail that."""
+        """Queue the tasks of a dead worker again; fail its task if it was isolated."""
         # Its finished records must be durable before its journals are read.
         self._start.records.sync()
         failures = [
@@ -372,7 +378,7 @@ class Supervisor:
         for failure in failures:
             self._start.failures.append(failure)
         self._start.failures.sync()
-        with self._stopping_where_unreadable():
+        with self._stopping_if_unreadable():
             self._start.inflight.add_worker(
                 worker.number,
                 wanted=lambda key: key in worker.held or key in self._queue.failed_now,
@@ -413,10 +419,10 @@ class Supervisor:
 
     def _assign(self) -> None:
         """Assign tasks to the workers with the most room, at most `batch_size` per message."""
-        if self._stop_reason is not None or self._start.refusals.are_enough or self._is_paused:
+        if self._stop_reason is not None or self._start.refusals.has_enough or self._is_paused:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
-        with self._stopping_where_unreadable():
+        with self._stopping_if_unreadable():
             while worker := self._pool.with_room(self._progress.left):
                 if (task := self._queue.next()) is None:
                     break
@@ -431,11 +437,9 @@ class Supervisor:
                 worker.send(AssignTasks(assigned[first : first + size]))
 
     @contextmanager
-    def _stopping_where_unreadable(self) -> Iterator[None]:
-        """Stop the run in good order if a task's row or journal cannot be read any more.
-
-        What the workers have in flight does not need these, and was paid for.
-        """
+    def _stopping_if_unreadable(self) -> Iterator[None]:
+        """Stop the run in good order if a task's row or journal cannot be read any more."""
+        # Not at once: the tasks in flight do not need these files, and were paid for.
         try:
             yield
         except (DatasetChanged, StorageError) as error:
@@ -472,7 +476,7 @@ class Supervisor:
             self._pool.kill()
 
     def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
-        """Stop the run; running turns get `grace_s` to finish (default: that of the config)."""
+        """Stop the run; running turns get `grace_s` seconds to finish (None: the config's)."""
         grace_s = self._start.config.grace_s if grace_s is None else grace_s
         if self._stop_reason is not None:
             self._stop_reason = self._stop_reason or reason

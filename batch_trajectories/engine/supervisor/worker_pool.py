@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 
 class TaskQueue:
-    """First tasks that were put back, then those of the dataset, then suspects one by one."""
+    """The tasks to run: first those that were put back, then the dataset's, then suspects one by
+    one."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class TaskQueue:
         self._find = find
         self._opening = opening
         self.failed_now: dict[bytes, tuple[str, str | None]] = {}
-        """The failure class of tasks that failed in this start ("" for those that run again), and
-        their models; their journals stay for the next start."""
+        """Failure class and model of the tasks that failed in this start, by key. The class is
+        "" for tasks that run again. The journals stay for the next start."""
         self._again: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
 
@@ -90,7 +91,7 @@ class TaskQueue:
         (self._suspects if self._is_suspect(task) else self._again).append(task)
 
     def failed(self, key: bytes, failure: str, model: str | None) -> None:
-        """An attempt of a task has failed, with this failure class; it has attempts left."""
+        """Note that an attempt of a task has failed; the task has attempts left."""
         self.failed_now[key] = failure, model
 
     def retry(self) -> dict[bytes, str]:
@@ -106,16 +107,14 @@ class TaskQueue:
         return failed
 
     def ended(self, key: bytes, passed: bool | None, cost_usd: float | None) -> int:
-        """A task has its record; queue the samples that its prompt needs now, return their number.
-
-        They come before other prompts, so that few are open at a time.
-        """
+        """Queue the samples that a prompt needs after the end of a task; return their number."""
+        # They come before other prompts, so that few prompts are open at a time.
         opened = [] if self._opening is None else self._opening.end(key, passed, cost_usd)
         self._again.extend(opened)
         return len(opened)
 
     def problem(self) -> str | None:
-        """Why tasks that are needed do not begin in this start; None if all do."""
+        """The reason why needed tasks do not begin in this start; None if all do."""
         return None if self._opening is None else self._opening.problem()
 
     def is_empty(self) -> bool:
@@ -141,22 +140,22 @@ class CallCollector(Protocol):
     """
 
     problem: str | None
-    """Why the run has to stop."""
+    """The reason why the run has to stop; None if it need not."""
 
     def ask(self, worker: WorkerHandle, call: CollectCall, /) -> None:
         """Take a worker's call; the worker gets the answer."""
         ...
 
     def leave(self, task: bytes, /) -> None:
-        """The worker of a task has died: nobody waits for its calls now."""
+        """Note that nobody waits for the calls of a task now: its worker has died."""
         ...
 
     def forget(self, task: bytes, /) -> None:
-        """A task has its record: its calls need no answer."""
+        """Drop the calls of a task that has its record."""
         ...
 
     def tick(self, held: int | None, *, ended_share: float, say: Callable[[str], object]) -> None:
-        """Do what is due. `held` tasks are in flight, None while more are assigned.
+        """Do the periodic duties. `held` tasks are in flight, None while more are assigned.
 
         `ended_share` is the share of tasks that have ended; `say` gets messages for the user.
         """
@@ -167,7 +166,7 @@ class CallCollector(Protocol):
         ...
 
     def describe(self) -> str:
-        """For the progress line; "" if no call is collected."""
+        """Text for the progress line; "" if no call is collected."""
         ...
 
     def close(self) -> None:
