@@ -1,4 +1,5 @@
-"""How an agent's program is started in its sandbox: what it is shown, its version, how many fit."""
+"""Start an agent's program in its sandbox: the files it sees, its version, how many fit a
+machine."""
 
 from __future__ import annotations
 
@@ -36,19 +37,17 @@ class Installed:
     """A program of this machine."""
 
     path: str
-    """Its absolute path."""
+    """Absolute path of the program."""
     binds: Mapping[str, str]
-    """What it needs besides the system, by its path in a sandbox."""
+    """Paths that the program needs besides the system, by their paths in a sandbox."""
     directories: Sequence[str]
-    """For its PATH: where it and its interpreter are."""
+    """Directories of the program and its interpreter, for its PATH."""
 
     @property
     def shims(self) -> str | None:
-        """A directory of pyenv, asdf or the like that it or its interpreter is in.
-
-        Scripts in it look for the real program with all that the version manager has installed,
-        which a sandbox does not show.
-        """
+        """The directory of pyenv, asdf or the like with the program or its interpreter; None
+        without one. Scripts in it look for the real program with all that the version manager
+        has installed, which a sandbox does not show."""
         return next((place for place in self.directories if Path(place).name == "shims"), None)
 
 
@@ -74,7 +73,7 @@ def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
 
 
 def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
-    """Note what the program at `path` needs; return where it is once its links are followed."""
+    """Note what the program at `path` needs; return its path after following its links."""
     if environment := _environment_of(path):
         # A link to the interpreter is followed only for what it needs: by its own place the
         # interpreter finds the packages.
@@ -104,7 +103,8 @@ def _environment_of(path: Path) -> Path | None:
 
 
 def _npm_root(path: Path) -> Path | None:
-    """The outermost `node_modules` above a file: packages find those that they need in it."""
+    """The outermost `node_modules` above a file, where packages find the packages that they
+    need."""
     return next((above for above in reversed(path.parents) if above.name == "node_modules"), None)
 
 
@@ -132,10 +132,10 @@ HOME = "/home/user"
 """The HOME of agents in sandboxes that have a file system of their own."""
 
 SOCKET_DIR = "/run/gateway"
-"""Where an agent's sandbox has the socket of its gateway."""
+"""Directory in an agent's sandbox with the socket of its gateway."""
 
 _SHARE = 0.8
-"""Of the free memory, for agents."""
+"""Share of the free memory that agents may use."""
 VERSION_TIMEOUT_S = 180.0
 """Some agents load for a minute where all cores are busy."""
 _SHOWN = 300
@@ -176,7 +176,7 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
 
 
 def check_agent_of_node(config: RunConfig) -> None:
-    """Raise `ConfigError` where this node lacks the agent, or has another version of it."""
+    """Raise `ConfigError` if this node lacks the agent, or has another version of it."""
     here = with_checked_agent(config).agent
     if here is not None and config.agent is not None and here.found != config.agent.found:
         raise ConfigError(
@@ -186,7 +186,7 @@ def check_agent_of_node(config: RunConfig) -> None:
 
 
 def version_of(agent: CommandAgent, config: RunConfig) -> str:
-    """What an agent's program says its version is. Raises `NotInstalled` and `SandboxError`."""
+    """The version that an agent's program prints. Raises `NotInstalled` and `SandboxError`."""
     from agent.session import run_here  # takes long to import, and few runs have agents
 
     program, *arguments = agent.version_command
@@ -232,9 +232,9 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
 
 
 def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
-    """Where the program of an agent is. Raises `NotInstalled`.
+    """The program of an agent, with its paths. Raises `NotInstalled`.
 
-    An image has it itself; what of this machine is shown there beside it is in `programs`.
+    An image has the program itself; `programs` names what of this machine it shows beside it.
     """
     if not config.uses_images:
         return find_program(agent.command[0], agent.programs)
@@ -252,7 +252,7 @@ def extras_of(
     in_image: bool = False,
     home: str | None = HOME,
 ) -> Extras:
-    """What the sandbox of an agent shows: its program, and the directory of its socket.
+    """The paths that the sandbox of an agent shows: its program, and the directory of its socket.
 
     In an image also the Python that forwards its calls. `home` None: the image's user has one.
     """

@@ -27,7 +27,7 @@ class WorkerBudget:
     """Reserves amounts for calls; if too little is left, waits for a grant of the parent."""
 
     def __init__(self, *, budget: Cost | None, report: Callable[[ReportBudget], None]) -> None:
-        """`budget` is that of the run, None without one. `report` sends to the parent."""
+        """`budget` is the run's, None without one. `report` sends to the parent."""
         self._budget = budget or Cost()
         self.is_kept = budget is not None
         self._send_report = report
@@ -97,7 +97,7 @@ class WorkerBudget:
         self._waiting.clear()
 
     def _spent(self, worst_case: Cost, outcome: Completion | ModelError | None) -> Cost:
-        """What a call has spent; its worst case if that is unknown."""
+        """The cost of a call; its worst case if that is unknown."""
         if isinstance(outcome, ModelError):
             return worst_case if outcome.may_have_cost else Cost()
         if outcome is None:

@@ -259,7 +259,7 @@ class CallPermit:
     worst_case: Cost
     """The amount reserved for it."""
     tokens: float
-    """Its estimated number of tokens."""
+    """Estimated number of tokens of the call."""
     sent_at: float
 
     def leave(self, outcome: Completion | ModelError | None) -> None:

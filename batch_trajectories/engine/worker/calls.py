@@ -139,7 +139,8 @@ class Calls:
         return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
     async def stops_the_run(self, error: ModelError) -> bool:
-        """The same, but an endpoint may have answered another worker: the parent is asked."""
+        """Whether a failure stops the run; asks the parent if the endpoint has answered another
+        worker."""
         if not self.is_the_endpoints(error):
             return False
         url = error.endpoint
@@ -246,7 +247,7 @@ class Calls:
 
 
 class Stops(Protocol):
-    """Whether the worker is stopping, and how a task makes it stop."""
+    """Tells whether the worker is stopping, and stops it for a task."""
 
     is_stopping: bool
 
@@ -255,7 +256,7 @@ class Stops(Protocol):
         ...
 
     def say(self, message: str) -> None:
-        """Show a message to the user, if no worker has shown it before."""
+        """Show a message to the user, if no worker has shown the same message before."""
         ...
 
 
@@ -289,7 +290,7 @@ class ParentKeys:
         return self._of(connection.command_id)
 
     def on_key(self, message: SetKey) -> None:
-        """The parent has a key, or says why it has none."""
+        """Take the key that the parent has, or the reason why it has none."""
         self._of(message.command).set(message.number, message.problem, message.key)
 
     def _of(self, command: str) -> ParentKey:
@@ -309,7 +310,7 @@ class ParentKey:
         self._heard = asyncio.Event()
 
     def set(self, number: int, problem: str, key: str) -> None:
-        """Take what the parent says, and wake those who wait for it."""
+        """Take a message of the parent, and wake those who wait for it."""
         self._key, self._number, self._problem = key or self._key, number, problem
         self._is_asked_for = False
         self._heard.set()

@@ -145,30 +145,30 @@ class ImagePath(PurePosixPath):
         return self.read_bytes().decode(encoding, errors)
 
     def is_file(self) -> bool:
-        """Whether it is a regular file that the conversation's user can read."""
+        """Whether the path is a regular file that the conversation's user can read."""
         with contextlib.suppress(OSError):
             self._asked("probe")
             return True
         return False
 
     def is_dir(self) -> bool:
-        """Whether it is a directory that the conversation's user can read."""
+        """Whether the path is a directory that the conversation's user can read."""
         with contextlib.suppress(OSError):
             self._asked("listing")
             return True
         return False
 
     def exists(self) -> bool:
-        """Whether it is a file or a directory."""
+        """Whether the path is a file or a directory."""
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator[ImagePath]:
-        """What is in a directory, sorted by name. Raises `OSError`."""
+        """The paths in a directory, sorted by name. Raises `OSError`."""
         for name in self._asked("listing")["names"]:
             yield self / name.rpartition("/")[2]
 
     def rglob(self, pattern: str) -> Iterator[ImagePath]:
-        """What is beneath a directory and matches a pattern without `**`. Raises `OSError`."""
+        """The paths beneath a directory that match a pattern without `**`. Raises `OSError`."""
         for name in self._asked("walk")["names"]:
             if (path := self / name).match(pattern):
                 yield path

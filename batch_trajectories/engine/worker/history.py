@@ -244,10 +244,10 @@ async def remove_history(context: ToolContext, base_commit: str) -> None:
 
 
 async def history_problem(context: ToolContext, base_commit: str) -> str | None:
-    """What the repository holds besides the history of a commit; None if it is proved: nothing.
+    """A description of what the repository holds besides a commit's history; None if nothing.
 
-    Every object of the repository and of its submodules is reachable from HEAD, which is
-    `base_commit` or one commit after it. Raises `SetupFailed` where the sandbox does not start.
+    None is proved: every object of the repository and of its submodules is reachable from HEAD,
+    which is `base_commit` or one commit after it. Raises `SetupFailed`.
     """
     result = await _run(context, _PROVE, base_commit)
     return None if result.exit_code == 0 else _why(result)

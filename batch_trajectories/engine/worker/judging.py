@@ -1,4 +1,4 @@
-"""Judge a workspace by its check: what runs before it, where it runs, and what it gets there."""
+"""Judge a workspace by its check: the steps before the check, its sandbox, and its files there."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ _MAX_REWARD_BYTES = 1 << 20
 _MAX_LOG_BYTES = 32 << 20
 _WRONG_SHOWN = 50
 _NOT_FOUND, _NO_SHELL = 127, "sh: No such file or directory\n"
-"""How a sandbox says that there is no shell for the command."""
+"""Exit code and message of a sandbox that has no shell for the command."""
 
 TURNS_VARIABLE = "CONVERSATION_TURNS"
 """The variable with the number of turns, for checks that give rewards per turn."""
@@ -241,7 +241,7 @@ async def _ran(context: ToolContext, *command: Any, **options: Any) -> ExecResul
 async def _judged(
     context: ToolContext, check: Check, result: ExecResult, turns: int | None
 ) -> dict[str, Any]:
-    """What the command of a check says. Raises `CheckFailed`."""
+    """The result of a check's command. Raises `CheckFailed`."""
     if result.exit_code is None:
         raise CheckFailed(f"`check`: {_said(result)}")
     if check.tests is not None:
@@ -255,7 +255,7 @@ async def _judged(
 
 
 async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
-    """What the tests in the output say; of a log the record has the ends as `stdout`."""
+    """The result of the tests in the output; the record has the ends of a test log as `stdout`."""
     tests = check.tests
     assert tests is not None
     output = result.stdout + "\n" + result.stderr
@@ -360,7 +360,7 @@ def _by_name(rewards: Rewards) -> dict[str, Any]:
 
 
 def _said(result: ExecResult) -> str:
-    """How a command ended and the end of what it printed."""
+    """The end of a command, and the last part of its output."""
     how = f"exit code {result.exit_code}"
     if result.timed_out:
         how = f"it timed out after {result.duration_s:.0f} s"
@@ -436,7 +436,8 @@ async def judge(
 
 
 async def _bring(worked: ToolContext, open_as: Open, artifacts: Sequence[Artifact]) -> None:
-    """Copy what a check judges to where it runs. Raises `CheckFailed` and `SetupFailed`."""
+    """Copy what a check judges into the workspace of the check. Raises `CheckFailed`,
+    `SetupFailed`."""
     judged = await open_as("root")
     try:
         await _carry_all(worked, judged, artifacts)
@@ -464,7 +465,7 @@ async def _carry_all(
 async def _carry(
     worked: ToolContext, judged: ToolContext, path: str, exclude: Sequence[str], limit: int
 ) -> int:
-    """Copy one file or directory; how many bytes it has."""
+    """Copy one file or directory; return its size in bytes."""
     source, target = cast("ImageFiles", worked.workspace), cast("ImageFiles", judged.workspace)
     try:
         tree = await asyncio.to_thread(source.tree, path, with_git=True)

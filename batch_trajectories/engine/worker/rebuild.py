@@ -79,13 +79,14 @@ class Rebuilder:
     async def restored(
         self, prepared: PreparedWorkspace, trajectory: Trajectory
     ) -> tuple[PreparedWorkspace, Rebuild | None]:
-        """The workspace, rebuilt if a call was cut off or if it is not as it was; what was done.
+        """Return the workspace, rebuilt if a call was cut off or files were lost; and the rebuild,
+        if any.
 
         A session of the model's commands has ended with the process; the files may be lost, or
         damaged by a loss of power.
 
-        Where that is impossible, the workspace is what it was, and the second result says why.
-        Raises `SetupFailed` if a function of a repeated call does not return.
+        If a rebuild is impossible, the workspace is returned unchanged, and the second result says
+        why. Raises `SetupFailed` if a function of a repeated call does not return.
         """
         # What kills workers must not be run again for ever.
         if not self._max_s or self.assignment.deaths >= DEATHS_OF_A_SUSPECT:
@@ -154,9 +155,9 @@ class Rebuilder:
             raise _Impossible("its earlier calls took longer than --max_rebuild_s")
 
     async def _repeat(self, context: ToolContext, begun: float) -> tuple[ToolContext, int]:
-        """Repeat the calls in a fresh workspace; return its context and their number.
+        """Repeat the calls in a fresh workspace; return its context and the number of calls.
 
-        Raises `_Impossible` where a result differs. Closes the context if it raises.
+        Raises `_Impossible` if a result differs. Closes the context if it raises.
         """
         calls = 0
         try:
@@ -253,7 +254,8 @@ class Rebuilder:
         return tool if effects == "workspace" else None
 
     def _effects(self, tool: Tool) -> str:
-        """Where calls of a tool have effects; commands of the model reach what its sandbox does."""
+        """The places in which calls of a tool have effects; commands of the model reach as far
+        as its sandbox."""
         if tool.name in self._commands() and not self._is_confined():
             return "elsewhere"
         return tool.effects

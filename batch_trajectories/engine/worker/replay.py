@@ -18,7 +18,7 @@ from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 
 OF_COMMANDS = ("python", "terminal")
-"""Those that run what the model writes."""
+"""Tools that run commands which the model writes."""
 
 NEVER_RAN = frozenset(
     {"not_run", "denied", "unknown_tool", "invalid_arguments", "unknown_reference"}
@@ -30,8 +30,8 @@ SHOWN = 500
 
 
 def replayable(setup: Setup, servers: Collection[str]) -> frozenset[str]:
-    """The tools that are called again: those with effects only in the workspace, and the user's
-    own ones that are idempotent and take a context. `servers` are the MCP servers."""
+    """The names of tools that are called again: those with effects only in the workspace, and
+    the user's own idempotent tools that take a context. `servers` are the MCP servers."""
     return frozenset(
         tool.name
         for toolset in setup.toolsets

@@ -31,7 +31,7 @@ from toolsets.workspace.workspace import PathError
 
 _MOST_PROCESSES = 4
 _START_TIMEOUT_S = 300.0
-"""For the imports of the function's module."""
+"""Seconds for the imports of the function's module."""
 _REPLY_BYTES = 64 << 20
 _SHOWN = 1000
 _ROOT = str(Path(__file__).parents[3])
@@ -214,14 +214,14 @@ class _Process:
         return reply
 
     async def how_it_ended(self) -> str:
-        """How the process ended and the last of what it printed."""
+        """The end of the process, and the last lines that it printed."""
         code = await self._process.wait()
         said = _end_of(self._errors)
         await self.kill()
         return f"it ended its process ({_how(code)}){said}"
 
     async def kill(self) -> None:
-        """Kill the process and what it has started."""
+        """Kill the process and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
@@ -253,9 +253,9 @@ class Inside(NamedTuple):
     """The workspace of a conversation that is inside an image."""
 
     home: str
-    """Its path in the image."""
+    """Path of the workspace in the image."""
     open: Callable[[], Awaitable[ToolContext]]
-    """Opens it; a sandbox starts when it is first used. Raises `ToolError`."""
+    """Opens the workspace; its sandbox starts when it is first used. Raises `ToolError`."""
 
 
 def answer(context: ToolContext, request: dict[str, Any]) -> dict[str, Any]:

@@ -77,9 +77,9 @@ class Work:
     diff: dict[str, Any] | None = None
     check: dict[str, Any] | None = None
     audit: dict[str, Any] | None = None
-    """What a step of `check_tasks` found."""
+    """Findings of a step of `check_tasks`."""
     workspace: dict[str, Any] | None = None
-    """Where its workspace is kept; see `engine.worker.workspaces`."""
+    """Place where the workspace is kept; see `engine.worker.workspaces`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class AgentTask:
     trajectory: Trajectory
     journal: Callable[[Event], None]
     kept: Callable[[], Awaitable[None]] | None
-    """Waits until the journal is on disk; None where it is at once."""
+    """Waits until the journal is on disk; None if an event is on disk as soon as it is recorded."""
     conversation: str = ""
     """See `agent.models.conversation_id`."""
 
@@ -271,7 +271,8 @@ class TaskRunner:
         return _finished(task, record, failure)
 
     async def do(self, work: Work) -> None:
-        """Set up the workspace, hold the conversation and judge it; sets what comes of it."""
+        """Prepare the workspace, hold the conversation, run the check, and store the outcome on
+        `work`."""
         prepared = await self._prepared(work)
         if work.row.agent is not None and self._agents is not None:
             work.row = work.row._replace(agent=await self._agents.with_version(work.row.agent))
@@ -301,7 +302,7 @@ class TaskRunner:
     async def _judge(self, work: Work) -> None:
         """Make the diff, and judge the workspace.
 
-        Raises `SetupFailed` where no sandbox could be opened for it; the last attempt does not.
+        Raises `SetupFailed` if no sandbox could be opened for the check; not in the last attempt.
         """
         work.diff = await self._spaces.diff(work.context, work.row)
         if work.row.check is None:
@@ -406,7 +407,7 @@ class TaskRunner:
         return await conversation.run(taken_up=is_taken_up)
 
     async def _run_agent(self, work: Work) -> tuple[Finish, CommandAgent]:
-        """Run an agent that is a command; return its end, and it with its version."""
+        """Run an agent that is a command; return its end, and the agent with its version."""
         assert self._agents is not None
         assert work.row.agent is not None
         if work.context.sandbox is not None:
@@ -456,7 +457,7 @@ class TaskRunner:
             raise Stopped
 
     def _count(self, event: Event, *, is_users: bool = False) -> None:
-        """Count a reply; `is_users`: a simulated user wrote it, of which no prompt is kept."""
+        """Count a reply; `is_users`: a simulated user wrote it, whose prompts are not kept."""
         if event["kind"] == "sub":
             self._count(event["event"], is_users=event["name"] == SIMULATED_USER)
         elif event["kind"] == "exchange":

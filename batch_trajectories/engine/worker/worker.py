@@ -89,9 +89,9 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
 
 
 def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
-    """Work in this process until the parent sends exit; see `Worker.serve`.
+    """Work in this process until the parent sends `Exit`; see `Worker.serve`.
 
-    If the machine fails, reports it to the parent and exits.
+    If the machine fails, reports the failure to the parent and exits.
     """
     # The parent handles Ctrl-C, a scheduler's SIGTERM and a closed terminal. Not SIG_IGN: commands
     # would inherit it, and `kill` would have no effect in them.
@@ -141,7 +141,7 @@ class SentJournal(Journal, Protocol):
 
 
 class Worker:
-    """Runs all tasks that it is assigned, at the same time."""
+    """Runs all assigned tasks at the same time."""
 
     def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
         self._connection = connection

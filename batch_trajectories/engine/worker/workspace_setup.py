@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toolsets.sandbox.image_files import ImageSandbox
 
 IMAGE_FILE = "image"
-"""The file beside a conversation's layer with the digest of the image below it."""
+"""Name of the file beside a conversation's layer that holds the digest of the image below."""
 
 _MOST_PATHS = 200
 _SHOWN = 2000
@@ -96,8 +96,8 @@ def _aside(root: Path) -> Path:
 def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
     """Keep what a conversation has changed in its image, or prepare for a workspace made anew.
 
-    Whether it was kept, and whether its image was replaced. What is made anew is marked until
-    `mark_set_up`, so that a crash before shows.
+    Return whether the changes were kept, and whether the image was replaced. A new workspace is
+    marked as incomplete until `mark_set_up`, so that a crash before shows.
     """
     is_other = image_was_replaced(root, sandbox.image_digest)
     if sandbox.is_kept() and not is_other and not half_set_up(root).exists():
@@ -114,7 +114,7 @@ def remove_all(root: Path, sandbox: ImageSandbox) -> None:
 
 
 def mark_set_up(root: Path, digest: str) -> None:
-    """Say at once that a workspace is whole, and above which image it is."""
+    """Mark a workspace as whole, and note the digest of its image, in one step."""
     root.mkdir(mode=0o700, exist_ok=True)
     half_set_up(root).write_text(digest)
     half_set_up(root).rename(root / IMAGE_FILE)
@@ -147,7 +147,7 @@ async def home_of_user(sandbox: ImageSandbox) -> str:
 
 
 def fresh_root(root: Path) -> Path:
-    """Where the fresh workspace of a conversation is, for its diff and its check."""
+    """Path of the fresh workspace of a conversation, for its diff and its check."""
     return root.with_name(f"{root.name}.fresh")
 
 

@@ -57,7 +57,7 @@ class PreparedWorkspace(NamedTuple):
 
     context: ToolContext
     kept: bool
-    """It is from an earlier assignment."""
+    """The workspace is from an earlier assignment."""
     why_new: str = LOST
     """Why not, if there was an earlier one."""
 
@@ -74,7 +74,8 @@ class Workspaces:
         self._browsers = browsers
         self._problems: dict[str, str | None] = {}
         self._digests = dict(setup.images)
-        """Of images around workspaces, by reference; of those inside, `RunImages` knows."""
+        """Digests of images around workspaces, by reference; `RunImages` has those of images
+        inside."""
         self._images: RunImages | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
             from batch_trajectories.engine.worker.diffs.diffs import Diffs
@@ -126,7 +127,7 @@ class Workspaces:
         return PreparedWorkspace(context, kept)
 
     async def _prepare_image(self, context: ToolContext, row: RowTask) -> PreparedWorkspace:
-        """As `prepare`, for a workspace inside an image."""
+        """Prepare a workspace inside an image; see `prepare`."""
         from batch_trajectories.engine.worker.diffs.changes import begin_diff
 
         assert self._images is not None
@@ -220,10 +221,10 @@ class Workspaces:
         return self._spec_of(row).network
 
     async def diff(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
-        """What the conversation changed in its image's repository; None where there is none.
+        """The changes of the conversation to its image's repository; None without a repository.
 
-        It ends the conversation's sandbox. For a fresh check it leaves the changed copy of the
-        image. Raises `SetupFailed` if there is no copy for such a check.
+        Ends the conversation's sandbox. For a fresh check the changed copy of the image is left in
+        place. Raises `SetupFailed` if there is no copy for such a check.
         """
         if self._images is None:
             return None
@@ -253,7 +254,8 @@ class Workspaces:
             await self._diffs.close()
 
     def _made_of(self, context: ToolContext, row: RowTask, *, with_history: bool) -> str | None:
-        """What fresh workspaces of a row are made of; None where its commands decide that."""
+        """A name for the ingredients of fresh workspaces of a row; None if its commands decide
+        them."""
         setup = row.setup
         if setup is not None and (setup.files or setup.commands):
             return None
@@ -483,13 +485,14 @@ async def keep(context: ToolContext, setup: WorkerSetup) -> dict[str, str]:
 
 
 class RunImages:
-    """Makes the sandboxes in them; each image stays the one that it was."""
+    """Makes the sandboxes in images; each image stays the same during the run."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._sandboxes = image_sandboxes(setup.config)
         self.digests = dict(setup.images)
-        """Of images that conversations of the run used, by reference: they must not change."""
+        """Digests of the images that conversations of the run used, by reference. They must not
+        change."""
         self._brought: set[str] = set()
         """References of images that were here when a conversation began."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -515,7 +518,7 @@ class RunImages:
     def sandbox_in_thread(
         self, root: Path, limits: Limits, spec: ImageSpec, extras: Extras | None = None
     ) -> ImageSandbox:
-        """As `sandbox`, of an image that was brought."""
+        """Make a sandbox in an image that is already here; see `sandbox`."""
         config = self._setup.config
         # Which machine a message is about, where a run has several.
         node = f"on {os.uname().nodename}: " if config.executor == "ray" else ""

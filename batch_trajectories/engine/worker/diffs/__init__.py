@@ -1,1 +1,1 @@
-"""What conversations changed in the repositories of their images."""
+"""The changes of conversations to the repositories in their images."""

@@ -1,4 +1,4 @@
-"""What differs between a workspace in an image and a fresh one."""
+"""Compares a workspace in an image with a fresh one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ Found = TypeVar("Found")
 
 
 class Known:
-    """What was found in workspaces in which nothing had been changed.
-
-    It holds for all that are made of the same, so that most conversations need not look for it.
-    """
+    """Facts about unchanged workspaces, found once for all that are made of the same
+    ingredients."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Hashable, Callable[..., object]], object] = {}
@@ -37,7 +35,7 @@ class Known:
     async def get(
         self, context: ToolContext, find: Callable[..., Awaitable[Found]], *arguments: object
     ) -> Found:
-        """What `find` finds in a workspace."""
+        """The result of `find` in a workspace."""
         origin = image_sandbox(context).origin
         if origin is None:
             return await find(context, *arguments)
@@ -53,10 +51,11 @@ async def begin_diff(
     known: Known | None = None,
     then: Callable[[], object] | None = None,
 ) -> None:
-    """Remember whether a repository holds the workspace, before the model could change that.
+    """Remember whether a repository holds the workspace, before the model can change that.
 
-    `then` is called when that is written, in the same thread. Raises `SetupFailed` where it is
-    needed, as for fresh checks, and there is none, or changes could not be carried to another.
+    `then` is called in the same thread once the answer is written. Raises `SetupFailed` if a
+    repository is needed, as for fresh checks, and there is none, or if changes could not be copied
+    to another workspace.
     """
     try:
         top = await (known or Known()).get(context, find_top)
@@ -88,9 +87,9 @@ def start_of(root: Path) -> tuple[str, str] | None:
 
 
 def is_unchanged(context: ToolContext) -> bool:
-    """Whether it is certain, without a comparison of files, that the repository is as it was.
+    """Whether the repository is certainly unchanged; found without a comparison of files.
 
-    Nothing of the conversation may run. False without a repository.
+    No process of the conversation may run. False without a repository.
     """
     if (start := start_of(context.workspace.root)) is None:
         return False
@@ -111,32 +110,32 @@ _CARRIED = ("file", "link")
 
 
 class Changes(NamedTuple):
-    """What a conversation changed in a directory, by the paths in it."""
+    """Changes of a conversation in a directory, by the paths in it."""
 
     top: str
     begun: dict[str, FileState]
-    """What was there, at least where something was changed."""
+    """State of the paths before, at least of those that were changed."""
     changed: dict[str, FileState]
     """Files and links that are other ones than before."""
     gone: list[str]
-    """What is no longer there, or is something else."""
+    """Paths that are no longer there, or are something else."""
     had: set[str]
-    """Files and links that were there, among those two."""
+    """Files and links that were there before, among `changed` and `gone`."""
     closed: list[str]
     """Directories whose entries are not known; what was in them is among `gone`."""
     of_image: list[str]
-    """What the check takes from the image, among those two."""
+    """Paths that the check takes from the image, among `changed` and `gone`."""
     source: FileSource
     source_before: FileSource | None
-    """Where the files are, and were; None where only the sandbox knows that."""
+    """Places of the files before; None if only the sandbox knows them."""
 
 
 async def changes_of(
     worked: ToolContext, fresh: ToolContext, top: str, setup: RowSetup | None, known: Known
 ) -> tuple[Changes, list[str]]:
-    """What a conversation changed beneath `top`, and the repositories within that of `fresh`.
+    """The changes of a conversation beneath `top`, and the repositories within the fresh one.
 
-    Nothing may run in either workspace. What its model did not have is left out. Raises
+    No process may run in either workspace. Paths that the model did not have are left out. Raises
     `ToolError`.
     """
     ends, begins = image_sandbox(worked).layers, image_sandbox(fresh).layers
@@ -156,7 +155,7 @@ async def changes_of(
 def changes_of_layers(
     ends: Sequence[Path], begins: Sequence[Path], top: str, setup: RowSetup | None
 ) -> Changes:
-    """As `changes_of`; raises `NotComparable` where a comparison of layers does not tell."""
+    """Find the changes by comparing layers; see `changes_of`. Raises `NotComparable`."""
     found = differences(ends, begins, top)
     return _sorted_out(top, found.ended, found.begun, setup, found.files, found.before)
 

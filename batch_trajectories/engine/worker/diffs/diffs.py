@@ -31,20 +31,20 @@ Open = Callable[[], Awaitable[ToolContext]]
 
 
 class Openings(NamedTuple):
-    """How workspaces for the diff of a conversation are opened."""
+    """Functions that open workspaces for the diff of a conversation."""
 
     fresh: Open
-    """As that of the conversation was at its start."""
+    """Opens a workspace in the state that the conversation started from."""
     reopened: Open
-    """That of the conversation again."""
+    """Opens the workspace of the conversation again."""
     shared: Open
-    """As `fresh`, for all that are made of the same."""
+    """Opens a workspace like `fresh` that several conversations share."""
     made_of: Hashable | None
-    """What a fresh workspace is made of; None where each is another one."""
+    """The ingredients of a fresh workspace; None if each one is different."""
 
 
 class Diffs:
-    """Makes diffs, and keeps what those of several conversations have in common."""
+    """Makes diffs, and keeps what the diffs of several conversations have in common."""
 
     def __init__(self) -> None:
         self.known = Known()
@@ -53,10 +53,10 @@ class Diffs:
     async def make(
         self, worked: ToolContext, setup: RowSetup | None, opening: Openings, *, is_afresh: bool
     ) -> dict[str, Any] | None:
-        """What a conversation changed in the repository of its image; None where there is none.
+        """The changes of a conversation to the repository of its image; None without a repository.
 
-        Its sandbox must have been stopped. For a check `is_afresh` the changed fresh workspace is
-        left. Raises `SetupFailed` if there is none for such a check.
+        The conversation's sandbox must have been stopped. For a check `is_afresh` the changed fresh
+        workspace is left in place. Raises `SetupFailed` if there is none for such a check.
         """
         begin = await asyncio.to_thread(_look, worked, setup, opening)
         if begin is None:
@@ -90,7 +90,7 @@ class Diffs:
         await self._differs.close()
 
     async def _plain(self, changes: Changes, opening: Openings) -> Plain | None:
-        """The diff, where a workspace that others share is enough to make it."""
+        """The diff, if a workspace that others share is enough to make it; else None."""
 
         async def make() -> Differ | None:
             fresh = await opening.shared()

@@ -1,4 +1,4 @@
-"""How git runs in the sandbox of an image."""
+"""Runs git in the sandbox of an image."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def batches(paths: Iterable[str]) -> Iterator[list[str]]:
 
 
 def uppermost(paths: Iterable[str]) -> Sequence[str]:
-    """Paths in their order, without those beneath another."""
+    """Paths in their order, without the paths beneath another."""
     found: list[str] = []
     for path in sorted(paths, key=lambda path: path.split("/")):
         if not found or not path.startswith(f"{found[-1]}/"):

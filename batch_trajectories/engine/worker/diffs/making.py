@@ -32,10 +32,10 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.image_files import FileSource, FileState, ImageFiles
 
 MAX_BYTES = 16 << 20
-"""Of a diff in a record."""
+"""Most bytes of a diff in a record."""
 
 MAX_CARRIED_BYTES = 64 << 20
-"""Of all changed files."""
+"""Most bytes of all changed files."""
 
 _IGNORES = ".gitignore"
 
@@ -148,7 +148,7 @@ def recorded(patch: bytes) -> dict[str, Any]:
 
 
 def no_diff(why: str) -> dict[str, Any]:
-    """The diff in a record where it could not be made."""
+    """The entry of a record whose diff could not be made."""
     return {**empty_diff(), "error": why}
 
 
@@ -195,7 +195,7 @@ def _without(states: Mapping[str, FileState], paths: Set[str]) -> dict[str, File
 async def _ignored(
     fresh: ToolContext, paths: Iterable[str], top: str, store: str, script: str, *arguments: str
 ) -> set[str]:
-    """Which paths are ignored, as a script finds that reads them and writes a list of these."""
+    """The ignored paths, found by a script that reads paths and writes the list of ignored ones."""
     # What begins with a colon would be a pattern.
     listing = listed(f"./{path}" if path.startswith(":") else path for path in paths)
     await run(image_sandbox(fresh), script, top, store, *arguments, stdin=listing)

@@ -46,16 +46,16 @@ from toolsets.sandbox.image_files import FileSource, FileState, ImageFiles
 EMPTY_TREE = hashlib.sha1(b"tree 0\0", usedforsecurity=False).hexdigest()
 _DIRECTORY = b"40000"
 _MAX_REQUEST_BYTES = 512 << 10
-"""Of contents in one request; a single one may be larger."""
+"""Most bytes of contents in one request; a single content may be larger."""
 
 
 class Blob(NamedTuple):
     """A file or link in a tree."""
 
     mode: bytes
-    """As trees have it: octal digits."""
+    """Mode as git's trees have it: octal digits."""
     content: bytes
-    """Of a link, its target."""
+    """Contents of the file; the target of a link."""
 
 
 class Objects:
@@ -63,7 +63,7 @@ class Objects:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        """By their paths in the directory."""
+        """Contents by path in the directory."""
 
     def add_tree(self, blobs: Mapping[str, Blob]) -> str:
         """Add a tree with files by their paths; return its name."""
@@ -109,7 +109,7 @@ class Objects:
 
 
 _MAX_BYTES = 1 << 20
-"""Of all files, as they were and as they are."""
+"""Most bytes of all files, before and after."""
 _MOST_FILES = 2000
 _TIMEOUT_S = 60.0
 """Others wait."""
@@ -171,7 +171,7 @@ class Differ:
         """Another should take its place."""
 
     async def ignored(self, paths: set[str]) -> set[str] | None:
-        """Which paths git ignores; None where git changes contents of any of the others.
+        """The paths that git ignores; None if git changes the contents of any other path.
 
         Raises `DiffError` and `ToolError`.
         """
@@ -195,7 +195,7 @@ class Differ:
         return None if (paths - ignored) & self._converted else ignored
 
     def _read_paths(self, store: str, paths: set[str]) -> tuple[set[str], set[str]]:
-        """Which paths are ignored, and which have contents that git changes."""
+        """The ignored paths, and the paths whose contents git changes."""
         size = len(listed(paths))
         ignored = self._files.read_bytes(f"{store}/ignored", size).decode().split("\0")
         said = self._files.read_bytes(f"{store}/attributes", 4 * size + 600 * len(paths))
@@ -244,7 +244,7 @@ async def plain_of(changes: Changes, differ: Differ) -> Plain | None:
 
 
 async def _made(changes: Changes, differ: Differ) -> Plain | None:
-    """As `plain_of`; raises `DiffError` and `ToolError`."""
+    """Make the plain diff. Raises `DiffError` and `ToolError`."""
     begun = {path: changes.begun[path] for path in changes.had}
     states = [*begun.values(), *changes.changed.values()]
     if (
