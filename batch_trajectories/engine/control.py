@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def process_of(holder: Mapping[str, Any]) -> list[Any]:
-    """What names the process that works on a run, given what its lock says."""
+    """The values that name the process that works on a run, taken from its lock."""
     return [holder.get("pid"), holder.get("started")]
 
 

@@ -39,27 +39,27 @@ class WorkerHandle(ABC):
     ready: bool = False
     heard_at: float = field(default_factory=time.monotonic)
     held: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
-    """Its unfinished tasks by key, each with its attempt."""
+    """The worker's unfinished tasks by key, each with its attempt."""
     isolated: bool = False
-    """It runs a suspect and gets no other task."""
+    """The worker runs a suspect and gets no other task."""
     last_words: str | None = None
-    """Why it died, if known."""
+    """The reason why the worker died; None if unknown."""
     _outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     _threads: list[threading.Thread] = field(default_factory=list)
     _sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it cannot run yet because the cluster has no room for it."""
+        """Whether the worker cannot run yet because the cluster has no room for it."""
         return False
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether it is not known to be dead."""
+        """Whether the worker is not known to be dead."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill it; the inbox reports its death."""
+        """Kill the worker; the inbox reports its death."""
 
     @abstractmethod
     def reap(self) -> None:

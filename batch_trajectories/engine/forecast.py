@@ -43,7 +43,7 @@ class Forecast:
     """A forecast for all tasks of a run, including those that have ended."""
 
     tasks: int
-    """With `--until_passed` those that are known so far; see `tasks_in_all`."""
+    """All tasks; with `--until_passed` those that are known so far (see `tasks_in_all`)."""
     pilot: int
     """Tasks of the sample that have ended."""
     pilot_failed: int
@@ -54,16 +54,17 @@ class Forecast:
     input_tokens: Estimate | None
     output_tokens: Estimate | None
     hours: Estimate
-    """Of the remaining work."""
+    """Hours of the remaining work."""
     failure_percent: Estimate
     prompts: int | None = None
-    """With `--until_passed`: all prompts; the sample is one of prompts."""
+    """With `--until_passed` the number of all prompts, from which the sample is taken; else
+    None."""
     tasks_in_all: Estimate | None = None
     passed: Estimate | None = None
     """Conversations that pass, in all."""
 
     def to_json(self) -> dict[str, Any]:
-        """For estimate.json."""
+        """The values for estimate.json."""
         later = ("prompts", "tasks_in_all", "passed")
         return {k: v for k, v in asdict(self).items() if v is not None or k not in later}
 
@@ -163,7 +164,7 @@ def forecast(
 def _of_samples(
     totals: RunTotals, units: Sequence[Mapping[bytes, IndexEntry]], left: int, draw: random.Random
 ) -> dict[str, Any]:
-    """What `--until_passed` leaves open: how many tasks there will be, and how many pass."""
+    """The open questions of `--until_passed`: how many tasks there will be, and how many pass."""
     tasks = [float(len(unit)) for unit in units]
     passed = [float(sum(entry.passed is True for entry in unit.values())) for unit in units]
     return {
@@ -214,7 +215,7 @@ def _form_of_dollars(dollars: Estimate | None) -> str:
 
 
 def _time_left(hours: Estimate) -> tuple[Estimate, str]:
-    """The remaining time in the largest unit that it fills, and its form."""
+    """The remaining time in the largest unit that it fills, and the format of that unit."""
     per_hour, unit = next(
         (item for item in ((1, "h"), (60, "min")) if hours.expected * item[0] >= 1), (3600, "s")
     )
@@ -224,12 +225,12 @@ def _time_left(hours: Estimate) -> tuple[Estimate, str]:
 
 class _Duration(NamedTuple):
     seconds: float
-    """In model and tool calls, without time between starts."""
+    """Seconds in model and tool calls, without the time between starts."""
     calls: int
 
 
 def _durations(run_dir: Path, units: Iterable[Mapping[bytes, IndexEntry]]) -> list[_Duration]:
-    """Of each unit the sum of its conversations."""
+    """The sum over the conversations of each unit."""
     with open_records(run_dir) as records:
         parts = [[_duration(records, *item) for item in unit.items()] for unit in units]
     return [_Duration(*map(sum, zip(*of_unit, strict=True))) for of_unit in parts]

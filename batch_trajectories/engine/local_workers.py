@@ -118,7 +118,7 @@ def _wait_for_setup(connection: Connection, parent: int, others: Sequence[Connec
 
 
 def name_of(setup: WorkerSetup) -> str:
-    """What a worker is called in logs and messages."""
+    """The name of a worker in logs and messages."""
     return f"worker-{setup.number}"
 
 

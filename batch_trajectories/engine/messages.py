@@ -50,13 +50,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     attempt: int
     number: int
-    """How often the task was assigned, including this time."""
+    """Number of times that the task was assigned, including this time."""
     events: list[Any]
     """The journaled events of the task; each is an `Event`."""
     knows_begun: bool
     """See `Inflight.knows_begun`."""
     deaths: int
-    """How many workers died while they worked on the task."""
+    """Number of workers that died while they worked on the task."""
     place: str
     """The storage with the workspace of the events; see `WorkerSetup.place`."""
     held: dict[str, Cost]
@@ -178,14 +178,14 @@ ToWorker = (
     | StopWorking
     | Exit
 )
-"""What the parent sends."""
+"""Messages of the parent."""
 
 
 # From a worker to the parent.
 
 
 class Counters(TypedDict):
-    """What a worker has done since its last heartbeat; only for the progress line."""
+    """A worker's work since its last heartbeat; only for the progress line."""
 
     turns: int
     input_tokens: int
@@ -280,7 +280,7 @@ class CallRefused(Message):
 
 
 class AskIfAnswered(Message):
-    """Has this base URL answered any worker? The parent sends `EndpointAnswered`."""
+    """Asks whether this base URL has answered any worker; the parent sends `EndpointAnswered`."""
 
     url: str
 
@@ -293,10 +293,10 @@ class KeyRejected(Message):
 
 
 class ReportBudget(Message):
-    """What a worker has of the budget, and needs; see `WorkerBudget`."""
+    """A worker's budget, and the budget that it needs; see `WorkerBudget`."""
 
     grants: int
-    """How many grants have arrived."""
+    """Number of grants that have arrived."""
     calls: int
     """Calls with a reserved cost."""
     is_short: bool
@@ -357,10 +357,10 @@ FromWorker = (
     | StoreEvents
     | WriteLog
 )
-"""What a worker sends."""
+"""Messages of a worker."""
 
 TaskEnded = TaskFinished | TaskFailed | TaskReleased
-"""How a worker says that it no longer works on a task."""
+"""Messages that a worker no longer works on a task."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -443,6 +443,6 @@ class WorkerSetup:
     place: str = ""
     """Names the storage with the workspaces; "" for the run directory."""
     is_remote: bool = False
-    """It shares no disk with the parent, which keeps its journal and log."""
+    """The worker shares no disk with the parent, which keeps its journal and log."""
     clock_offset_s: float = 0.0
     """Add this to the local monotonic clock to get that of the parent's machine."""

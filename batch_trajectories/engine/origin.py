@@ -224,7 +224,8 @@ def given_models(given: Collection[str]) -> set[str]:
 
 
 def describe_unused(path: Path, config: Mapping[str, Any], *, given: Collection[str]) -> str:
-    """Which of its options a received run has in vain, as they are not `given` anew; "" if none."""
+    """Describe the options of a received run that have no effect because they are not `given`
+    anew; "" if none."""
     active = _active_options(config, without=given_models(given))
     if not active:
         return ""
@@ -235,7 +236,8 @@ def describe_unused(path: Path, config: Mapping[str, Any], *, given: Collection[
 
 
 def describe_trust(path: Path, config: Mapping[str, Any], *, given: Collection[str] = ()) -> str:
-    """What a command uses of a received run that the user trusts and has not `given` anew."""
+    """Describe the options of a received run that a command uses because the user trusts the
+    run."""
     active = _active_options(config, without=given_models(given))
     return f"{received(path)}; with {FLAG} it is used: {_described(active) or 'nothing that acts'}"
 
@@ -289,7 +291,7 @@ def _is_active(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _is_harmless_agent(value: Any) -> bool:
-    """Whether a subagent or a simulated user calls no model that it names, nor the web."""
+    """Whether a subagent or a simulated user names no model to call, and does not use the web."""
     if not isinstance(value, dict):
         return False
     toolsets = value.get("enabled_toolsets") or ()

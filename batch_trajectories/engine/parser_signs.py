@@ -1,7 +1,7 @@
-"""What the replies of a conversation say of the parsers of their server.
+"""Signs in the replies of a conversation that the server's parsers are off.
 
-A server that reads no tool calls, or does not split off thoughts, leaves them in the texts. Nobody
-can train on such conversations, so whoever pays for them is told at the first one.
+A server that parses no tool calls, or does not split off thoughts, leaves them in the texts. Such
+conversations are useless for training, so the user is told at the first one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SCRIPTED = "scripted"
 
 
 class ParserSigns(TypedDict):
-    """Of one conversation, JSON-ready."""
+    """The signs of one conversation, JSON-ready."""
 
     endpoint: str
-    """Model and URL that it was held with."""
+    """Model and URL of the conversation."""
     call: str | None
     """The first tool call in a text, with what makes the server read such calls; None without."""
     thought: bool
@@ -64,7 +64,7 @@ def parser_signs(record: Mapping[str, Any]) -> ParserSigns | None:
 
 
 def warning_of_call(call: str) -> str:
-    """For the user, once: `call` is that of the signs."""
+    """The warning for the user, shown once; `call` is the one in the signs."""
     return (
         f"a reply holds {call}. The server's parser for tool calls is off or failed; such "
         "conversations end as leaked_call, and no export takes them"

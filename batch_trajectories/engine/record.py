@@ -166,7 +166,7 @@ def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:
 
 
 def tokens_missing(reply: ReplyEvent) -> str | None:
-    """Says what a reply that was asked for with `--token_ids` lacks; None if it has all."""
+    """Describe what a reply lacks that was requested with `--token_ids`; None if nothing."""
     missing = "" if is_cost_only(reply) else missing_in(reply)
     if not missing:
         return None
@@ -184,5 +184,5 @@ def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> 
 
 
 def as_stored(record: dict[str, Any]) -> Record:
-    """A record as readers find it; its `line` is one of records.jsonl."""
+    """The record as readers find it; its `line` is the line in records.jsonl."""
     return decode_record(with_checksum(exact_json.dumps(shared(record))))

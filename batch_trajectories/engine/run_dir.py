@@ -218,7 +218,7 @@ def look_at_place(config: RunConfig, *, fresh: bool) -> None:
 
 
 def stale_files_of(path: Path) -> list[Path]:
-    """Temporary files that a crash has left in a run directory or beside it."""
+    """Temporary files in a run directory, or beside the directory, that a crash has left."""
     inside = (path, path / EXPORTS, path / INFLIGHT, path / QUARANTINE)
     temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
     stale = [file for file in temporary if not file.is_dir()]

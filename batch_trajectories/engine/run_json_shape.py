@@ -53,7 +53,7 @@ _SHAPE: Mapping[tuple[str, ...], tuple[type, ...]] = {
         }.items()
     },
 }
-"""The types of parts, by their keys; also those that runs of earlier versions lack."""
+"""The types of parts by their keys, including parts that runs of earlier versions lack."""
 
 _NEEDED = (
     ("api",),
@@ -80,7 +80,7 @@ _NOT_NEGATIVE = (
 )
 
 _MOST_TASKS = 1 << 40
-"""Of rows and samples; more than any disk holds."""
+"""Highest number of rows or samples; more than any disk holds."""
 
 
 def faults_of(run: Mapping[str, Any]) -> list[str]:

@@ -61,30 +61,30 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     start: str
     """The start of the run that wrote this last."""
     beat: int = 0
-    """How often it has written."""
+    """Number of entries that the run has written."""
     beat_s: float = 0.0
-    """It writes at least so often, as long as it works."""
+    """Longest time in seconds between two entries, as long as the run works."""
     is_open: bool = True
-    """It works, as far as is known."""
+    """The run works, as far as is known."""
     waits: bool = False
-    """It has no call in flight, and needs more of the budget than there is."""
+    """The run has no call in flight, and needs more of the budget than there is."""
     usd: float = 0.0
     tokens: int = 0
-    """What it may have spent over all its starts, and may still spend."""
+    """Tokens that the run may have spent over all its starts, and may still spend."""
     share: float = 0.0
-    """The part of the rates that it may use, from 0 to 1."""
+    """The part of the rates that the run may use, from 0 to 1."""
     limit_usd: float | None = None
     limit_tokens: int = 0
-    """The budget that it knows of, 0 where it has none; None in entries of earlier versions."""
+    """The budget that the run knows, 0 without one; None in entries of earlier versions."""
 
     @property
     def limit(self) -> Cost | None:
-        """The budget that it knows of; None if that is unknown."""
+        """The budget that the run knows; None if that is unknown."""
         return None if self.limit_usd is None else Cost(self.limit_usd, self.limit_tokens)
 
     @property
     def account(self) -> Cost:
-        """What it may spend, with what it has spent."""
+        """The amount that the run may spend, including what it has spent."""
         return Cost(self.usd, self.tokens)
 
 
@@ -94,7 +94,7 @@ class _Entry(msgspec.Struct):
 
 
 class Ledger:
-    """The state, and the number of the entry that it comes from."""
+    """The state of the ledger, and the number of its entry."""
 
     def __init__(self, place: str) -> None:
         """`place` is a URL or a path. Raises what `Bucket` raises."""
@@ -118,9 +118,10 @@ class Ledger:
             self.number = number
 
     def append(self, members: dict[str, Member]) -> bool:
-        """Make this the state; False where another run has changed it. Raises `EnvironmentStop`.
+        """Make this the state; return False if another run has changed the state meanwhile.
 
-        After an error it is unknown whether it was made: read it again.
+        Raises `EnvironmentStop`. After an error it is unknown whether the change was made: read the
+        ledger again.
         """
         content = with_checksum(msgspec.json.encode(_Entry(_FORMAT, members)))
         if not self._objects.create(_name_of(self.number + 1), content):
@@ -182,11 +183,11 @@ log = logging.getLogger(__name__)
 
 _BEAT_S = 10.0
 _ENTRY_EVERY_S = 1.0
-"""With many runs each writes so much less often."""
+"""Seconds between entries; with many runs each one writes less often."""
 _SURE_BEATS = 2.5
-"""So many beats after its last entry a run stops to use its part of the rates."""
+"""Number of beats after its last entry at which a run stops to use its part of the rates."""
 _DEAD_BEATS = 4.5
-"""So many beats after its last entry others take a run for dead."""
+"""Number of beats after its last entry at which others take a run for dead."""
 _CHUNKS = 8
 """A run takes what is left of the budget, divided by the number of runs and this."""
 _LOOK_EVERY_S = 2.0
@@ -201,7 +202,7 @@ _SETTLE_S = 1.0
 
 
 class SharedLimits:
-    """One run's part. Call it in the thread that made it."""
+    """One run's part of shared limits. Use it in the thread that made it."""
 
     def __init__(
         self,
@@ -225,13 +226,13 @@ class SharedLimits:
         self._id = str(note.get("id") or uuid.uuid4().hex)
         self._is_same_disk = note.get("disk") == _disk_of(run_dir)
         self._heard: dict[str, tuple[str, int, float]] = {}
-        """Of each run its last start, its beat, and when that was first seen."""
+        """Last start of each run, its beat, and the time when that beat was first seen."""
         self._wrote_at = self._fine_at = time.monotonic()
         self._failures = 0
         self._news = threading.Condition()
-        """Of what follows, which both threads use."""
+        """Guards the attributes below, which both threads use."""
         self._account = Cost()
-        """What this run has spent and may spend, as far as it knows."""
+        """The amount that this run has spent and may spend, as far as it knows."""
         self._need: Cost | None = None
         self._granted = Cost()
         self._waits = False
@@ -239,16 +240,16 @@ class SharedLimits:
         self._is_stopping = self._is_asked = False
         self._thread: threading.Thread | None = None
         self.is_refused = False
-        """What this run asked for last is more than there is."""
+        """The last request of this run is more than there is."""
         self.is_used_up = False
-        """Nor can it come back: all runs that work wait for more."""
+        """No budget can come back either: all runs that work wait for more."""
         self.left = Cost()
-        """What no run has, when the ledger was read last."""
+        """The budget that no run had at the last look at the ledger."""
         self.problem: EnvironmentStop | RunLocked | None = None
         """Why the run must stop."""
 
     def join(self, spent: Cost) -> Cost:
-        """Open this run's account; return what counts as spent by it, at least `spent`.
+        """Open this run's account; return the amount that counts as spent by it, at least `spent`.
 
         Raises `EnvironmentStop` and `RunDirError`.
         """
@@ -292,7 +293,7 @@ class SharedLimits:
         self._thread.start()
 
     def take(self) -> Cost:
-        """What was granted since the last call."""
+        """The amount that was granted since the last call."""
         with self._news:
             granted, self._granted = self._granted, Cost()
             return granted
@@ -317,7 +318,8 @@ class SharedLimits:
             return self._share, self._share_until
 
     def close(self, returned: Cost) -> str | None:
-        """Leave, and return what was not spent; why that failed, None if it did not."""
+        """Leave, and return the unspent rest to the others; return the reason if that failed,
+        else None."""
         with self._news:
             self._is_stopping = True
             self._account -= returned
@@ -434,7 +436,7 @@ class SharedLimits:
         return self._limit - sum((other.account for other in others.values()), Cost())
 
     def _grant_of(self, need: Cost | None, n: int) -> Cost | None:
-        """What to take of what is left; None if that is less than is needed."""
+        """The amount to take of the rest; None if that is less than needed."""
         if need is None or not self.left.covers(need):
             return None
         parts = _CHUNKS * n

@@ -177,7 +177,7 @@ async def run_check(
                 "stderr": clip(command.stderr, max_chars=_SHOWN),
                 "duration_s": round(command.duration_s, 3),
             }
-            judged = await _judged(context, check, command, turns)
+            judged = await _judge_command(context, check, command, turns)
         except CheckFailed as error:
             return {**result, "error": str(error)}
         del result["error"]
@@ -221,7 +221,7 @@ async def _make_room(context: ToolContext, mode: str, paths: Sequence[str]) -> N
     for some in few_at_a_time(paths):
         result = await _ran(context, ["sh", "-c", _CLEAR, "sh", mode, *some])
         if result.exit_code != 0:
-            raise CheckFailed(f"cannot make room for {', '.join(some)}: {_said(result)}")
+            raise CheckFailed(f"cannot make room for {', '.join(some)}: {_describe_result(result)}")
 
 
 async def _command(context: ToolContext, check: Check, turns: int | None) -> ExecResult:
@@ -238,23 +238,23 @@ async def _ran(context: ToolContext, *command: Any, **options: Any) -> ExecResul
         raise CheckFailed(f"`check`: {error}") from error
 
 
-async def _judged(
+async def _judge_command(
     context: ToolContext, check: Check, result: ExecResult, turns: int | None
 ) -> dict[str, Any]:
     """The result of a check's command. Raises `CheckFailed`."""
     if result.exit_code is None:
-        raise CheckFailed(f"`check`: {_said(result)}")
+        raise CheckFailed(f"`check`: {_describe_result(result)}")
     if check.tests is not None:
-        return await _of_tests(context, check, result)
+        return await _read_tests(context, check, result)
     if check.reward_files:
-        return await _of_files(context, check, result, turns)
+        return await _read_reward_files(context, check, result, turns)
     if result.exit_code == _NOT_FOUND and result.stderr == _NO_SHELL:
         raise CheckFailed(f"`check`: {result.stderr.strip()}")
     passed = result.exit_code == 0
     return {"passed": passed, "reward": float(passed), **_printed(result.stdout, turns)}
 
 
-async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
+async def _read_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
     """The result of the tests in the output; the record has the ends of a test log as `stdout`."""
     tests = check.tests
     assert tests is not None
@@ -291,7 +291,7 @@ async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> d
     }
 
 
-async def _of_files(
+async def _read_reward_files(
     context: ToolContext, check: Check, result: ExecResult, turns: int | None
 ) -> dict[str, Any]:
     """The reward in the first of the reward files that the command wrote."""
@@ -310,7 +310,9 @@ async def _of_files(
         reward = rewards.named.get(MAIN, next(iter(rewards.named.values())))
         return {"passed": reward >= 1, "reward": reward, **_by_name(rewards)}
     names = " or ".join(check.reward_files)
-    raise CheckFailed(f"`check.reward_file`: the command did not write {names}; {_said(result)}")
+    raise CheckFailed(
+        f"`check.reward_file`: the command did not write {names}; {_describe_result(result)}"
+    )
 
 
 async def _exists(context: ToolContext, path: str) -> bool:
@@ -359,7 +361,7 @@ def _by_name(rewards: Rewards) -> dict[str, Any]:
     return found if rewards.by_turn or rewards.named.keys() != {MAIN} else {}
 
 
-def _said(result: ExecResult) -> str:
+def _describe_result(result: ExecResult) -> str:
     """The end of a command, and the last part of its output."""
     how = f"exit code {result.exit_code}"
     if result.timed_out:
@@ -420,9 +422,9 @@ async def judge(
     try:
         if check.image is not None:
             await spaces.remove_judged(row, check, fresh_root(root))
-            worked = await spaces.reopened(context, row, starts_entrypoint=False)
+            worked = await spaces.reopen(context, row, starts_entrypoint=False)
             try:
-                await _bring(worked, open_as, check.artifacts)
+                await _copy_to_check(worked, open_as, check.artifacts)
             finally:
                 await sandbox_of(worked).stop()
             place |= {"image": spaces.image(row, check)}
@@ -435,17 +437,17 @@ async def judge(
         await spaces.remove_judged(row, check, fresh_root(root))
 
 
-async def _bring(worked: ToolContext, open_as: Open, artifacts: Sequence[Artifact]) -> None:
+async def _copy_to_check(worked: ToolContext, open_as: Open, artifacts: Sequence[Artifact]) -> None:
     """Copy what a check judges into the workspace of the check. Raises `CheckFailed`,
     `SetupFailed`."""
     judged = await open_as("root")
     try:
-        await _carry_all(worked, judged, artifacts)
+        await _copy_artifacts(worked, judged, artifacts)
     finally:
         await sandbox_of(judged).stop()
 
 
-async def _carry_all(
+async def _copy_artifacts(
     worked: ToolContext, judged: ToolContext, artifacts: Sequence[Artifact]
 ) -> None:
     """Copy files and directories to the same paths in another image.
@@ -457,12 +459,12 @@ async def _carry_all(
     for artifact in artifacts:
         path = posixpath.join(worked.workspace.home, artifact.path)
         try:
-            left -= await _carry(worked, judged, path, artifact.exclude, left)
+            left -= await _copy_artifact(worked, judged, path, artifact.exclude, left)
         except PathError as error:
             raise CheckFailed(f"`check.artifacts`: {error}") from error
 
 
-async def _carry(
+async def _copy_artifact(
     worked: ToolContext, judged: ToolContext, path: str, exclude: Sequence[str], limit: int
 ) -> int:
     """Copy one file or directory; return its size in bytes."""

@@ -76,7 +76,7 @@ class Rebuilder:
     check_stop: Callable[[], None]
     """Called before each call; raises if the worker is stopping."""
 
-    async def restored(
+    async def restore_workspace(
         self, prepared: PreparedWorkspace, trajectory: Trajectory
     ) -> tuple[PreparedWorkspace, Rebuild | None]:
         """Return the workspace, rebuilt if a call was cut off or files were lost; and the rebuild,

@@ -100,10 +100,10 @@ def _calls(events: Iterable[Event]) -> Iterator[tuple[ToolCall, ResultEvent]]:
 
 def differs(now: ToolResult, message: Message) -> bool:
     """Whether a call that was repeated has another result than the recorded one."""
-    return now.content != _said(message) or now.is_error != message["is_error"]
+    return now.content != _tool_output(message) or now.is_error != message["is_error"]
 
 
-def _said(message: Message) -> str:
+def _tool_output(message: Message) -> str:
     """The tool's own result, before the runtime shortened or extended it."""
     details = message.get("details", {})
     if "whole_content" in details:

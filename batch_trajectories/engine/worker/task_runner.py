@@ -158,7 +158,7 @@ class TaskRunner:
     async def run(self, task: Task, assignment: Assignment) -> TaskEnded:
         """Run one task; return the message about its end, whatever happens."""
         try:
-            return await self._carry_out(task, assignment)
+            return await self._run_attempt(task, assignment)
         except Stopped:
             return TaskReleased(task.key)
         except (StorageError, HostError) as error:
@@ -166,7 +166,7 @@ class TaskRunner:
             return TaskReleased(task.key)
         except (Exception, asyncio.CancelledError) as error:
             try:
-                return self._sort_out(task, assignment, error)
+                return self._report_error(task, assignment, error)
             except Exception as defect:
                 if (message := machine_failure(defect)) is not None:
                     self._stops.halt(f"{task.id}: {message}")
@@ -194,7 +194,7 @@ class TaskRunner:
         context = self._not_durable.pop(key, None)
         return context if context is not None and context.workspace.root.exists() else None
 
-    def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> TaskEnded:
+    def _report_error(self, task: Task, assignment: Assignment, error: BaseException) -> TaskEnded:
         """The message about a task that ended with an unexpected error."""
         if (message := machine_failure(error)) is not None:
             log.error("%s: the machine failed", task.id, exc_info=error)
@@ -219,7 +219,7 @@ class TaskRunner:
         )
         return _finished(task, record, failure)
 
-    async def _carry_out(self, task: Task, assignment: Assignment) -> TaskEnded:
+    async def _run_attempt(self, task: Task, assignment: Assignment) -> TaskEnded:
         """Run one task; return the message about its end, with its record if there is one.
 
         Raises errors that `run` handles.
@@ -278,7 +278,7 @@ class TaskRunner:
             work.row = work.row._replace(agent=await self._agents.with_version(work.row.agent))
             work.end, agent = await self._run_agent(work)
             work.row = work.row._replace(agent=agent)
-            work.context = await self._spaces.reopened(work.context, work.row)
+            work.context = await self._spaces.reopen(work.context, work.row)
         else:
             work.end = await self._converse(work, prepared)
         if work.row.check is not None and work.row.check.collect:
@@ -359,10 +359,10 @@ class TaskRunner:
                 setup=setup,
                 check_stop=self._check_stop,
             )
-            prepared, rebuild = await rebuilder.restored(prepared, trajectory)
+            prepared, rebuild = await rebuilder.restore_workspace(prepared, trajectory)
         work.context, kept, why_new = prepared
 
-        until_kept = self._until_kept(task)
+        until_kept = self._persistence(task)
         by_batch = self._calls.by_batch(task.key, assignment)
 
         def gated(model: Model) -> StoppableModel:
@@ -421,7 +421,7 @@ class TaskRunner:
                 context=work.context,
                 trajectory=work.trajectory,
                 journal=self._journal_of(work.task, work.assignment),
-                kept=self._until_kept(work.task),
+                kept=self._persistence(work.task),
                 conversation=self._id_of(work.task),
             )
         )
@@ -429,7 +429,7 @@ class TaskRunner:
     def _id_of(self, task: Task) -> str:
         return id_of_task(self._setup.run_key, task.key)
 
-    def _until_kept(self, task: Task) -> Kept:
+    def _persistence(self, task: Task) -> Kept:
         """Waits until the events of a task are kept; None where they are on disk at once."""
         kept_by = self._journal.kept
         return None if kept_by is None else partial(kept_by, task.key)

@@ -96,7 +96,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
     # The parent handles Ctrl-C, a scheduler's SIGTERM and a closed terminal. Not SIG_IGN: commands
     # would inherit it, and `kill` would have no effect in them.
     for number in STOPPING:
-        signal.signal(number, _leave_to_the_parent)
+        signal.signal(number, _ignore_signal)
     allow_many_files()
     collect_garbage_rarely()
     try:
@@ -121,14 +121,14 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
         sys.exit(1)
 
 
-def _kind_of_runner(config: RunConfig) -> type[TaskRunner]:
+def _runner_class(config: RunConfig) -> type[TaskRunner]:
     if not config.audit:
         return TaskRunner
     runner: type[TaskRunner] = find_feature("audit" if config.checked_run is None else "recheck")
     return runner
 
 
-def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Ignore a signal to the whole process group."""
 
 
@@ -163,7 +163,7 @@ class Worker:
         self._removals: set[asyncio.Task[None]] = set()
         self.is_stopping = False
         self._reported_at: dict[str, float] = {}
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exit = asyncio.Event()
         self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
@@ -202,7 +202,7 @@ class Worker:
             conversations=-(-self._config.conversations // self._config.num_workers),
         )
         spaces = Workspaces(self._setup, web=self._web, browsers=self._browsers)
-        self._runner = _kind_of_runner(self._config)(
+        self._runner = _runner_class(self._config)(
             self._setup,
             setups=self._setups,
             spaces=spaces,
@@ -233,7 +233,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         try:
             await close_all(
-                self._removed,
+                self._await_removals,
                 self._runner.close,
                 spaces.close,
                 self._calls.close,
@@ -312,7 +312,7 @@ class Worker:
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
 
-    async def _removed(self) -> None:
+    async def _await_removals(self) -> None:
         """Wait for the removals; one that failed is logged, and its files are left."""
         for failure in await asyncio.gather(*self._removals, return_exceptions=True):
             if isinstance(failure, BaseException):
@@ -358,8 +358,8 @@ class Worker:
 
     def say(self, message: str) -> None:
         """See `Stops`."""
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._shown:
+            self._shown.add(message)
             self.send(Say(message))
 
     def _stop(self) -> None:

@@ -197,7 +197,7 @@ class Workspaces:
         await make_ready(inside)
         return inside, inside.user_home or await home_of_user(inside)
 
-    async def reopened(
+    async def reopen(
         self, context: ToolContext, row: RowTask, *, starts_entrypoint: bool = True
     ) -> ToolContext:
         """The context with a new sandbox, where its own was stopped."""
@@ -234,7 +234,7 @@ class Workspaces:
         await sandbox_of(context).stop()
         afresh = row.is_judged_afresh
         root = context.workspace.root
-        made_of = self._made_of(context, row, with_history=not afresh)
+        made_of = self._ingredients(context, row, with_history=not afresh)
         shared = root.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
 
         def fresh(at: Path) -> Callable[[], Awaitable[ToolContext]]:
@@ -242,7 +242,7 @@ class Workspaces:
 
         opening = Openings(
             fresh=fresh(fresh_root(root)),
-            reopened=partial(self.reopened, context, row, starts_entrypoint=False),
+            reopened=partial(self.reopen, context, row, starts_entrypoint=False),
             shared=fresh(shared),
             made_of=made_of,
         )
@@ -253,7 +253,7 @@ class Workspaces:
         if self._images is not None:
             await self._diffs.close()
 
-    def _made_of(self, context: ToolContext, row: RowTask, *, with_history: bool) -> str | None:
+    def _ingredients(self, context: ToolContext, row: RowTask, *, with_history: bool) -> str | None:
         """A name for the ingredients of fresh workspaces of a row; None if its commands decide
         them."""
         setup = row.setup
@@ -276,7 +276,7 @@ class Workspaces:
         async def open_again() -> ToolContext:
             if not opened:
                 try:
-                    opened.append(await self.reopened(context, row, starts_entrypoint=False))
+                    opened.append(await self.reopen(context, row, starts_entrypoint=False))
                 except SetupFailed as error:
                     raise ToolError(str(error)) from error
             return opened[0]

@@ -148,7 +148,7 @@ async def changes_of(
         asyncio.to_thread(one.tree, top), asyncio.to_thread(other.tree, top)
     )
     nested = [path for path in begun if path.endswith(_NESTED)]
-    changes = await asyncio.to_thread(_sorted_out, top, ended, begun, setup, one, other)
+    changes = await asyncio.to_thread(_sort_changes, top, ended, begun, setup, one, other)
     return changes._replace(source_before=None), nested
 
 
@@ -157,10 +157,10 @@ def changes_of_layers(
 ) -> Changes:
     """Find the changes by comparing layers; see `changes_of`. Raises `NotComparable`."""
     found = differences(ends, begins, top)
-    return _sorted_out(top, found.ended, found.begun, setup, found.files, found.before)
+    return _sort_changes(top, found.ended, found.begun, setup, found.files, found.before)
 
 
-def _sorted_out(
+def _sort_changes(
     top: str,
     ended: dict[str, FileState],
     begun: dict[str, FileState],
@@ -174,7 +174,7 @@ def _sorted_out(
         for path in [path for path in states if _is_left_out(f"{top}/{path}", hidden)]:
             del states[path]
     gone = [path for path, state in begun.items() if _kind(ended.get(path)) != state.kind]
-    other, doubtful = _differing(ended, begun)
+    other, doubtful = _find_differing(ended, begun)
     sums = (of.checksums(top, doubtful) for of in (source, source_before))
     other |= {path for path, one, before in zip(doubtful, *sums, strict=True) if one != before}
     changed = {path: state for path, state in ended.items() if path in other}
@@ -194,7 +194,7 @@ def _sorted_out(
     )
 
 
-def _differing(
+def _find_differing(
     ended: Mapping[str, FileState], begun: Mapping[str, FileState]
 ) -> tuple[set[str], list[str]]:
     """Which files and links are other ones, and of which files only the contents tell that.

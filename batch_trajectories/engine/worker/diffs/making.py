@@ -122,10 +122,10 @@ async def make_diff(
         changes, nested = await changes_of(worked, fresh, top, setup, known)
         plain = plain or await plain_of(changes, Differ(fresh, top, nested))
         if plain is None:
-            return recorded(await _made(changes, nested, fresh))
+            return recorded(await _make_in_copy(changes, nested, fresh))
         await _remove(fresh, changes)
         carried = _without(changes.changed, plain.ignored)
-        await _carry(changes.source, cast("ImageFiles", fresh.workspace), top, carried)
+        await _copy_changes(changes.source, cast("ImageFiles", fresh.workspace), top, carried)
         return recorded(plain.patch)
     except ToolError as error:
         raise DiffError(str(error)) from error
@@ -152,7 +152,7 @@ def no_diff(why: str) -> dict[str, Any]:
     return {**empty_diff(), "error": why}
 
 
-async def _made(changes: Changes, nested: Sequence[str], fresh: ToolContext) -> bytes:
+async def _make_in_copy(changes: Changes, nested: Sequence[str], fresh: ToolContext) -> bytes:
     """Copy the changes to a fresh workspace, and return the diff that git makes there."""
     top, changed, source = changes.top, dict(changes.changed), changes.source
     sandbox, files = image_sandbox(fresh), cast("ImageFiles", fresh.workspace)
@@ -171,10 +171,10 @@ async def _made(changes: Changes, nested: Sequence[str], fresh: ToolContext) -> 
         await run(sandbox, _SAVE, top, store, str(part), *some)
     await _remove(fresh, changes)
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
-    await _carry(source, files, top, {path: changed[path] for path in rules})
+    await _copy_changes(source, files, top, {path: changed[path] for path in rules})
     if new := changed.keys() - had:
         changed = _without(changed, await _ignored(fresh, new, top, store, _IGNORED_LATER))
-    await _carry(source, files, top, _without(changed, rules))
+    await _copy_changes(source, files, top, _without(changed, rules))
     await run(sandbox, _END, top, store, *nested, stdin=listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
     for part, some in enumerate(kept):
@@ -209,7 +209,7 @@ def _check_name(path: str, state: FileState | None = None) -> None:
         raise DiffError(f"'{named}': its name or target is not UTF-8")
 
 
-async def _carry(
+async def _copy_changes(
     source: FileSource, fresh: ImageFiles, top: str, changed: Mapping[str, FileState]
 ) -> None:
     """Copy files and links to a fresh workspace. Raises `DiffError`."""

@@ -237,13 +237,13 @@ def _objects(sides: Callable[[], Sides | None]) -> tuple[Objects, tuple[str, str
 async def plain_of(changes: Changes, differ: Differ) -> Plain | None:
     """The diff made from the contents of files; None where git has to see the files."""
     try:
-        return await _made(changes, differ)
+        return await _make_plain(changes, differ)
     except (DiffError, ToolError):
         differ.is_used_up = True
         return None
 
 
-async def _made(changes: Changes, differ: Differ) -> Plain | None:
+async def _make_plain(changes: Changes, differ: Differ) -> Plain | None:
     """Make the plain diff. Raises `DiffError` and `ToolError`."""
     begun = {path: changes.begun[path] for path in changes.had}
     states = [*begun.values(), *changes.changed.values()]
