@@ -70,7 +70,7 @@ class BatchApiClient:
     ) -> Callable[[Model], Model]:
         """Return what wraps a task's models in a `BatchApiModel`, except scripted ones."""
         used = items_in(assignment.events)
-        held = dict(assignment.held)
+        held = dict(assignment.reserved)
 
         def wrapped(model: Model) -> Model:
             if not isinstance(model, RetryingModel):

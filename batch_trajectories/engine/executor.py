@@ -38,7 +38,7 @@ class WorkerHandle(ABC):
     inbox: Inbox
     ready: bool = False
     heard_at: float = field(default_factory=time.monotonic)
-    held: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
+    assigned: dict[bytes, tuple[Task, int]] = field(default_factory=dict)
     """The worker's unfinished tasks by key, each with its attempt."""
     isolated: bool = False
     """The worker runs a suspect and gets no other task."""

@@ -59,12 +59,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Number of workers that died while they worked on the task."""
     place: str
     """The storage with the workspace of the events; see `WorkerSetup.place`."""
-    held: dict[str, Cost]
+    reserved: dict[str, Cost]
     """Amounts already reserved for calls of the task, by call id."""
 
 
-def assignment_of(
-    task: Task, attempt: int, inflight: Inflight, *, deaths: int, held: dict[str, Cost]
+def make_assignment(
+    task: Task, attempt: int, inflight: Inflight, *, deaths: int, reserved: dict[str, Cost]
 ) -> Assignment:
     """The message that assigns a task. Raises `StorageError` if its journal cannot be read."""
     return Assignment(
@@ -75,7 +75,7 @@ def assignment_of(
         knows_begun=inflight.knows_begun(task.key),
         deaths=deaths,
         place=inflight.workspace_place(task.key),
-        held=held,
+        reserved=reserved,
     )
 
 

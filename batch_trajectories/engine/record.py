@@ -123,7 +123,7 @@ def make_record(
     }
 
 
-def images_in(record: Mapping[str, Any]) -> list[UsedImage]:
+def used_images(record: Mapping[str, Any]) -> list[UsedImage]:
     """The images that a record says were used: by its conversation, and by its check alone."""
     used = (record, record["check"] or {})
     return [part["image"] for part in used if part.get("image") is not None]
@@ -176,7 +176,7 @@ def tokens_missing(reply: ReplyEvent) -> str | None:
     )
 
 
-def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def add_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A record with the scores of functions, at their place among its keys."""
     items = list(record.items())
     place = next(n for n, (name, _) in enumerate(items) if name == "tools")

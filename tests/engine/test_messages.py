@@ -55,7 +55,7 @@ FAILURE = Failure("p", "d", 2, "timeout", "no reply\nsince 12:00 \N{GRINNING FAC
                     knows_begun=True,
                     deaths=0,
                     place="",
-                    held={"call": Cost(0.5, 7)},
+                    reserved={"call": Cost(0.5, 7)},
                 )
             ]
         ),

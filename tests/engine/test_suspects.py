@@ -53,7 +53,7 @@ class Player(WorkerHandle):
         return True
 
     def kill(self) -> None:
-        self.was_killed_with = len(self.held)
+        self.was_killed_with = len(self.assigned)
 
     def reap(self) -> None:
         pass
@@ -102,7 +102,7 @@ class Player(WorkerHandle):
 def release_at_stop(player: Player, message: ToWorker | None) -> None:
     """Give the tasks of a worker back, once the run stops."""
     if isinstance(message, StopWorking):
-        for key in list(player.held):
+        for key in list(player.assigned):
             player.say(TaskReleased(key))
 
 

@@ -304,7 +304,7 @@ def _open_start(
         setup=_worker_setup(plan, run_dir, has_answers=state.has_answers),
         limits=RunLimits(limits, shared),
         budget=budget,
-        held=state.held,
+        reserved=state.reserved,
         queue=_queue(plan, state, stores.failures),
         records=stores.records,
         failures=stores.failures,
@@ -402,7 +402,7 @@ class RunState(NamedTuple):
     """An endpoint has answered in an earlier start."""
     spent: Cost
     """The part of the budget that is spent; 0 without a budget."""
-    held: dict[bytes, dict[str, Cost]]
+    reserved: dict[bytes, dict[str, Cost]]
     """The part of `spent` that is reserved for unfinished batch calls, by task key and call id."""
     cost_usd: float
     """Dollars that the run has spent, as far as known."""
@@ -420,10 +420,10 @@ def _state_of(
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
     remove_leftover_containers(config)
-    held = _free_unsent_calls(config, run_dir, stores, settled)
+    reserved = _free_unsent_calls(config, run_dir, stores, settled)
     spent = Cost()
     if budget_of(config) is not None:
-        amounts = [amount for by_call in held.values() for amount in by_call.values()]
+        amounts = [amount for by_call in reserved.values() for amount in by_call.values()]
         stored = (entry for _, entry in index.records())
         spent = spent_before(stored, inflight, stores.budget_log, held=amounts)
     rows, _ = index.match(scan.keys)
@@ -459,7 +459,7 @@ def _state_of(
         not_passed=passed[False],
         has_answers=index.has_turns(),
         spent=spent,
-        held=held,
+        reserved=reserved,
         cost_usd=index.costs()[0] + inflight.paid_usd,
         opening=opening,
     )

@@ -124,7 +124,7 @@ class Steering:
 
     def _stop(self, id: str) -> str:
         for worker in self._pool.workers:
-            for key, (task, _) in worker.held.items():
+            for key, (task, _) in worker.assigned.items():
                 if task.id == id:
                     worker.send(CancelTask(key))
                     return f"{id} is stopped; it counts as a failed attempt (class stopped)"

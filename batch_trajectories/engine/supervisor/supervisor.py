@@ -43,7 +43,7 @@ from batch_trajectories.engine.messages import (
     TaskFailed,
     TaskFinished,
     TaskReleased,
-    assignment_of,
+    make_assignment,
 )
 from batch_trajectories.engine.record import as_stored, make_record
 from batch_trajectories.engine.supervisor.parser_watch import ParserWatch
@@ -138,7 +138,9 @@ class Supervisor:
         return ", ".join(filter(None, texts))
 
     def _is_over(self) -> bool:
-        if self._pool.held or (self._start.refusals.has_held_back and self._stop_reason is None):
+        if self._pool.assigned or (
+            self._start.refusals.has_held_back and self._stop_reason is None
+        ):
             return False
         return self._stop_reason is not None or self._queue.is_empty()
 
@@ -174,7 +176,7 @@ class Supervisor:
         self._grant_budget()
         self._decide_refusals()
         self._serve_batches()
-        self._progress.show(self._pool.held, self._describe(), pause_s=self.limits.pause_s())
+        self._progress.show(self._pool.assigned, self._describe(), pause_s=self.limits.pause_s())
         self._due = time.monotonic() + _TICK_S
 
     def _acknowledge_finished(self) -> None:
@@ -291,14 +293,14 @@ class Supervisor:
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         # A message that was held back is of a task that the worker gave up before.
-        if worker.held.pop(key, None) is not None:
+        if worker.assigned.pop(key, None) is not None:
             worker.isolated = False
         if self._batches is not None:
             self._batches.leave(key)
 
     def _decide_refusals(self) -> None:
         refusals = self._start.refusals
-        is_last = not self._pool.held and (refusals.has_enough or self._queue.is_empty())
+        is_last = not self._pool.assigned and (refusals.has_enough or self._queue.is_empty())
         messages, reason = refusals.decide(is_last=is_last)
         if reason is not None and self._stop_reason is None:
             self._stop(reason, grace_s=0.0)  # nothing is in flight
@@ -332,9 +334,9 @@ class Supervisor:
             return
         if self._batches.problem is not None:
             self._stop(self._batches.problem)
-        held = self._pool.held if self._pool.is_ready else None
+        in_flight = self._pool.assigned if self._pool.is_ready else None
         ended_share = self._progress.ended_share
-        self._batches.tick(held, ended_share=ended_share, say=self._progress.say)
+        self._batches.tick(in_flight, ended_share=ended_share, say=self._progress.say)
 
     # Workers: starting, watching, replacing.
 
@@ -342,9 +344,9 @@ class Supervisor:
         if not self._pool.reap(worker):
             return
         why = f": {worker.last_words}" if worker.last_words else ""
-        log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
+        log.warning("%s died holding %d tasks%s", worker.name, len(worker.assigned), why)
         if self._batches is not None:
-            for key in worker.held:
+            for key in worker.assigned:
                 self._batches.leave(key)
         if self._stop_reason is not None:
             return
@@ -353,10 +355,9 @@ class Supervisor:
             if self._failed_starts >= _FAILED_STARTS:
                 log_file = self._start.run_dir.path / LOG_FILE
                 raise EnvironmentStop(f"workers die before they are ready{why}; see {log_file}")
-        if worker.held:
-            self._progress.say(
-                f"{worker.name} died; another worker takes over {plural(len(worker.held), 'task')}"
-            )
+        if worker.assigned:
+            tasks = plural(len(worker.assigned), "task")
+            self._progress.say(f"{worker.name} died; another worker takes over {tasks}")
             self._take_over(worker)
         if self._stop_reason is None:
             self._pool.start(self._setup)
@@ -373,7 +374,7 @@ class Supervisor:
                 error_class=WORKER_DIED,
                 message="the worker process died while this task was in flight",
             )
-            for task, attempt in worker.held.values()
+            for task, attempt in worker.assigned.values()
         ]
         for failure in failures:
             self._start.failures.append(failure)
@@ -381,11 +382,11 @@ class Supervisor:
         with self._stopping_if_unreadable():
             self._start.inflight.add_worker(
                 worker.number,
-                wanted=lambda key: key in worker.held or key in self._queue.failed_now,
+                wanted=lambda key: key in worker.assigned or key in self._queue.failed_now,
             )
             if damaged := self._start.inflight.take_damaged():
                 self._progress.say(damaged)
-            for (key, (task, _)), failure in zip(worker.held.items(), failures, strict=True):
+            for (key, (task, _)), failure in zip(worker.assigned.items(), failures, strict=True):
                 if worker.isolated:
                     self._fail_poison_task(key, task, failure)
                 else:
@@ -450,11 +451,11 @@ class Supervisor:
         """Assign a task to a worker; return its message. Raises `StorageError`."""
         attempt = self._start.failures.attempts[task.key] + 1
         # Only once: a worker that dies may have received the answer and settled its cost.
-        held = self._start.held.pop(task.key, {})
+        reserved = self._start.reserved.pop(task.key, {})
         deaths = self._start.failures.deaths[task.key]
         inflight = self._start.inflight
-        assignment = assignment_of(task, attempt, inflight, deaths=deaths, held=held)
-        worker.held[task.key] = (task, attempt)
+        assignment = make_assignment(task, attempt, inflight, deaths=deaths, reserved=reserved)
+        worker.assigned[task.key] = (task, attempt)
         return assignment
 
     # Stopping.

@@ -154,10 +154,13 @@ class CallCollector(Protocol):
         """Drop the calls of a task that has its record."""
         ...
 
-    def tick(self, held: int | None, *, ended_share: float, say: Callable[[str], object]) -> None:
-        """Do the periodic duties. `held` tasks are in flight, None while more are assigned.
+    def tick(
+        self, in_flight: int | None, *, ended_share: float, say: Callable[[str], object]
+    ) -> None:
+        """Do the periodic duties.
 
-        `ended_share` is the share of tasks that have ended; `say` gets messages for the user.
+        `in_flight` is the number of assigned tasks, None while more are assigned. `ended_share` is
+        the share of tasks that have ended; `say` gets messages for the user.
         """
         ...
 
@@ -191,7 +194,7 @@ class Start:
     progress: Progress
     limits: RunLimits
     budget: RunBudget
-    held: dict[bytes, dict[str, Cost]]
+    reserved: dict[bytes, dict[str, Cost]]
     """Amounts that earlier starts reserved for calls in batches, by task and call."""
     batches: CallCollector | None
     keys: KeyService | None
@@ -212,9 +215,9 @@ class WorkerPool:
         self.workers: list[WorkerHandle] = []
 
     @property
-    def held(self) -> int:
+    def assigned(self) -> int:
         """Number of tasks assigned to all workers."""
-        return sum(len(worker.held) for worker in self.workers)
+        return sum(len(worker.assigned) for worker in self.workers)
 
     @property
     def is_ready(self) -> bool:
@@ -239,13 +242,13 @@ class WorkerPool:
         # Near the end each worker gets only its share, so no worker idles beside a full one.
         share = -(-left // self._config.num_workers)
         limit = min(self._config.agents_per_worker, max(1, share))
-        able = [w for w in self.workers if w.ready and not w.isolated and len(w.held) < limit]
-        return min(able, key=lambda worker: len(worker.held), default=None)
+        able = [w for w in self.workers if w.ready and not w.isolated and len(w.assigned) < limit]
+        return min(able, key=lambda worker: len(worker.assigned), default=None)
 
     def idle(self) -> list[WorkerHandle]:
         """Live workers without tasks. A suspect assigned to a dead one would be blamed for its
         death."""
-        return [w for w in self.workers if w.ready and not w.held and w.is_alive()]
+        return [w for w in self.workers if w.ready and not w.assigned and w.is_alive()]
 
     def kill_silent(self) -> None:
         """Kill workers that have been silent for too long."""
@@ -294,6 +297,6 @@ class WorkerPool:
         """Kill all workers."""
         for worker in self.workers:
             worker.kill()
-            worker.held.clear()
+            worker.assigned.clear()
             worker.reap()
         self.workers = []

@@ -138,7 +138,7 @@ class Calls:
             return True
         return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
-    async def stops_the_run(self, error: ModelError) -> bool:
+    async def must_stop_run(self, error: ModelError) -> bool:
         """Whether a failure stops the run; asks the parent if the endpoint has answered another
         worker."""
         if not self.is_the_endpoints(error):

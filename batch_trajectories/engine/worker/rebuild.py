@@ -22,7 +22,7 @@ from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.messages import Assignment, WorkerSetup
-from batch_trajectories.engine.worker.replay import NEVER_RAN, OF_COMMANDS, SHOWN, differs
+from batch_trajectories.engine.worker.replay import COMMAND_TOOLS, NEVER_RAN, SHOWN, differs
 from batch_trajectories.engine.worker.workspace_setup import (
     SetupFailed,
     forget_aside,
@@ -285,7 +285,7 @@ class Rebuilder:
 
     def _commands(self) -> frozenset[str]:
         """The tools that run what the model writes."""
-        own = [toolset for toolset in self.setup.used() if toolset.name in OF_COMMANDS]
+        own = [toolset for toolset in self.setup.used() if toolset.name in COMMAND_TOOLS]
         return frozenset(tool.name for toolset in own for tool in toolset.tools)
 
     def _toolbox(self, context: ToolContext) -> Toolbox:

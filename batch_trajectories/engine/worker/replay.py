@@ -17,7 +17,7 @@ from batch_trajectories.basics.text import clip
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 
-OF_COMMANDS = ("python", "terminal")
+COMMAND_TOOLS = ("python", "terminal")
 """Tools that run commands which the model writes."""
 
 NEVER_RAN = frozenset(

@@ -122,7 +122,7 @@ class _Function:
                 message = f"it took more than {self._timeout_s:g} s (--reward_timeout_s)"
                 reply = {"rewards": None, "error": message}
             except ConnectionError:
-                reply = {"rewards": None, "error": await process.how_it_ended()}
+                reply = {"rewards": None, "error": await process.describe_end()}
             except BaseException:
                 await process.kill()
                 raise
@@ -168,7 +168,7 @@ class _Process:
         try:
             first = await asyncio.wait_for(started._read(), _START_TIMEOUT_S)
         except ConnectionError as error:
-            raise HostError(f"--reward={place}: {await started.how_it_ended()}") from error
+            raise HostError(f"--reward={place}: {await started.describe_end()}") from error
         except TimeoutError as error:
             await started.kill()
             raise HostError(
@@ -213,7 +213,7 @@ class _Process:
         reply: dict[str, Any] = orjson.loads(line)
         return reply
 
-    async def how_it_ended(self) -> str:
+    async def describe_end(self) -> str:
         """The end of the process, and the last lines that it printed."""
         code = await self._process.wait()
         said = _end_of(self._errors)

@@ -41,14 +41,14 @@ from batch_trajectories.engine.messages import (
 )
 from batch_trajectories.engine.parser_signs import parser_signs
 from batch_trajectories.engine.record import (
+    add_scores,
     as_stored,
-    images_in,
     make_record,
     tokens_missing,
-    with_scores,
+    used_images,
 )
 from batch_trajectories.engine.worker.calls import Calls, StoppableModel, Stops
-from batch_trajectories.engine.worker.workspace_setup import SetupFailed, is_aside, put_back
+from batch_trajectories.engine.worker.workspace_setup import SetupFailed, is_set_aside, put_back
 from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
 from batch_trajectories.records.failures import Failure
 from batch_trajectories.records.files import StorageError
@@ -237,7 +237,7 @@ class TaskRunner:
         try:
             await self.do(work)
         except ModelError as error:
-            if await self._calls.stops_the_run(error):
+            if await self._calls.must_stop_run(error):
                 self._stops.halt(self._calls.describe(error))
                 raise Stopped from error
             self._calls.report()  # the parent knows what was answered before what has failed
@@ -267,7 +267,7 @@ class TaskRunner:
             for score in scores:
                 if score["error"] is not None:
                     log.warning("%s: --reward=%s: %s", task.id, score["source"], score["error"])
-            record = with_scores(record, scores)
+            record = add_scores(record, scores)
         return _finished(task, record, failure)
 
     async def do(self, work: Work) -> None:
@@ -293,7 +293,7 @@ class TaskRunner:
 
     async def _prepared(self, work: Work) -> PreparedWorkspace:
         place, root = work.assignment.place, work.context.workspace.root
-        if is_aside(root):
+        if is_set_aside(root):
             await asyncio.to_thread(put_back, root)
         prepared = await self._spaces.prepare(work.context, work.row, place=place)
         work.context = prepared.context
@@ -503,7 +503,7 @@ def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> Ta
         key=task.key,
         fields=index_fields(stored),
         failure=failure,
-        images=[] if failure else images_in(record),
+        images=[] if failure else used_images(record),
         signs=parser_signs(record),
         payload=stored.line,
     )

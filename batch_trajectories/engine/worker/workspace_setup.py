@@ -53,18 +53,18 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
 @asynccontextmanager
 async def setting_up(root: Path) -> AsyncIterator[None]:
     """Set a workspace up inside a `with` block; a crash or an error leaves a mark."""
-    mark = half_set_up(root)
+    mark = incomplete_mark(root)
     await asyncio.to_thread(mark.touch)
     yield
     await asyncio.to_thread(mark.unlink, missing_ok=True)
 
 
-def half_set_up(root: Path) -> Path:
+def incomplete_mark(root: Path) -> Path:
     """The file beside a workspace that is being set up; after a crash it shows that it is not."""
     return root.with_name(f"{root.name}.half")
 
 
-def is_aside(root: Path) -> bool:
+def is_set_aside(root: Path) -> bool:
     """Whether a workspace lies beside one that is being rebuilt; see `set_aside`."""
     return _aside(root).exists()
 
@@ -78,7 +78,7 @@ def set_aside(root: Path) -> None:
 def put_back(root: Path) -> None:
     """Give up a workspace that is being rebuilt for the one that was set aside."""
     remove_tree(root)
-    half_set_up(root).unlink(missing_ok=True)
+    incomplete_mark(root).unlink(missing_ok=True)
     _aside(root).rename(root)
 
 
@@ -100,9 +100,9 @@ def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
     marked as incomplete until `mark_set_up`, so that a crash before shows.
     """
     is_other = image_was_replaced(root, sandbox.image_digest)
-    if sandbox.is_kept() and not is_other and not half_set_up(root).exists():
+    if sandbox.is_kept() and not is_other and not incomplete_mark(root).exists():
         return True, False
-    half_set_up(root).touch()
+    incomplete_mark(root).touch()
     remove_all(root, sandbox)
     return False, is_other
 
@@ -116,8 +116,8 @@ def remove_all(root: Path, sandbox: ImageSandbox) -> None:
 def mark_set_up(root: Path, digest: str) -> None:
     """Mark a workspace as whole, and note the digest of its image, in one step."""
     root.mkdir(mode=0o700, exist_ok=True)
-    half_set_up(root).write_text(digest)
-    half_set_up(root).rename(root / IMAGE_FILE)
+    incomplete_mark(root).write_text(digest)
+    incomplete_mark(root).rename(root / IMAGE_FILE)
 
 
 def image_was_replaced(root: Path, digest: str) -> bool:

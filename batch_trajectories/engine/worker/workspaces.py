@@ -21,8 +21,8 @@ from batch_trajectories.engine.messages import WorkerSetup
 from batch_trajectories.engine.worker.workspace_setup import (
     SetupFailed,
     fresh_root,
-    half_set_up,
     home_of_user,
+    incomplete_mark,
     keep_or_remove,
     make_ready,
     mark_set_up,
@@ -118,7 +118,7 @@ class Workspaces:
             image = row.image.reference if row.image else config.docker_image
             if image is not None and (problem := await self._image_problem(image)):
                 raise SetupFailed(problem)
-        if half_set_up(root).exists():
+        if incomplete_mark(root).exists():
             await asyncio.to_thread(remove_tree, root)
         kept = root.exists()
         if row.setup is not None and not kept:
