@@ -70,9 +70,11 @@ def refuse_narrowing(
 
 
 def _leaving(index: Index, last: bytes | None, keys: bytes) -> Iterator[int]:
-    """The rows of finished records whose tasks the last start had and these keys do not name.
+    """The rows of finished records that leave the run: the last start had their tasks, these keys
+    do not name them.
 
-    Without the keys of the last start, those of all finished records.
+    If the keys of the last start are unknown, the rows of all finished records that these keys do
+    not name.
     """
     rows, _ = index.match(b"".join(index) if last is None else last)
     staying = set(index.match(keys)[0])

@@ -254,7 +254,7 @@ def _check_web(config: RunConfig, setup: Setup) -> None:
 
 
 def describe(plan: Plan) -> str:
-    """What a start of `plan` would do, for `--dry_run`."""
+    """Describe the work of a start of `plan`, for `--dry_run`."""
     config, scan = plan.config, plan.scan
     first = next(iter(plan.setups.values()))
     names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
@@ -378,7 +378,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
 
 
 def _refused_wishes(plan: Plan) -> Iterator[str]:
-    """What rows or options ask for and do not get."""
+    """Describe the wishes of rows or options that are not granted."""
     largest, config = plan.scan.asked, plan.config
     checks = plan.scan.setup_columns.get("check") if config.row_setup else 0
     if config.until_passed and not (checks or config.reward or config.check_expected):

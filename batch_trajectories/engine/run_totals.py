@@ -68,14 +68,14 @@ class Owed(NamedTuple):
     """Tasks without a record, and samples that are no tasks."""
 
     failed: int
-    """Their last attempt failed."""
+    """Tasks whose last attempt failed."""
     pending: int
     not_needed: int
     """See `RunTotals.not_needed`."""
 
 
 def owed(run_dir: Path, scan: Scan, config: RunConfig | None, without: Iterable[int]) -> Owed:
-    """What a manifest says of the task numbers `without` a record; without `config` all count."""
+    """Sort the tasks `without` a record, for a manifest; if `config` is None, all of them count."""
     failed_attempts = load_failed_attempts(run_dir)
     numbers = array("I", without)
     samples = None
@@ -125,11 +125,12 @@ class RunTotals:
     prompts: int
     """Rows of the dataset, including bad ones, after `--max_samples`."""
     samples: int
-    """Of a prompt; with `--until_passed` the maximum."""
+    """Samples of a prompt; with `--until_passed` the maximum."""
     not_needed: int | None = None
     """Samples that are no tasks: `--until_passed` does not need them, so far."""
     enough: int | None = None
-    """With `--until_passed`: prompts that need no more, as so many have passed (and failed)."""
+    """With `--until_passed`: prompts with enough passed (and failed) samples, so that their
+    remaining samples are skipped; else None."""
     used_up: int | None = None
     """Other prompts whose samples have all ended."""
     done: int = 0
@@ -174,7 +175,7 @@ class RunTotals:
     spent_unknown: int
     """Records and replies of unknown cost; `spent_usd` leaves them out."""
     judges_usd: float
-    """What judges were paid for after the run; `spent_usd` leaves it out."""
+    """Dollars paid for judges after the run, which `spent_usd` leaves out."""
     judges_unknown: int
     """Replies of judges of unknown cost; `judges_usd` leaves them out."""
     checks: Checks
@@ -190,7 +191,7 @@ class RunTotals:
     signs: Sequence[SignSeen] = ()
     """Signs that the run gives nothing to train on; see `engine.hopeless`."""
     is_recording: bool
-    """Its conversations are sessions of `record`, which it cannot begin again."""
+    """The conversations are sessions of `record`, which cannot begin them again."""
 
     @property
     def total(self) -> int:
@@ -205,7 +206,7 @@ class RunTotals:
         return self.prompts - self.discarded // self.samples - self.enough - self.used_up
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json: without what judges are paid, which changes after the run."""
+        """The values for summary.json, without the pay of judges, which changes after the run."""
         totals = {"tasks": self.total, **asdict(self)}
         totals["signs"] = [sign.to_json() for sign in self.signs]
         del totals["judges_usd"], totals["judges_unknown"], totals["is_recording"]

@@ -35,7 +35,7 @@ _OPEN = bytes((UNKNOWN, RUNNING))
 
 
 class StoppingRule(NamedTuple):
-    """How many samples of a prompt must pass, and which model each one gets."""
+    """Number of samples of a prompt that must pass, and the model that each sample gets."""
 
     passed: int
     """Samples that must pass."""
@@ -80,7 +80,7 @@ class StoppingRule(NamedTuple):
         return counts[0] >= self.passed and counts[1] >= self.failed
 
     def describe(self) -> str:
-        """For a dry run, after the number of samples."""
+        """Text for a dry run, after the number of samples."""
         also = f" and {self.failed} have not" if self.failed else ""
         after = plural(self.escalate_after, "failure")
         models = f"; the next model after {after}" if self.models else ""
@@ -96,7 +96,7 @@ class StoppingRule(NamedTuple):
 
 
 def _missed(outcomes: bytes | bytearray, sample: int) -> int:
-    """How many samples before this one have ended without passing."""
+    """Number of samples before this one that have ended without passing."""
     return outcomes.count(NOT_PASSED, 0, sample) + outcomes.count(UNJUDGED, 0, sample)
 
 
@@ -159,7 +159,7 @@ class ModelBudgets:
         return False
 
     def problem(self) -> str | None:
-        """Which budgets are used up, and what waits for them; None if nothing does."""
+        """The budgets that are used up, and the tasks that wait for them; None if nothing waits."""
         said = [
             f"{model} has cost ${self._spent[model]:.4f}{self._besides(model)} of "
             f"${self._budgets[model]:g} (model_budgets), and {plural(len(numbers), 'prompt')} "
@@ -187,9 +187,10 @@ def _paid_in(run_dir: Path) -> Iterator[_Paid]:
 
 
 class Opening:
-    """The samples of a start: those to run at first, and those that follow from how they end.
+    """The samples of a start: the first ones, and further ones that are needed once others have
+    ended.
 
-    Holds a byte per sample, and of tasks only those that have begun and not ended.
+    Holds a byte per sample, and only the tasks that have begun and not ended.
     """
 
     def __init__(
@@ -201,8 +202,8 @@ class Opening:
         only: Container[bytes] | None,
         budgets: ModelBudgets | None = None,
     ) -> None:
-        """`outcomes` are those of earlier starts; `only` limits the work to these task keys, and
-        `budgets` by what the conversations of a model have cost."""
+        """`outcomes` come from earlier starts; `only` limits the work to these task keys, and
+        `budgets` to what the conversations of a model may cost."""
         self._rule = rule
         self._scan = scan
         self._outcomes = outcomes
@@ -260,7 +261,7 @@ class Opening:
 # The outcomes of a run's samples, from its index and journals: a byte per sample.
 
 NOT_NEEDED, ENDED, TO_RUN = range(3)
-"""What is with a sample: it is not needed (so far), has a record that stays, or must run."""
+"""States of a sample: not needed (so far), with a record that stays, or still to run."""
 
 
 class Samples(NamedTuple):
@@ -285,7 +286,7 @@ class Samples(NamedTuple):
         return self.states[number] != NOT_NEEDED
 
     def must_run(self, number: int) -> bool:
-        """Whether it must run, or run again."""
+        """Whether a sample must run, or run again."""
         return self.states[number] == TO_RUN
 
 
@@ -298,10 +299,10 @@ def samples_of(
     *,
     begun: Container[bytes],
 ) -> Samples:
-    """Which samples are needed, given the records in these rows.
+    """The samples of a run with their states, given the records in these rows.
 
-    `begun` are the tasks with journaled events. Of several verdicts the last counts, also one that
-    `check` gave later.
+    `begun` are the tasks with journaled events. If there are several verdicts, the last one counts,
+    even if `check` gave it later.
     """
     rule = rule_of(config)
     index = with_later_checks(run_dir, index)
@@ -351,7 +352,7 @@ def chance_where_stopped(count: int, passed: int, k: int, rule: StoppingRule) ->
 
 
 def _orders(passed: int, failed: int, rule: StoppingRule, *, before: int = 0) -> int:
-    """The orders of so many passes and failures, after `before` failures, that stop at the last."""
+    """The orders of `passed` passes and `failed` failures that stop at the last sample."""
     if failed < 0:
         return 0
     orders = 0

@@ -83,8 +83,8 @@ class Progress:
         self._failures_told = 0
         self._tell = tell
         self.steered: dict[str, Any] | None = None
-        """What people asked of the run: `is_paused`, and `answers` by the size of control.jsonl
-        after the question."""
+        """Requests of people who steer the run: `is_paused`, and `answers` by the size of
+        control.jsonl after the question; None before the first."""
         self._is_terminal = tell is None and draws_lines()
         tqdm.monitor_interval = 0  # a thread that could be refused, for lines drawn often enough
         self._bar = (bar_class() if self._is_terminal else tqdm)(
@@ -296,9 +296,9 @@ class Progress:
 
 
 def state_of(run_dir: Path, holder: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the process `holder` (see `holder_of`) wrote last; None if nothing, as at its start.
+    """The last state that the process `holder` (see `holder_of`) wrote; None if it wrote none yet.
 
-    An earlier start that was killed or steered has left the file.
+    An earlier start that was killed or steered may have left the file.
     """
     state = read_json(run_dir / PROGRESS_FILE)
     return state if state is not None and state.get("pid") == holder.get("pid") else None
