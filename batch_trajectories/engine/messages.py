@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from batch_trajectories.records.journal import Inflight
 
 
-class Message(msgspec.Struct, omit_defaults=True, tag=True):
+class PipeMessage(msgspec.Struct, omit_defaults=True, tag=True):
     """One message; a subclass for each kind."""
 
 
-class MessageWithPayload(Message, kw_only=True):
+class MessageWithPayload(PipeMessage, kw_only=True):
     """A message with bytes that JSON would have to escape; they follow its header."""
 
     payload: bytes = b""
@@ -79,19 +79,19 @@ def make_assignment(
     )
 
 
-class AssignTasks(Message):
+class AssignTasks(PipeMessage):
     """Run these tasks."""
 
     assignments: list[Assignment]
 
 
-class RecordsDurable(Message):
+class RecordsDurable(PipeMessage):
     """The records of these tasks are on disk: drop their journals and workspaces."""
 
     keys: list[bytes]
 
 
-class SetLimits(Message):
+class SetLimits(PipeMessage):
     """The worker's share of an endpoint's limits; see `CallLimiter.allow`."""
 
     endpoint: str
@@ -103,13 +103,13 @@ class SetLimits(Message):
     rates_s: float | None
 
 
-class GrantBudget(Message):
+class GrantBudget(PipeMessage):
     """An amount that the worker may spend."""
 
     amount: Cost
 
 
-class ReclaimBudget(Message):
+class ReclaimBudget(PipeMessage):
     """Return all budget that is not reserved for a call, from now on."""
 
 
@@ -121,14 +121,14 @@ class AnswerCall(MessageWithPayload, kw_only=True):
     """See `BatchAnswer`."""
 
 
-class EndpointAnswered(Message):
+class EndpointAnswered(PipeMessage):
     """The answer to `AskIfAnswered`: whether any worker has had a reply from this base URL."""
 
     url: str
     is_answered: bool
 
 
-class SetKey(Message):
+class SetKey(PipeMessage):
     """The present key of a key command, or the problem that it has."""
 
     command: str
@@ -139,25 +139,25 @@ class SetKey(Message):
     """Why the command gave no new key; "" if it did."""
 
 
-class CancelTask(Message):
+class CancelTask(PipeMessage):
     """A person has stopped this task."""
 
     key: bytes
 
 
-class EventsStored(Message):
+class EventsStored(PipeMessage):
     """The parent has written all `StoreEvents` up to this number."""
 
     number: int
 
 
-class StopWorking(Message):
+class StopWorking(PipeMessage):
     """Begin no further call; cancel what still runs after `grace_s` seconds."""
 
     grace_s: float
 
 
-class Exit(Message):
+class Exit(PipeMessage):
     """End the process."""
 
     is_done: bool
@@ -214,11 +214,11 @@ class Load:
     """Those failures that the load of the endpoint may have caused."""
 
 
-class Ready(Message):
+class Ready(PipeMessage):
     """The worker can take tasks."""
 
 
-class Heartbeat(Message):
+class Heartbeat(PipeMessage):
     """The worker is alive."""
 
     counters: Counters
@@ -238,7 +238,7 @@ class TaskFinished(MessageWithPayload, kw_only=True):
     signs: ParserSigns | None
 
 
-class TaskFailed(Message):
+class TaskFailed(PipeMessage):
     """An attempt of a task has failed, and the task has attempts left."""
 
     key: bytes
@@ -246,7 +246,7 @@ class TaskFailed(Message):
     failure: Failure
 
 
-class TaskReleased(Message):
+class TaskReleased(PipeMessage):
     """The worker gives a task back unfinished, because it stops."""
 
     key: bytes
@@ -262,14 +262,14 @@ class CollectCall(MessageWithPayload, kw_only=True):
     """The amount reserved for the call; None without a budget."""
 
 
-class ReportLoad(Message):
+class ReportLoad(PipeMessage):
     """The calls to an endpoint since the last report."""
 
     endpoint: str
     load: Load
 
 
-class CallRefused(Message):
+class CallRefused(PipeMessage):
     """An endpoint has refused a call (429)."""
 
     endpoint: str
@@ -279,20 +279,20 @@ class CallRefused(Message):
     """When the call was sent, on the monotonic clock of the parent's machine."""
 
 
-class AskIfAnswered(Message):
+class AskIfAnswered(PipeMessage):
     """Asks whether this base URL has answered any worker; the parent sends `EndpointAnswered`."""
 
     url: str
 
 
-class KeyRejected(Message):
+class KeyRejected(PipeMessage):
     """An endpoint has rejected the key with this number of a key command."""
 
     command: str
     number: int
 
 
-class ReportBudget(Message):
+class ReportBudget(PipeMessage):
     """A worker's budget, and the budget that it needs; see `WorkerBudget`."""
 
     grants: int
@@ -307,7 +307,7 @@ class ReportBudget(Message):
     """The least amounts that let a waiting call go; empty if none waits."""
 
 
-class ReportOutage(Message):
+class ReportOutage(PipeMessage):
     """A call to a base URL has failed and is retried."""
 
     url: str
@@ -316,13 +316,13 @@ class ReportOutage(Message):
     """Seconds until the call is given up."""
 
 
-class Say(Message):
+class Say(PipeMessage):
     """Show a text to the user, once."""
 
     message: str
 
 
-class HaltRun(Message):
+class HaltRun(PipeMessage):
     """Stop the whole run for this reason."""
 
     message: str
@@ -388,7 +388,7 @@ def decode_from_worker(message: bytes) -> FromWorker:
     return _with_payload(_from_worker.decode(header), payload)
 
 
-_M = TypeVar("_M", bound=Message)
+_M = TypeVar("_M", bound=PipeMessage)
 
 
 def _with_payload(message: _M, payload: bytes) -> _M:
