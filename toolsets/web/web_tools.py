@@ -22,9 +22,9 @@ from batch_trajectories.basics.errors import ToolError, install
 from batch_trajectories.basics.process import locked
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
+from toolsets.function_threads import in_thread
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.tool import ToolResult, tool
-from toolsets.toolbox import in_thread
 from toolsets.web.http import read_body, request_error
 
 _SHARDS = 16
