@@ -1,8 +1,8 @@
-"""Forks sandboxes: what a sandbox needs of Python is started and imported once, not in each.
+"""Forks sandboxes: Python is started and its modules are imported once, not in each sandbox.
 
-It takes requests on its standard input: frames as the server's, each with the descriptors of a
-sandbox: its socket, its standard error, and files to write itself into control groups. For
-`bwrap` it runs inside bubblewrap, for `local` as a plain process. It runs no commands itself.
+Requests on its standard input are frames as the server's, each with the descriptors of a sandbox:
+its socket, its standard error, and files that put it into control groups. For `bwrap` it runs
+inside bubblewrap, for `local` as a plain process. It runs no commands itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWN_NAMESPACE = "/proc/self/ns/pid"
 
 
 class ForkServer:
-    """The loop: one request after the other, each answered by the sandbox that it makes."""
+    """Handles one request after the other; each sandbox that it makes sends the answer."""
 
     def __init__(self) -> None:
         self._requests = socket.socket(fileno=os.dup(0))
@@ -92,7 +92,7 @@ class ForkServer:
             os.environ.clear()
 
     def _introduce(self, replies: int) -> None:
-        """Send a handle to this process, whose number means nothing outside of its namespace."""
+        """Send a handle of this process, whose number means nothing outside of its namespace."""
         handle = os.pidfd_open(os.getpid())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(replies)) as control:
@@ -100,7 +100,7 @@ class ForkServer:
         os.close(handle)
 
     def _try(self, request: dict[str, Any]) -> int | None:
-        """What refuses a sandbox here, as an error number; None where nothing does."""
+        """Fork a sandbox on trial; return the error number, or None if it works."""
         try:
             pid = self._fork()
         except OSError as error:

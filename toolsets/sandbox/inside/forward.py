@@ -25,7 +25,7 @@ from toolsets.sandbox.inside.boot import LENGTH
 
 _CHUNK_BYTES = 1 << 16
 _END_S = 3.0
-"""For an agent to end once its task is done, and again once it is asked to."""
+"""Seconds for an agent to end after its task is done, and again after it is asked to end."""
 
 
 def main() -> NoReturn:
@@ -59,7 +59,7 @@ def _code_of(status: int) -> int:
 
 
 def _converse(terms: dict[str, Any]) -> int:
-    """Start an agent, give it its task, and end it; its exit code, not 0 if it has not done it."""
+    """Start an agent, give it its task and end it; return an exit code, 0 if the task is done."""
     reading, to_agent = os.pipe()
     from_agent, writing = os.pipe()
     pid = _start(terms, reading, writing)
@@ -94,7 +94,7 @@ def _read(size: int) -> bytes:
 
 
 def _standard_input(text: str) -> int:
-    """A descriptor from which a command reads a text."""
+    """Return a descriptor from which a command reads a text."""
     if not text:
         # Not an empty pipe: some commands take a pipe for a part of their task.
         return os.open(os.devnull, os.O_RDONLY)
@@ -104,7 +104,7 @@ def _standard_input(text: str) -> int:
 
 
 def _start(terms: dict[str, Any], reading: int, writing: int = 1) -> int:
-    """Start the command with these descriptors as its standard input, which closes, and output."""
+    """Start the command with these descriptors as its standard input and output."""
     try:
         return os.posix_spawnp(
             terms["argv"][0],

@@ -1,4 +1,4 @@
-"""Namespaces for a sandbox that the fork server has forked, and the end of its privileges.
+"""Confines a forked sandbox by namespaces, and drops its privileges.
 
 The fork server runs inside bubblewrap, as root of a user namespace. It sees no more of the machine
 than a sandbox does, apart from the directory of all workspaces. A sandbox gives up that directory
@@ -30,7 +30,7 @@ _CAPABILITIES_V3 = 0x20080522
 _SIOCSIFFLAGS = 0x8914
 _UP_AND_RUNNING = 0x41
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus")
-"""Where a process that is root of the machine could write without any capability."""
+"""Parts of /proc that root of the machine could write without any capability."""
 _VOLATILE = "work/incompat/volatile"
 _WORKSPACE = "/workspace"
 _IMAGES = "/images"
@@ -38,7 +38,7 @@ _USER = 1000
 _PACKAGE_MANAGER = (0, 1, 3, 6, 7)
 """CAP_CHOWN, DAC_OVERRIDE, FOWNER, SETGID and SETUID: what root of an image needs to install."""
 MEASURED = 200
-"""The descriptor of the directory with what a conversation has changed in its image."""
+"""The descriptor of the directory with a conversation's changes of its image."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # A library keeps what was looked up in it: once here, for all sandboxes that are forked later.
@@ -47,7 +47,7 @@ for _name in ("unshare", "setns", "mount", "umount2", "prctl", "capset"):
 
 
 def fork_as_first(own_namespace: int) -> int:
-    """As `os.fork`, the child being process 1 of a new PID namespace."""
+    """Fork as `os.fork`; the child is process 1 of a new PID namespace."""
     _call("unshare", _NEWPID)
     try:
         pid = os.fork()
@@ -61,7 +61,7 @@ def fork_as_first(own_namespace: int) -> int:
 
 
 def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
-    """Confine this process to the workspace of that name; raises `OSError`."""
+    """Confine this process to the workspace of this name; raises `OSError`."""
     _check_name(workspace)
     _call("unshare", _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | (0 if network else _NEWNET))
     _mount("none", "/", None, _REC | _PRIVATE)
@@ -84,10 +84,10 @@ def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
 def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]) -> None:
     """Confine this process to an image, with the changes of a conversation above it.
 
-    `image` has "tree" (its directory beneath /images), "base" (the directory beside the layer with
-    one that is between both, or None), "is_copied" (the layer holds a copy of the tree, not only
-    what changes), "workdir", "uid", "gid" and "shown" (paths in the image, each with the file or
-    directory that is to be seen there, read-only). Raises `OSError`.
+    `image` has "tree" (the tree's directory beneath /images), "base" (the base beside the layer, or
+    None), "is_copied" (the layer holds a copy of the tree, not only the changes), "workdir", "uid",
+    "gid" and "shown" (paths in the image, each with the file or directory that is visible there,
+    read-only). Raises `OSError`.
     """
     trees = [f"{_IMAGES}/{image['tree']}"]
     for name in (layer, *image["tree"].split("/")):
@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def _mount_tree(layer: str, *trees: str, is_copied: bool) -> None:
-    """Mount what the conversation sees at /tmp, and open the directory that is measured.
+    """Mount the conversation's files at /tmp, and open the directory that is measured.
 
     Of the trees below its layer, the first one is the uppermost.
     """

@@ -1,4 +1,4 @@
-"""The processes and files of a task, as seen from inside its sandbox."""
+"""Finds and measures the processes and files of a task from inside its sandbox."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def ticks() -> int:
-    """Now, in the unit in which the system gives the start times of processes."""
+    """Return the present time in the unit of processes' start times (/proc); 0 if unknown."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return 0
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
-    """The living processes beneath this one, or `root`, and when each was started.
+    """Yield the id and start time of each living process beneath this one, or `root`.
 
-    None escape by losing their parent, for they then become children of this process. Without
-    /proc there are none to be found.
+    Processes that lose their parent become children of this process, so none escapes. Without /proc
+    none is found.
     """
     for pid in beneath(root):
         with contextlib.suppress(OSError):
@@ -40,9 +40,9 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
 
 
 def started_since(since: int, before: Container[int], sessions: Container[int]) -> Iterator[int]:
-    """The living processes that were started at `since` or later and are not among `before`.
+    """Yield living processes that were started at `since` or later and are not in `before`.
 
-    Those that an earlier process started are left out, unless it is one of `sessions`.
+    Processes whose parent is older are left out, unless the parent is one of `sessions`.
     """
     children = _children_finder()
     pending = [os.getpid()] if HAS_PROC else []
@@ -58,7 +58,7 @@ def started_since(since: int, before: Container[int], sessions: Container[int]) 
 
 
 def beneath(root: int | None = None) -> Iterator[int]:
-    """The same processes, and those that have ended but were not waited for."""
+    """Yield all processes beneath this one, or `root`, also ended ones not waited for."""
     children = _children_finder()
     pending = [os.getpid() if root is None else root] if HAS_PROC else []
     while pending:
@@ -83,7 +83,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """The children of all processes, where the system does not list those of each."""
+    """Return the children of all processes, for systems without a list per process."""
     children: dict[int, list[int]] = defaultdict(list)
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -92,24 +92,24 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def read_file(path: str) -> bytes:
-    """What a file of /proc says, with fewer system calls than `open` makes."""
+    """Return the content of a file in /proc, with fewer system calls than `open` makes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        said = b""
+        content = b""
         while chunk := os.read(fd, 1 << 16):
-            said += chunk
-        return said
+            content += chunk
+        return content
     finally:
         os.close(fd)
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """What /proc says of a process, from its state on."""
+    """Return the fields of a process's `stat`, from its state on."""
     return read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def count_tasks() -> int:
-    """The processes and threads beneath this one."""
+    """Count the processes and threads beneath this one."""
     total = 0
     for pid, _ in descendants():
         with contextlib.suppress(OSError):
@@ -118,9 +118,10 @@ def count_tasks() -> int:
 
 
 def memory_of(enough: int) -> int:
-    """The bytes that the processes beneath this one hold together, shared ones too.
+    """Return the bytes of memory of all processes beneath this one, with shared memory.
 
-    A first sum counts what several hold for each; only one above `enough` is made exact.
+    The sum counts memory that several processes share for each of them, unless it is above
+    `enough`: then it is made exact.
     """
     pids = [pid for pid, _ in descendants()]
     total = files = 0
@@ -139,11 +140,11 @@ def memory_of(enough: int) -> int:
                     if (state.st_dev, state.st_ino) not in seen:
                         seen.add((state.st_dev, state.st_ino))
                         files += state.st_blocks * 512
-    return total + files if total + files <= enough else max(files, _shares(pids, files))
+    return total + files if total + files <= enough else max(files, _exact_memory(pids, files))
 
 
-def _shares(pids: list[int], files: int) -> int:
-    """What processes hold, each page once; of `files` it is not known who has them mapped."""
+def _exact_memory(pids: list[int], files: int) -> int:
+    """Return the memory of processes, each page once; `files` of it may be mapped by any."""
     own = shared = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as f:
@@ -156,12 +157,11 @@ def _shares(pids: list[int], files: int) -> int:
 
 
 def size_of(root: str) -> int:
-    """The bytes that files take on disk; each file and directory counts 16 KiB at least.
+    """Return the bytes that files take on disk; each file and directory counts as 16 KiB or more.
 
-    File systems have about one inode per 16 KiB: small files use these up before the disk is full.
-
-    A path too long to look beneath counts as full, for nothing but an escape is that deep.
+    A tree that is too deep to walk counts as full: only an attempt to escape makes one.
     """
+    # File systems have about one inode per 16 KiB: small files use them up before the disk is full.
     total = 0
     linked: set[int] = set()
     pending = [root]
@@ -183,7 +183,7 @@ def size_of(root: str) -> int:
 
 
 def hold_descendants() -> None:
-    """Keep processes that lose their parent as children, and this one out of others' reach."""
+    """Adopt processes that lose their parent; protect this process from other processes."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     set_dumpable(False)
 
@@ -194,16 +194,14 @@ def set_dumpable(allowed: bool) -> None:
 
 
 def check_descriptor(highest: int) -> None:
-    """Raise `OSError` (EMFILE) where the limit of open files has no room for this descriptor.
-
-    The system calls it a bad descriptor, which looks like a failure of the command.
-    """
+    """Raise `OSError` (EMFILE) if the limit of open files is too low for a descriptor."""
+    # The system calls it a bad descriptor, which looks like a failure of the command.
     if highest >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def close_descriptors(kept: set[int]) -> None:
-    """Close all descriptors of this process but those."""
+    """Close all descriptors of this process except `kept`."""
     for name in os.listdir("/dev/fd"):
         if int(name) not in kept:
             with contextlib.suppress(OSError):  # the listing itself had one
@@ -211,13 +209,13 @@ def close_descriptors(kept: set[int]) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if (prctl := _found_prctl()) is not None:
+    if (prctl := _find_prctl()) is not None:
         prctl(option, value, 0, 0, 0)
 
 
 @cache
-def _found_prctl() -> Any:
-    """The function of that name; None where there is none, since only Linux has it."""
+def _find_prctl() -> Any:
+    """Return the C function `prctl`; None on systems other than Linux."""
     try:
         import ctypes
 

@@ -10,12 +10,12 @@ from functools import cache
 from typing import NamedTuple
 
 CONTROL = 250
-"""The descriptor on which a shell or interpreter takes commands and reports how they ended."""
+"""The descriptor on which a shell or interpreter receives code and reports the end of a call."""
 SH_CONTROL = 7
 
 
 class Shell(NamedTuple):
-    """A shell that runs a loop, which takes commands."""
+    """A shell that runs a loop, and how to send it a command."""
 
     argv: list[str]
     control: int
@@ -76,7 +76,7 @@ SH = Shell(["sh", "-c", _SH_LOOP, "sh"], SH_CONTROL, _on_one_line)
 
 @cache
 def found_shell() -> Shell:
-    """The bash that is on the PATH, else any shell."""
+    """Return the bash on the PATH, else any shell."""
     for place in os.get_exec_path():
         if os.access(path := f"{place}/bash", os.X_OK):
             return BASH._replace(argv=[path, *BASH.argv[1:]])  # which need not be searched again
@@ -84,7 +84,7 @@ def found_shell() -> Shell:
 
 
 def in_background(code: str, path: str) -> str:
-    """The command that starts `code` in a group of its own, which can then be killed as one."""
+    """Return code that starts `code` in a process group of its own, which can be killed as one."""
     quoted = "'" + code.replace("'", "'\\''") + "'"
     group = '[ -z "$BASH_VERSION" ] || case $- in *m*) ;; *) set -m; __m=1;; esac\n'
     start = f"{{ eval {quoted}; }} </dev/null >'{path}' 2>&1 &\n"
