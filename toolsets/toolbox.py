@@ -41,7 +41,7 @@ class Toolbox:
         self._call_timeout_s = call_timeout_s
         self._before_call = before_call
         self.run_on: list[Future[ToolResult]] = []
-        """Calls in threads that exceeded their time limit."""
+        """Calls that exceeded their time limit; those that are not done still run in threads."""
 
     @property
     def names(self) -> list[str]:
@@ -54,7 +54,7 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     def is_idempotent(self, name: str) -> bool:
-        """Whether a call may be repeated. A call of an unknown tool may: it does nothing."""
+        """Whether a call may be repeated. True for an unknown tool, as its call does nothing."""
         tool = self._tools.get(name)
         return tool is None or tool.idempotent
 
@@ -76,10 +76,10 @@ class Toolbox:
         """Call a tool; every failure of the tool is a result.
 
         The tool finds `conversation` and `user_reply` in its context. `others` are further names
-        that the model can call. `begin` is called just before the tool's function, in its thread;
-        what it raises is raised.
+        that the model can call. `begin` is called just before the tool's function, in the same
+        thread; its exceptions are passed on.
 
-        Raises `HostError` if the machine failed, and `CancelledError` if it is cancelled. A
+        Raises `HostError` if the machine failed, and `CancelledError` if the caller is cancelled. A
         `MemoryError` is a result while memory is left: one value was too large. A sync tool that
         exceeds its time limit keeps its thread until it returns; see `in_thread`.
         """
@@ -90,14 +90,14 @@ class Toolbox:
             available = ", ".join(sorted({*self._tools, *others})) or "none"
             shown = clip(name, max_chars=_MAX_MESSAGE_CHARS)
             text = f"Error: Tool '{shown}' not found. Available: {available}"
-            return self._failure(text, "unknown_tool")
+            return self._failed(text, "unknown_tool")
         try:
             parsed = tool.parse_arguments(arguments)
         except ArgumentsError as error:
             message = clip(str(error), max_chars=_MAX_MESSAGE_CHARS)
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
-            return self._failure(text, "invalid_arguments")
+            return self._failed(text, "invalid_arguments")
         context = self._context.during(conversation, user_reply)
         if not inspect.iscoroutinefunction(tool.function):
             run = partial(self._run_sync, tool, context, parsed, begin)
@@ -107,16 +107,16 @@ class Toolbox:
                 return await in_thread(run, timeout_s=self._call_timeout_s)
             except LateCall as error:
                 self.run_on.append(error.future)
-                return self._late(tool)
+                return self._timeout_result(tool)
         if begin is not None:
             begin()
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
                 result = await self._run(tool, context, parsed)
         except TimeoutError:
-            result = self._late(tool)
+            result = self._timeout_result(tool)
         # The tool may have caught the cancellation by the deadline.
-        return self._late(tool) if deadline.expired() else result
+        return self._timeout_result(tool) if deadline.expired() else result
 
     async def close(self, *, remove_workspace: bool) -> None:
         """Close the context of the task; may be repeated."""
@@ -129,7 +129,7 @@ class Toolbox:
         except (GeneratorExit, HostError):
             raise
         except BaseException as error:
-            result = self._raised(tool, error)
+            result = self._error_result(tool, error)
         # A CancelledError that the tool raised itself is its failure. A cancellation from outside
         # is passed on, even if the tool caught it.
         if cancellations() > before:
@@ -151,9 +151,9 @@ class Toolbox:
         except HostError:
             raise
         except BaseException as error:
-            return self._raised(tool, error)
+            return self._error_result(tool, error)
 
-    def _raised(self, tool: Tool, error: BaseException) -> ToolResult:
+    def _error_result(self, tool: Tool, error: BaseException) -> ToolResult:
         host_failure = machine_failure(error)
         if host_failure is not None and not (isinstance(error, MemoryError) and has_memory()):
             raise HostError(f"{tool.name}: {host_failure}") from error
@@ -165,13 +165,13 @@ class Toolbox:
         message = message.replace(str(self._context.workspace.root), self._context.home)
         text = f"Error executing {tool.name}: {clip(message, max_chars=_MAX_MESSAGE_CHARS)}"
         failure = "tool_error" if isinstance(error, ToolError) else "exception"
-        return self._failure(text, failure, exception=kind)
+        return self._failed(text, failure, exception=kind)
 
-    def _late(self, tool: Tool) -> ToolResult:
+    def _timeout_result(self, tool: Tool) -> ToolResult:
         text = f"Error executing {tool.name}: no result within {self._call_timeout_s:g} s"
-        return self._failure(text, "timeout")
+        return self._failed(text, "timeout")
 
-    def _failure(self, text: str, failure: str, **facts: str) -> ToolResult:
+    def _failed(self, text: str, failure: str, **facts: str) -> ToolResult:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
 
 
@@ -180,13 +180,13 @@ def _invoke(tool: Tool, context: ToolContext, arguments: Mapping[str, Any]) -> A
 
 
 def cancellations() -> int:
-    """How often the running task was cancelled."""
+    """Return how often the running task was cancelled."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
 def _tidy(result: ToolResult) -> ToolResult:
-    """The result with content and details that a record can hold."""
+    """Return the result with content and details that a record can store."""
     content = clip(valid_utf8(str(result.content)), max_chars=MAX_RESULT_CHARS)
     if result.is_error and "error" not in content.lower():
         # The OpenAI dialect has no error flag: the text itself must say that it is an error.

@@ -15,7 +15,7 @@ from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.browser.process import Chromium
 from toolsets.context import SharedBrowser
-from toolsets.net.guard import checked
+from toolsets.net.guard import check_url
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class BrowserSession:
     async def navigate(self, url: str) -> None:
         """Open `url`; raises `ToolError` if it is not allowed or fails."""
         # Keeps the fragment: the page's scripts may read it.
-        target = str(checked(url).with_fragment(URL(url.strip()).fragment or None))
+        target = str(check_url(url).with_fragment(URL(url.strip()).fragment or None))
 
         async def go(page: Any) -> None:
             self._shown.clear()
