@@ -69,7 +69,7 @@ class ToolContext:
             return self.sandbox.home
         return self.workspace.home
 
-    def during(
+    def copy_for_call(
         self, conversation: Sequence[Mapping[str, Any]], user_reply: str | None
     ) -> ToolContext:
         """Return the context of one call."""

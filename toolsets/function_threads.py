@@ -103,7 +103,7 @@ class FunctionThreads:
         try:
             thread.start()
         except RuntimeError:
-            if not self._thread_count:  # nobody would ever make the call
+            if not self._thread_count:  # no thread will ever make the call
                 raise
         else:
             self._thread_count += 1
@@ -135,7 +135,7 @@ class FunctionThreads:
 
 
 _THREADS = FunctionThreads()
-"""The threads of this process. Those of the event loop are not used: functions may hold them."""
+"""The threads of this process, apart from those of the event loop, which functions could block."""
 
 
 def _renew_threads() -> None:

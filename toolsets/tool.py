@@ -71,7 +71,7 @@ class Tool:
     name: str
     """The name by which the model calls it."""
     description: str
-    """Its description for the model."""
+    """The description for the model."""
     parameters: dict[str, Any]
     """JSON Schema of the arguments object."""
     function: Callable[..., Any]

@@ -98,7 +98,7 @@ class Toolbox:
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._failed(text, "invalid_arguments")
-        context = self._context.during(conversation, user_reply)
+        context = self._context.copy_for_call(conversation, user_reply)
         if not inspect.iscoroutinefunction(tool.function):
             run = partial(self._run_sync, tool, context, parsed, begin)
             if tool.quick:

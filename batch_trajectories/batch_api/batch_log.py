@@ -390,7 +390,7 @@ class BatchTotals:
     cost_usd: float
     """Cost of the replies with a known price."""
     saved_usd: float
-    """How much more the replies with a known price would have cost live."""
+    """Dollars that the replies with a known price would have cost more if made live."""
     unpriced: int
     """Number of replies of unknown price."""
     waited_s: float

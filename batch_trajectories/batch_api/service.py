@@ -350,7 +350,7 @@ class BatchService:
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Messages for the user."""
         self.problem: str | None = None
-        """Why the run has to stop; None if it need not."""
+        """The reason for which the run must stop; None without one."""
         self._collector: BatchCollector | None = None
         batch_log = BatchLog(run_dir.path, run_dir.quarantine)
         jobs = batch_log.load(settled)

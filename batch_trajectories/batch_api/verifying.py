@@ -44,7 +44,7 @@ def check_batches(
 ) -> Iterator[Problem]:
     """Check batches.jsonl and the directory batches of the run in `path`.
 
-    `settled` are the tasks that need no more work, `ended` those that never will.
+    `settled` are the tasks that need no more work now; `ended` are the tasks that never will.
     """
     steps = path / BATCHES_FILE
     jobs: dict[str, BatchJob] = {}

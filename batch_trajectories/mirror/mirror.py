@@ -87,18 +87,18 @@ class Mirror:
         """A part that was requested and may have been created; None if there is none."""
         now = time.monotonic()
         self._complete_at = now
-        """When the mirror last had all changes."""
+        """The monotonic time at which the mirror last had all changes."""
         self._sent_at = now
-        """When the latest part was created."""
+        """The monotonic time at which the latest part was created."""
         self._noted_at = now
-        """When the note was written."""
+        """The monotonic time at which the note was written."""
         self._failures = 0
         self._tail: Tail | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_lease = False
         self.problem: EnvironmentStop | RunLocked | None = None
-        """Why the run must stop: the bucket fails, or another start has the lease."""
+        """The error that must stop the run: the bucket fails, or another start has the lease."""
 
     # The lease.
 

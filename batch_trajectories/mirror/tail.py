@@ -37,7 +37,7 @@ from batch_trajectories.records.names import (
 # `holder` names its process (see `mirror`). `is_end`: it has given the lease back. `is_new`:
 # files of earlier parts do not count. A piece is {"name", "at", "size", "crc32"}: bytes of a file
 # from `at`, and the CRC-32 of the file up to their end; one at 0 begins the file again. `gone`
-# names files that were removed. Parts are applied in order, of a part first the pieces.
+# names files that were removed. Parts are applied in order; of each part, the pieces first.
 
 FORMAT = 1
 
@@ -50,7 +50,7 @@ _NAME = re.compile(rf"(?:(?:{'|'.join(DIRECTORIES)})/)?\w[\w.-]*")
 
 
 class Extent(NamedTuple):
-    """How much of a file the mirror has: its size and CRC-32."""
+    """The part of a file that the mirror has: its size and CRC-32."""
 
     size: int = 0
     crc32: int = 0
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """How much of the file the mirror has after this piece."""
+        """The part of the file that the mirror has after this piece."""
         return Extent(self.at + len(self.content), self.crc32)
 
 
@@ -199,7 +199,7 @@ class Tail:
             try:
                 piece, is_whole = self._next_piece(name, path, left)
             except FileNotFoundError:
-                continue  # a journal whose last task has ended; the next look finds it gone
+                continue  # a journal whose last task has ended; the next call finds it removed
             is_all = is_all and is_whole
             if piece is not None:
                 pieces.append(piece)
@@ -264,7 +264,7 @@ class Tail:
 
 
 def _continues(before: _Seen | None, now: _Seen, extent: Extent, *, is_growing: bool) -> bool:
-    """Whether the beginning of a file is still what the mirror has, as far as times tell."""
+    """Whether the part of a file that the mirror has is unchanged, as far as times tell."""
     if before is None or before.inode != now.inode:
         return False
     if is_growing:

@@ -41,7 +41,7 @@ class Toolset:
     in_all: bool = True
     """Whether "all" includes it; otherwise it must be named."""
     problem: Callable[[], str | None] = lambda: None
-    """Returns why the toolset cannot work here, and what to install; None if it can."""
+    """A function that returns why it cannot work here, and what to install; None if it can."""
 
 
 class _BuiltIn(Sequence[Tool]):

@@ -76,7 +76,7 @@ class ImageStore:
         self.directory = directory.absolute()
         self.unpacked = self.directory / f".unpacked-{os.getuid()}"
         self._known: dict[str, UnpackedImage] = {}
-        """By reference: many conversations ask for the same."""
+        """Unpacked images by reference: many conversations ask for the same image."""
 
     def problem(self) -> str | None:
         """Return why no image can be used; None if images can be used.

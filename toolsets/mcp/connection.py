@@ -79,7 +79,7 @@ class Link:
         try:
             result = await connection.client.call_tool(tool, dict(arguments))
         except asyncio.CancelledError:
-            # Usually the deadline. A server that sends garbage or never answers is replaced.
+            # Usually the call's deadline. Replace a server that sends garbage or never answers.
             connection.late += 1
             if connection.garbage > garbage or connection.late >= _LATE_IN_A_ROW:
                 connection.is_broken = True
@@ -257,7 +257,8 @@ class _Connection:
 
         async def on_message(message: Any) -> None:
             if isinstance(message, Exception):
-                if _TOO_DEEP in str(message):  # perhaps an answer, which will never come
+                if _TOO_DEEP in str(message):
+                    # It may have been the answer to a call, which would then wait for ever.
                     self.is_broken = self.is_too_deep = True
                     self._kill()
                     self._stop.set()

@@ -44,7 +44,7 @@ class McpError(ValueError):
 
 
 class McpServer(BaseModel):
-    """How to reach or start a server, and how often to restart it."""
+    """The command or address of a server, its environment, and limits on its restarts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -68,7 +68,7 @@ class McpServer(BaseModel):
     per_task: bool | None = None
     """Each conversation starts its own server. None: if the settings mention the workspace."""
     effects: Literal["workspace", "elsewhere"] = "elsewhere"
-    """Where its tools have effects; see `Tool.effects`. Tools that only read have none."""
+    """The place of its tools' effects; see `Tool.effects`. Tools that only read have none."""
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10
     """Maximum number of restarts, per worker or, with `per_task`, per conversation."""

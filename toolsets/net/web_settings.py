@@ -1,4 +1,4 @@
-"""Settings of the web tools: how to search, what they may reach, where pages are cached."""
+"""Settings of the web tools: the search provider, permitted addresses, and the cache."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Engine = Literal["docker", "podman"]
 """A program that runs containers."""
 
 Pull = Literal["never", "missing"]
-"""When to pull an image: never, or if the engine does not have it."""
+"""The rule for pulling images: never, or only images that the engine does not have."""
 
 SessionKind = Literal["shell", "python"]
 """A session: a shell or an interpreter whose state lasts from call to call; one each per task."""
@@ -92,7 +92,7 @@ class ExecResult:
     ended: bool = False
     """The session has ended and its state is lost; the next call begins a new session."""
     lost: str | None = None
-    """Why the session had lost its state before this call; None if it had not."""
+    """The reason for which the session had lost its state before this call; None if it had not."""
     is_first: bool = False
     """This is the first call to this session."""
     running: int | None = None

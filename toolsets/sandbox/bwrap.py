@@ -40,8 +40,8 @@ _UNSHARE = [
     "--unshare-user",
     "--die-with-parent",
     "--new-session",
-    # Our server is process 1 itself: nothing in the sandbox can kill it or look into it, and the
-    # bwrap outside waits for it, so that no process is left for others to collect.
+    # Our server is process 1 itself: nothing in the sandbox can kill it or look into it. The bwrap
+    # outside waits for it, so no ended process is left over.
     "--as-pid-1",
     "--hostname",
     "sandbox",
@@ -127,7 +127,7 @@ class BwrapSandbox(ServedSandbox):
         return SandboxTemplate(
             key=("bwrap", root.parent, network),
             is_confined=True,
-            # Where a sandbox has its own workspace, the fork server has all of them.
+            # The fork server mounts the directory of all workspaces as its own.
             launch=lambda argv, stack: launch(
                 argv, stack, network, [*FORK_SERVER, "--dir", "/tmp"], str(root.parent)
             ),
@@ -233,7 +233,7 @@ def launch(
     if (refused := filter_program(platform.machine())) is not None:
         files.append(stack.enter_context(_make_file(refused)))
         options += ["--seccomp", str(files[-1].fileno())]
-    # Last, because mounting needs directories to be made.
+    # Last, because the options before make directories.
     options += ["--remount-ro", "/dev", "--remount-ro", "/"]
     # In a file, because commands can see the arguments of process 1, with paths of the host.
     packed = b"".join(os.fsencode(option) + b"\0" for option in options)

@@ -46,7 +46,8 @@ class Group:
         """Open the files by which a process enters the group; return their descriptors."""
         groups = []
         for path in self.paths:
-            # It can be gone: an older version that has another /proc takes it for a dead one's.
+            # The group may be gone: an older version of this program with another /proc may have
+            # taken it for the group of a dead process.
             with contextlib.suppress(FileNotFoundError):
                 groups.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         return groups
@@ -71,7 +72,7 @@ class Group:
             if not _read_value(path / "memory.events", "oom_kill"):
                 if not _read_value(path / "memory.oom_control", "oom_kill"):
                     continue
-                # Version 1 does not say whose limit it was. This group was near its own, or not.
+                # Version 1 does not say whose limit it was: compare the peak with our own limit.
                 limit = _read_number(path / "memory.max_usage_in_bytes") or 0
                 return limit >= 0.95 * (_read_number(path / "memory.limit_in_bytes") or 0)
             # The memory limit of an outer group is counted in that group alone.
@@ -109,7 +110,7 @@ def make_group(
     memory = (memory_mb << 20) + _MEMORY_SPARE
     quota = None if cpus is None else max(_LEAST_QUOTA_US, round(cpus * _PERIOD_US))
     wanted = {
-        # First: if its group is another one than that of the memory, the process stays in the last.
+        # First, as a process stays in the last group that it enters, if they differ.
         "cpu": {} if quota is None else {"cpu.max": quota, "cpu.cfs_quota_us": quota},
         "pids": {} if max_processes is None else {"pids.max": max_processes},
         "memory": {"memory.max": memory, "memory.limit_in_bytes": memory},
@@ -211,7 +212,7 @@ def _open_counters(group: Path, known: frozenset[str] | None = None) -> list[_Co
     """Open the counters of refusals in a group; `known`: the names of its files, None: ask."""
     counters = []
     for names, prefix in (
-        # With what is not local, newer systems count the groups beneath as well.
+        # In the files without "local", newer systems also count the groups beneath.
         (("pids.events.local", "pids.events"), b"max "),
         (("memory.events.local", "memory.events", "memory.oom_control"), b"oom_kill "),
     ):

@@ -23,7 +23,7 @@ from batch_trajectories.basics.errors import HostError, machine_failure, machine
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready
-from toolsets.sandbox.inside.boot import LENGTH, framed
+from toolsets.sandbox.inside.boot import LENGTH, make_frame
 
 _LEAST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
 _SPARE_BYTES = 1 << 20
@@ -91,7 +91,7 @@ class Channel:
     """A process of ours at the other end of a socket, started by `launch` or `fork`."""
 
     def __init__(self, group: Group | None, *, output_bytes: int) -> None:
-        # The head and the tail of two streams, in base64, and a value that JSON may make longer.
+        # Enough for the heads and tails of two streams in base64, and a value with escapes in JSON.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
         self._inbox = bytearray()
         self._sending = asyncio.Lock()
@@ -104,7 +104,7 @@ class Channel:
         self._sender = self._socket
         """The socket for requests: the one for replies, or another one; see `Launch`."""
         # A pipe: nothing that the other end writes can fill memory here.
-        self._errors, self._their_errors = os.pipe()  # the first closed by `begin`
+        self._errors, self._their_errors = os.pipe()  # `begin` closes the first one
         os.set_blocking(self._errors, False)
         self._socket.setblocking(False)
 
@@ -166,9 +166,9 @@ class Channel:
         the machine lacks a resource.
         """
         async with self._report_failed_start():
-            # It fits into the socket as a whole, or nearly, so this never waits long.
+            # The program nearly fits into the socket's buffer, so this never waits long.
             with contextlib.suppress(ConnectionError):
-                await asyncio.get_running_loop().sock_sendall(self._sender, framed(program))
+                await asyncio.get_running_loop().sock_sendall(self._sender, make_frame(program))
             return await self.ask({**terms, "id": 0}, _START_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
@@ -202,10 +202,10 @@ class Channel:
         """Send a request with descriptors and expect no reply; raises `Gone`."""
         raw = exact_json.dumps(request)
         frame = LENGTH.pack(len(raw)) + raw
-        async with self._sending:  # only one can wait for room
+        async with self._sending:  # only one request at a time can wait for room
             while True:
                 try:
-                    # As a whole or not at all: it is far smaller than what a socket takes at once.
+                    # A frame is far smaller than a socket's buffer: it is sent as a whole or not.
                     socket.send_fds(self._socket, [frame], list(descriptors))
                 except BlockingIOError:
                     await until_ready(self._socket.fileno(), for_writing=True)
@@ -263,7 +263,7 @@ class Channel:
                 await self.group.close()
 
     async def _end(self, grace_s: float) -> None:
-        # The server ends when the socket does, and then what it started has ended before it.
+        # The server ends when the socket closes, after all processes that it started.
         self._stop_watching()
         self._close_ours()
         if self._process is not None:
@@ -290,7 +290,7 @@ class Channel:
         os.close(self._their_errors)
 
     async def _send(self, raw: bytes, until: float) -> None:
-        # Nearly always as a whole, which is cheaper without the event loop.
+        # Nearly always sends all at once, which is cheaper without the event loop.
         with contextlib.suppress(BlockingIOError):
             raw = raw[self._sender.send(raw) :]
         if raw:

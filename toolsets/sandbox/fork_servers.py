@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SandboxTemplate:
-    """How to start the fork server of a kind of sandbox, and what to ask it for."""
+    """The command of a fork server, and the request for one of its sandboxes."""
 
     key: tuple[object, ...]
     """Sandboxes with equal keys come from the same server."""

@@ -36,7 +36,7 @@ from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
-from toolsets.sandbox.inside.boot import BOOT, framed
+from toolsets.sandbox.inside.boot import BOOT, make_frame
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
 from toolsets.workspace.removal import remove_tree
@@ -226,7 +226,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         digest = hashlib.sha256()
         try:
             upper = self._workspace.root / "upper"
-            if upper.exists():  # or no sandbox has begun
+            if upper.exists():  # else no sandbox has begun
                 _mark_layer(upper, path, digest.update)
         except OSError:
             return None
@@ -334,8 +334,8 @@ def _layering_of(layers: Path, images: Path) -> Layering:
 
 def overlay_problem(layers: Path, images: Path) -> str | None:
     """Try to mount an overlay; return why that fails, or None if it works."""
-    # No fuse-overlayfs instead: the root of its process would become the file system that it
-    # serves, so a command that sets an attribute of a file would hang.
+    # fuse-overlayfs is no alternative: its own root would become the file system that it serves, so
+    # a command that sets an attribute of a file would hang.
     with ExitStack() as stack:
         try:
             tree = images / _PROBE
@@ -354,7 +354,7 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
                 env=dict(probe.env),
                 cwd=probe.cwd,
                 pass_fds=tuple(probe.pass_fds),
-                input=framed(program("namespaces")),
+                input=make_frame(program("namespaces")),
                 capture_output=True,
                 timeout=_PROBE_TIMEOUT_S,
                 check=False,

@@ -164,10 +164,10 @@ class FileState(NamedTuple):
     """The kind, as in `FileEntry`."""
     size: int
     mark: str
-    """For a link, its target. For a file, who may execute it, and the time of its contents. For a
-    directory, `UNREADABLE` if its entries are unknown, else empty."""
+    """The target of a link; who may execute a file, and the time of its contents; `UNREADABLE` for
+    a directory with unknown entries."""
     changed_ns: int = 0
-    """For a file, its ctime, which no command can set, in nanoseconds."""
+    """The ctime of a file, which no command can set, in nanoseconds; else 0."""
 
     @property
     def is_executable(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolsets.sandbox.base import SandboxError
-from toolsets.sandbox.inside.boot import BOOT, framed
+from toolsets.sandbox.inside.boot import BOOT, make_frame
 
 _HOST = "/.host"
 _PT_INTERP = 3
@@ -61,7 +61,7 @@ def forwarding(terms: Mapping[str, Any], *, in_image: bool) -> Command:
 
     See `inside.forward`. In an image the command needs the mounts of `inside_python`.
     """
-    text = framed(program("forward")) + framed(json.dumps(terms))
+    text = make_frame(program("forward")) + make_frame(json.dumps(terms))
     python = inside_python().command if in_image else ("python3",)
     return Command([*python, "-I", "-S", "-c", BOOT, "0"], text)
 
@@ -77,7 +77,7 @@ def python_bin() -> Path:
 
 
 class InsidePython(NamedTuple):
-    """How to run the Python of this machine in a container."""
+    """The command and the mounts that run this machine's Python in a container."""
 
     command: tuple[str, ...]
     """The command that starts Python, by its own loader and with its own libraries."""

@@ -85,7 +85,7 @@ class ServedSandbox(Sandbox):
         self._known_sessions: set[SessionKind] = set()
         self._open_sessions: set[SessionKind] = set()
         self._lost: dict[SessionKind, str] = {}
-        """Why the state of a session is lost, until the next call of that session."""
+        """Sessions whose state is lost, with the reason; the next call of a session removes it."""
 
     @abstractmethod
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
@@ -215,7 +215,7 @@ class ServedSandbox(Sandbox):
                 self._kernel_channel = channel
                 request["program"] = program("kernel")
             request |= {"id": self._calls, "timeout_s": timeout_s}
-            before = self._refusals(channel)
+            before = self._count_refusals(channel)
             try:
                 try:
                     reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
@@ -241,12 +241,12 @@ class ServedSandbox(Sandbox):
                     f"the sandbox {why}, with all that ran in it; the next call starts a new one"
                 ) from error
             except asyncio.CancelledError:
-                # The command must not run on, and what it was is known only inside.
+                # The command must not run on, and only the server inside knows its processes.
                 await self._discard("was ended with a call that was cut off")
                 raise
 
-    def _refusals(self, channel: Channel) -> int:
-        """How often the system has refused processes or memory, here and in the sandbox."""
+    def _count_refusals(self, channel: Channel) -> int:
+        """Count refused processes and memory, here and in the sandbox."""
         return refusals_here() + (channel.group.refusals() if channel.group is not None else 0)
 
     def _check_refusals(self, channel: Channel, before: int) -> None:
@@ -254,7 +254,7 @@ class ServedSandbox(Sandbox):
 
         Raises `Gone` if the task has used up its memory, and `HostError` for limits of the machine.
         """
-        if self._refusals(channel) == before:
+        if self._count_refusals(channel) == before:
             return
         group = channel.group
         if group is not None and group.was_out_of_memory():
@@ -295,8 +295,7 @@ class ServedSandbox(Sandbox):
         rlimits = {
             "RLIMIT_CORE": 0,
             "RLIMIT_FSIZE": limits.file_mb << 20,
-            # The data segment, not the address space, of which some runtimes reserve far more
-            # than they use.
+            # Limits the data segment: some runtimes reserve far more address space than they use.
             "RLIMIT_DATA": limits.memory_mb * (1 if self._extras is None else _MAP_FACTOR) << 20,
         }
         if self.max_processes is not None:

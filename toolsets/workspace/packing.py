@@ -114,14 +114,14 @@ def _make_entry(path: Path, name: str, status: os.stat_result) -> tarfile.TarInf
     entry.mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISDIR(status.st_mode):
         entry.type = tarfile.DIRTYPE
-        with contextlib.suppress(OSError):  # most have none, and not all file systems have any
+        with contextlib.suppress(OSError):  # usually there is no mark
             entry.pax_headers = {_OPAQUE_HEADER: os.getxattr(path, OPAQUE).decode()}
     elif stat.S_ISLNK(status.st_mode):
         entry.type, entry.linkname = tarfile.SYMTYPE, str(path.readlink())
     elif stat.S_ISREG(status.st_mode):
         entry.size = status.st_size
     elif stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(0, 0):
-        entry.type = tarfile.CHRTYPE  # a layer does not have this file of its image
+        entry.type = tarfile.CHRTYPE  # a whiteout: the layer removes this file of its image
     else:
         return None
     return entry

@@ -55,7 +55,7 @@ from toolsets.workspace.workspace import HOME, Workspace
 # Containers that a run has left, found by their names and removed.
 #
 # A container that is kept for its conversation has the name `bt-RUN-WORKSPACE`, one around a
-# directory `bt-RUN-WORKSPACE.RANDOM`: that is of use to none but the process that started it.
+# directory `bt-RUN-WORKSPACE.RANDOM`, of which only the process that started it makes use.
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ class DockerSandbox(ServedSandbox):
 
     def _common_options(self, network: bool) -> list[str]:
         limits, runtime = self._limits, self._settings.runtime
-        # An engine refuses more than the machine has.
+        # An engine refuses a limit above the number of CPUs of the machine.
         cpus = None if limits.cpus is None else min(limits.cpus, os.cpu_count() or 1)
         return [
             *(() if runtime is None else ("--runtime", runtime)),
@@ -354,7 +354,7 @@ class DockerSandbox(ServedSandbox):
 
 
 def _launch(argv: list[str]) -> Launch:
-    # Podman does not tell the container that its input has ended where it read a reset.
+    # If Podman reads a reset, it does not tell the container that its input has ended.
     return Launch(argv=argv, env=engine_environment(), cwd="/", reads_to_its_end=True)
 
 
@@ -374,8 +374,9 @@ class EngineImages(ImageSandboxes):
         from toolsets.images.names import full_name  # few runs have images
 
         engine = self._settings.engine
-        if len(references) > 1:  # a list of all images is long where there are many
-            with suppress(SandboxError):  # Podman has none where a killed `commit` left half of one
+        if len(references) > 1:  # for one, a list of all images would take longer
+            # Podman cannot list images if a killed `commit` left half of one.
+            with suppress(SandboxError):
                 known = image_digests(engine)
                 by_name = {reference: known.get(full_name(reference)) for reference in references}
                 return {reference: digest for reference, digest in by_name.items() if digest}
@@ -471,7 +472,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         state = self._state()
         self.is_continued = state is not None
         if state is not None and state["Config"]["Labels"].get(f"{RUN_LABEL}.options") == digest:
-            if state["State"]["Running"]:  # by a process that was killed a moment ago
+            if state["State"]["Running"]:  # the process that started it was killed a moment ago
                 self._ask("kill", self._container, fails=True)
                 self._ask("wait", self._container, fails=True)
             return
@@ -539,7 +540,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         )
         options = self._common_options(self._spec.network or self._limits.network)
         options += ["--cap-drop", "ALL", "--shm-size", f"{self._limits.tmp_mb}m"]
-        # Podman gives added ones to any user, as ambient capabilities.
+        # Only for root: Podman gives added capabilities to any user, as ambient ones.
         for capability in _CAPABILITIES if self.can_change_all else ():
             options += ["--cap-add", capability]
         if self._spec.user is not None:

@@ -76,11 +76,11 @@ def docker_problem(image: str | None, engine: str = "docker") -> str | None:
 def engine_warning(engine: str) -> str | None:
     """Return why the engine is slow, for the user; None if no reason is known."""
     run_root = ""
-    of_podman = "{{.Store.RunRoot}}\n{{.Store.GraphDriverName}}"
-    done = ask_engine(engine, ["info", "--format", of_podman])
+    podman_format = "{{.Store.RunRoot}}\n{{.Store.GraphDriverName}}"
+    done = ask_engine(engine, ["info", "--format", podman_format])
     if done.returncode == 0:
         run_root, _, driver = done.stdout.decode().strip().partition("\n")
-    else:  # that of Docker
+    else:  # Docker does not know this format
         driver = ask_engine(engine, ["info", "--format", "{{.Driver}}"]).stdout.decode().strip()
     if len(run_root) > _MAX_RUN_ROOT:
         return (

@@ -35,7 +35,7 @@ class AcpClient:
         self._rejects = frozenset(rejects)
         self._calls = 0
         self._kinds: dict[str, str] = {}
-        """Of tool calls, by their ids: requests for permission may leave them out."""
+        """Titles and kinds of tool calls by id: requests for permission may leave them out."""
         self._titles: dict[str, str] = {}
         self._is_in_text = False
 
@@ -147,7 +147,7 @@ class AcpClient:
         self._is_in_text = False
 
 
-def has_ended(to_agent: IO[bytes], from_agent: IO[str], terms: Mapping[str, Any], cwd: str) -> bool:
+def run_task(to_agent: IO[bytes], from_agent: IO[str], terms: Mapping[str, Any], cwd: str) -> bool:
     """Give an agent the task in `terms` (`prompt`, `rejects`); return whether it ended its turn.
 
     Prints the reason to standard error if it did not.

@@ -18,7 +18,7 @@ exec(take(int.from_bytes(take(4), "big")))
 """Reads a frame from the descriptor that is its first argument, and runs it."""
 
 
-def framed(text: str) -> bytes:
+def make_frame(text: str) -> bytes:
     """Return text as a frame: four bytes of length, then UTF-8."""
     raw = text.encode()
     return LENGTH.pack(len(raw)) + raw

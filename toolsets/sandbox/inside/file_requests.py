@@ -276,7 +276,7 @@ def _entries(
     except OSError:
         if follow:
             raise
-        return entries  # it vanished, or may not be read
+        return entries  # the directory vanished, or may not be read
     try:
         with os.scandir(fd) as scan:
             for item in scan:

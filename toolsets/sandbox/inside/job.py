@@ -107,7 +107,7 @@ class Job:
         for fd in [fd for fd, pipe in self.pipes.items() if pipe in readable]:
             left = _DRAIN_BYTES
             while left > 0 and (count := self.read_output(fd)):
-                # A pipe gives all that it has, up to what is asked for.
+                # A read that returns less than it may has emptied the pipe.
                 left = left - count if count == _CHUNK_BYTES else 0
         taken = {fd: output for fd, output in self.outputs.items() if output.total}
         for fd in taken:
@@ -122,7 +122,7 @@ class Job:
         self.control = -1
 
     def _send_more(self) -> None:
-        if self.control < 0:  # it ended after its last call, which the caller will find
+        if self.control < 0:  # the process ended after its last call; the caller will notice
             self.unsent = b""
             return
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
@@ -147,7 +147,7 @@ class Job:
             chunk = b""
         self._partial += chunk
         if not chunk or len(self._partial) > _STATUS_BYTES:
-            # It ends soon, or became another program; or what it says is not from our loop.
+            # The process ends or has become another program, or the message is not our loop's.
             self._server.forget(self.control)
             self.control = -1
         elif self._partial.endswith(b"\n"):
@@ -161,7 +161,7 @@ def _spawn(argv: list[str], descriptors: dict[int, int]) -> int:
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in descriptors.items()],
         setpgroup=0,
-        # What Python ignores its children would ignore too.
+        # Else the children would ignore the signals that Python ignores.
         setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
     )
 

@@ -36,14 +36,14 @@ def run_cells(control: int, max_chars: int) -> None:
         import site
 
         site.main()
-    sys.meta_path.remove(globals()["__loader__"])  # which only knows our programs
+    sys.meta_path.remove(globals()["__loader__"])  # it finds only our programs
     os.set_inheritable(control, False)
     for name in [name for name in sys.modules if name.startswith("toolsets")]:
         del sys.modules[name]
-    # A new module, in which pickle finds the classes of cells, and no name of ours is.
+    # A new module for cells, without our names, in which pickle finds the classes of cells.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = [""]
-    # Only now, so that no file of the workspace takes the place of what is imported above.
+    # After the imports above, so that no file of the workspace replaces an imported module.
     sys.path.insert(0, os.getcwd())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -55,7 +55,7 @@ def run_cells(control: int, max_chars: int) -> None:
     while (code := _receive(control)) is not None:
         number += 1
         outcome = _run(code.decode(), f"<cell {number}>", module.__dict__, max_chars)
-        if os.getpid() != own:  # a child that the cell forked, which has no other cell to run
+        if os.getpid() != own:  # a child that the cell forked must not run further cells
             os._exit(int(outcome["exit_code"]))
         outcome["plots"] = _save_plots(plots)
         plots += len(outcome["plots"])

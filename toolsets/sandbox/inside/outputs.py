@@ -12,7 +12,7 @@ class HeadTail:
         self._head = bytearray()
         self._tail = bytearray()
         self.total = 0
-        """How many bytes there were."""
+        """The number of bytes so far, with those that were dropped."""
 
     def feed(self, chunk: bytes) -> None:
         """Add the next piece of the stream."""

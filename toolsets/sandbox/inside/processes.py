@@ -32,14 +32,14 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
     Processes that lose their parent become children of this process, so none escapes. Without /proc
     none is found.
     """
-    for pid in beneath(root):
+    for pid in all_descendants(root):
         with contextlib.suppress(OSError):
             fields = _stat_fields(pid)
             if fields[0] != b"Z":
                 yield pid, int(fields[19])
 
 
-def started_since(since: int, before: Container[int], sessions: Container[int]) -> Iterator[int]:
+def find_started(since: int, before: Container[int], sessions: Container[int]) -> Iterator[int]:
     """Yield living processes that were started at `since` or later and are not in `before`.
 
     Processes whose parent is older are left out, unless the parent is one of `sessions`.
@@ -57,7 +57,7 @@ def started_since(since: int, before: Container[int], sessions: Container[int]) 
                     yield pid
 
 
-def beneath(root: int | None = None) -> Iterator[int]:
+def all_descendants(root: int | None = None) -> Iterator[int]:
     """Yield all processes beneath this one, or `root`, also ended ones not waited for."""
     children = _children_finder()
     pending = [os.getpid() if root is None else root] if HAS_PROC else []
@@ -74,7 +74,7 @@ def _children_finder() -> Callable[[int], list[int]]:
 def _children(pid: int) -> list[int]:
     pids = []
     with contextlib.suppress(OSError):
-        # Two links and one for each thread; most processes have one, of the same number.
+        # Two links and one per thread. Most processes have one thread, with the process's number.
         has_one = os.stat(f"/proc/{pid}/task").st_nlink == 3
         for thread in [pid] if has_one else os.listdir(f"/proc/{pid}/task"):
             children = read_file(f"/proc/{pid}/task/{thread}/children")
@@ -117,7 +117,7 @@ def count_tasks() -> int:
     return total
 
 
-def memory_of(enough: int) -> int:
+def measure_memory(enough: int) -> int:
     """Return the bytes of memory of all processes beneath this one, with shared memory.
 
     The sum counts memory that several processes share for each of them, unless it is above
@@ -130,7 +130,7 @@ def memory_of(enough: int) -> int:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/statm", "rb") as f:
                 total += int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            # Files in memory that no process has mapped are in no process's sum.
+            # Files in memory may be mapped by no process, so count them separately.
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
                 with contextlib.suppress(OSError):
@@ -144,7 +144,10 @@ def memory_of(enough: int) -> int:
 
 
 def _exact_memory(pids: list[int], files: int) -> int:
-    """Return the memory of processes, each page once; `files` of it may be mapped by any."""
+    """Return the memory of processes; each page counts once.
+
+    `files` are bytes of files in memory, which any of the processes may have mapped.
+    """
     own = shared = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as f:
@@ -156,7 +159,7 @@ def _exact_memory(pids: list[int], files: int) -> int:
     return own + max(shared, files)
 
 
-def size_of(root: str) -> int:
+def measure_size(root: str) -> int:
     """Return the bytes that files take on disk; each file and directory counts as 16 KiB or more.
 
     A tree that is too deep to walk counts as full: only an attempt to escape makes one.
@@ -204,7 +207,7 @@ def close_descriptors(kept: set[int]) -> None:
     """Close all descriptors of this process except `kept`."""
     for name in os.listdir("/dev/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the listing itself had one
+            with contextlib.suppress(OSError):  # the listing had a descriptor itself
                 os.close(int(name))
 
 

@@ -20,21 +20,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.boot import BOOT, LENGTH, framed
+from toolsets.sandbox.inside.boot import BOOT, LENGTH, make_frame
 from toolsets.sandbox.inside.file_requests import FileRequests
 from toolsets.sandbox.inside.job import Job
 from toolsets.sandbox.inside.processes import (
     HAS_PROC,
-    beneath,
+    all_descendants,
     count_tasks,
     descendants,
+    find_started,
     hold_descendants,
-    memory_of,
-    size_of,
-    started_since,
+    measure_memory,
+    measure_size,
     ticks,
 )
-from toolsets.sandbox.inside.shells import CONTROL, SH_CONTROL, found_shell, in_background
+from toolsets.sandbox.inside.shells import CONTROL, SH_CONTROL, background_code, find_shell
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -97,7 +97,7 @@ class Server:
         self._baseline = begin["baseline"]
         """The bytes of the workspace that do not count, as an image had them; None: measure now."""
         if self._baseline is None:
-            self._baseline = size_of(self._measured)
+            self._baseline = measure_size(self._measured)
         if begin["entrypoint"]:
             self._start_entrypoint(begin["entrypoint"])
 
@@ -143,7 +143,7 @@ class Server:
             return {**reply, **self._files.answer(request)}
         since = ticks()
         # Ticks are coarse: processes that an earlier call started in this tick are not this call's.
-        self._before = set(beneath()) if since == self._last_tick else set()
+        self._before = set(all_descendants()) if since == self._last_tick else set()
         try:
             job = self._start_job(request)
         except (FileNotFoundError, PermissionError) as error:
@@ -188,7 +188,7 @@ class Server:
     def _count_running(self) -> int:
         """Count the processes that run on, besides those of the sessions."""
         own = {job.pid for job in self._jobs.values()}
-        if set(beneath()) <= own:
+        if set(all_descendants()) <= own:
             return 0
         self._handle_events(_BRIEFLY_S)  # the last process of a command may be about to end
         return sum(pid not in own for pid, _ in descendants())
@@ -210,13 +210,13 @@ class Server:
         if kind == "python":
             if job is None:
                 job = self._add(kind, self._start_interpreter(request["max_chars"]))
-            job.send(framed(code))
+            job.send(make_frame(code))
             return job
-        shell = found_shell()
+        shell = find_shell()
         if job is None:
             job = self._add(kind, Job(self, shell.argv, control_at=shell.control))
         if request["output_file"] is not None:
-            code = in_background(code, request["output_file"])
+            code = background_code(code, request["output_file"])
         job.send(shell.encode(code))
         return job
 
@@ -224,7 +224,7 @@ class Server:
         if self._program is not None:
             argv = [_PROGRAMS["python"], "-c", BOOT, str(CONTROL), str(max_chars)]
             job = Job(self, argv, control_at=CONTROL)
-            job.send(framed(self._program))
+            job.send(make_frame(self._program))
             return job
         # Only here, since many tasks run no Python.
         from toolsets.sandbox.inside.kernel import run_cells
@@ -277,7 +277,7 @@ class Server:
         seen: set[int] = set()
         give_up = time.monotonic() + _KILL_GRACE_S
         while time.monotonic() < give_up:
-            pids = set(started_since(since, self._before, self._sessions()))
+            pids = set(find_started(since, self._before, self._sessions()))
             if job is not None and job.exit_code is None:
                 pids.add(job.pid)
             if spare is not None:
@@ -352,7 +352,7 @@ class Server:
 
     def _exceeds_memory(self) -> bool:
         begun = time.monotonic()
-        taken = memory_of(self._max_memory)
+        taken = measure_memory(self._max_memory)
         now = time.monotonic()
         # Measuring takes at most a fiftieth of the time, but happens at least once a second.
         self._memory_due = now + max(_MEMORY_CHECK_S, min(50 * (now - begun), _CHECK_S))
@@ -360,7 +360,7 @@ class Server:
 
     def _measure_size(self) -> None:
         begun = time.monotonic()
-        self._size_bytes = size_of(self._measured) - self._baseline
+        self._size_bytes = measure_size(self._measured) - self._baseline
         now = time.monotonic()
         # A large workspace is looked at less often, to take at most a twentieth of the time.
         self._size_due = now + max(_CHECK_S, 20 * (now - begun))
@@ -372,7 +372,7 @@ class Server:
         return self._size_bytes >> 20 if self._size_bytes > self._max_bytes else None
 
     def _reply(self, reply: dict[str, Any]) -> None:
-        view = memoryview(framed(json.dumps(reply)))
+        view = memoryview(make_frame(json.dumps(reply)))
         try:
             while view:
                 view = view[os.write(self._replies, view) :]

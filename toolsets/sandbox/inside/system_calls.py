@@ -26,7 +26,7 @@ _SOCKETCALLS = (1, 8)
 """Calls of `socketcall`: socket and socketpair, whose family is not in an argument."""
 _IO_URING = (425, 426, 427)
 
-# By the machine's name: the architectures whose programs it runs, each with the numbers of add_key,
+# By the machine's name: the architectures whose programs it runs. Each has the numbers of add_key,
 # request_key, keyctl, perf_event_open, bpf, userfaultfd, open_by_handle_at, init_module,
 # delete_module, finit_module, kexec_load and kexec_file_load; then those that make sockets.
 _TABLES: Mapping[str, Mapping[int, tuple[tuple[int, ...], tuple[int, ...], int | None]]] = {
@@ -73,7 +73,7 @@ def _block(
     older += [(_EQUAL, len(_SOCKETCALLS) - n, 0, kind) for n, kind in enumerate(_SOCKETCALLS)]
     older += [(_RETURN, 0, 0, _ALLOW), _refused(errno.EAFNOSUPPORT)]
     rules = [(_AT_LEAST, _X32), *((_EQUAL, number) for number in numbers)]
-    # What follows the tests: allowed, refused, the families, the older call.
+    # The steps after the tests: allow, refuse, check the family, check `socketcall`.
     steps = [(_LOAD, 0, 0, _NUMBER)]
     tests = len(rules) + len(sockets) + (socketcall is not None)
     for n, (code, value) in enumerate(rules):
