@@ -1,4 +1,4 @@
-"""What the tools of one task use: its workspace, its sandbox, resources that stay open."""
+"""The context of a task's tools: its workspace, its sandbox, and resources that stay open."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class SharedBrowser(Held, Protocol):
         """Count one more user."""
 
     async def chromium(self) -> Any:
-        """The running browser, started if there is none. Raises `ToolError`."""
+        """Return the running browser; start it if there is none. Raises `ToolError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """The first argument of a tool function."""
+    """The files, sandbox and settings of a task: the first argument of a tool function."""
 
     workspace: Files
     """The files of the task. The directory is created when a tool first needs it."""
     sandbox: Sandbox | None = None
-    """Runs commands; None if no enabled tool runs commands."""
+    """The sandbox that runs commands; None if no enabled tool runs commands."""
     web: WebSettings | None = None
     """Settings of the web tools; None: the defaults, without a cache."""
     browsers: SharedBrowser | None = None
@@ -58,8 +58,9 @@ class ToolContext:
     """Resources that tools opened for this task, by a name that the tool chooses."""
 
     resumed: bool = False
-    """The sandbox is not the one of earlier calls: the conversation was resumed after a crash or
-    continues with the next prompt of a session. Files are kept, shells and interpreters are new."""
+    """Whether the sandbox is not the one of earlier calls: the conversation was resumed after a
+    crash or continues with the next prompt of a session. Files are kept; shells and interpreters
+    are new."""
 
     @property
     def home(self) -> str:
@@ -68,10 +69,11 @@ class ToolContext:
             return self.sandbox.home
         return self.workspace.home
 
-    def during(
+    def copy_for_call(
         self, conversation: Sequence[Mapping[str, Any]], user_reply: str | None
     ) -> ToolContext:
-        """The context of one call: `dataclasses.replace` would take longer than many a tool."""
+        """Return the context of one call."""
+        # `dataclasses.replace` would take longer than many a tool.
         return ToolContext(
             workspace=self.workspace,
             sandbox=self.sandbox,
@@ -84,11 +86,11 @@ class ToolContext:
         )
 
     async def close(self, *, remove: bool) -> None:
-        """Release what tools hold, stop the sandbox, and `remove` the workspace; may be repeated.
+        """Release all resources, stop the sandbox, and `remove` the workspace; may be repeated.
 
-        All of this is done, whatever fails. What a tool holds and cannot release, and a workspace
-        that cannot be removed, is logged and left: the task itself is done. Raises what the
-        sandbox raises, and failures of the machine.
+        If a step fails, the other steps are done nevertheless. A resource that cannot be released,
+        or a workspace that cannot be removed, is only logged, because the task itself is done.
+        Raises the sandbox's errors, and failures of the machine.
         """
         from batch_trajectories.basics.closing import close_all  # imports asyncio, which is slow
 

@@ -1,4 +1,4 @@
-"""A tool: a typed function, the schema that the model sees, and the check of its arguments."""
+"""Tools: typed functions, the schemas that the model sees, and the check of arguments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, mistakes_
 from toolsets.context import ToolContext
 
 MAX_RESULT_CHARS = 100_000
-"""Longest content of a tool result; a longer one loses its middle."""
+"""Maximum length of a tool result; the middle of a longer one is cut out."""
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Tool names that every endpoint accepts."""
+"""The form of tool names that every endpoint accepts."""
 
 _MAX_REPORTED_FIELDS = 10
 
@@ -41,11 +41,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 Effects = Literal["none", "workspace", "elsewhere"]
-"""Where the effects of a tool's calls are: nowhere, only in the files of the conversation's
-workspace and in its sandbox, or anywhere."""
+"""The place of a tool's effects: nowhere, only the files of the conversation's workspace and its
+sandbox, or anywhere."""
 
 ASKS = "asks"
-"""Key in the details of a result: the tool's question to the user, still unanswered."""
+"""Key in the details of a result for the tool's question to the user, if it is still unanswered."""
 
 
 class ArgumentsError(ValueError):
@@ -59,38 +59,40 @@ class ToolResult:
     content: str
     """The text that the model reads."""
     is_error: bool = False
-    """Set where the call failed; never inferred from the content."""
+    """Whether the call failed; never inferred from the content."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for the record, never shown to the model."""
+    """Facts for the record; the model never sees them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call."""
+    """A function that the model may call."""
 
     name: str
     """The name by which the model calls it."""
     description: str
-    """Its description for the model."""
+    """The description for the model."""
     parameters: dict[str, Any]
     """JSON Schema of the arguments object."""
     function: Callable[..., Any]
-    """Called as `function(context, **arguments)`, or without the context; sync or async."""
+    """The function; called as `function(context, **arguments)`, or without the context; sync or
+    async."""
     arguments_model: type[BaseModel] | None
-    """Checks and converts the arguments; None leaves that to `check`, or to the function."""
+    """Checks and converts the arguments; None: `check` or the function does that."""
     idempotent: bool = False
-    """A call may be repeated after a crash: its effect is the same."""
+    """Whether a call may be repeated after a crash, because its effect is the same."""
     effects: Effects = "elsewhere"
-    """After a crash, calls with effects in the workspace are undone and run again."""
+    """The place of the effects. After a crash, calls with effects in the workspace are undone and
+    run again."""
     sequential: bool = False
-    """A call must not run at the same time as other calls of its turn."""
+    """Whether a call must not run at the same time as other calls of its turn."""
     takes_context: bool = True
-    """The function's first argument is the `ToolContext`."""
+    """Whether the function's first argument is the `ToolContext`."""
     check: Callable[[dict[str, Any]], None] | None = None
     """Checks the arguments if there is no model; raises `ArgumentsError`."""
     quick: bool = False
-    """A plain function that takes microseconds and waits for nothing: it runs in the event loop,
-    while others run in a thread. All conversations of the worker wait for it."""
+    """Whether the function takes only microseconds and runs in the event loop, not in a thread. All
+    conversations of the worker wait for it."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def tool(
     A first parameter annotated as `ToolContext` gets the context of the task. The other parameters
     become the schema; `Annotated[T, Field(description=...)]` or an "Args:" section of the docstring
     describes them. The docstring's text before that section describes the tool. The function
-    returns a string, a `ToolResult`, or any value that JSON can hold. A tool without effects is
+    returns a string, a `ToolResult`, or any value that JSON can express. A tool without effects is
     idempotent. Raises `TypeError` if the function cannot be described.
     """
 
@@ -180,7 +182,7 @@ def tool(
 
 
 def as_result(returned: object) -> ToolResult:
-    """Make a result of a tool function's return value; raises `ToolError` if JSON cannot hold it.
+    """Convert the return value of a tool function; raises `ToolError` if it is not JSON.
 
     A string is the content; any other value becomes JSON text. An object with a true
     `requiresConfirmation` or `requiresInput` asks the user its `message`.
@@ -215,9 +217,9 @@ def _encode(value: object) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    # As pydantic says it: a model's calls that are repeated to rebuild a workspace must give the
-    # same text as those of runs of earlier versions.
-    messages = [one["msg"] for one in error.errors(include_url=False, include_context=False)]
+    # In pydantic's words: calls that are repeated to rebuild a workspace must give the same text as
+    # in runs of earlier versions.
+    messages = [p["msg"] for p in error.errors(include_url=False, include_context=False)]
     lines = [
         _explain_one(mistake._replace(reason=message.removeprefix("Value error, ")))
         for mistake, message in zip(mistakes_in(error), messages, strict=True)
@@ -234,13 +236,13 @@ def _explain_one(mistake: Mistake) -> str:
 
 
 PREFIX = "arg_"
-"""Prefix of the model's fields: without it, parameters could not have names that pydantic uses."""
+"""Prefix of the model's fields, so that parameters can have names that pydantic uses itself."""
 
 
 def arguments_model(
     function: Callable[..., Any], tool_name: str, descriptions: Mapping[str, str]
 ) -> tuple[type[BaseModel], bool]:
-    """Return the model of a function's arguments, and whether its first one is the `ToolContext`.
+    """Return the model of a function's arguments, and whether it takes a `ToolContext`.
 
     `descriptions` are used for parameters whose hint has none. Raises `TypeError` for a function
     that cannot be described.
@@ -273,7 +275,7 @@ def schema_of(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
 
 
 def _hints(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:
-    """The type hints of all parameters by name, in order."""
+    """Return the type hints of all parameters by name, in order."""
     parameters = inspect.signature(function).parameters
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -322,7 +324,7 @@ _SECTION = re.compile(
     r"^(args|arguments|params|parameters|returns|raises|yields|examples?):[ \t]*\n(?=\s*^[ \t]+\S)",
     re.MULTILINE | re.IGNORECASE,
 )
-"""A heading with indented lines below it."""
+"""The heading of a section with indented lines below it."""
 
 
 def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
@@ -336,13 +338,13 @@ def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
         if section[1].lower() in _ARGUMENTS:
             arguments |= _items(docstring[section.end() :])
     text = docstring[: sections[0].start()] if sections else docstring
-    return _unwrapped(text), arguments
+    return _unwrap(text), arguments
 
 
 def _items(block: str) -> dict[str, str]:
-    """The items `name: text` or `name (type): text` at the beginning of a block.
+    """Return the items `name: text` or `name (type): text` at the beginning of a block.
 
-    What is indented further continues an item; what is not indented ends the block.
+    Lines with a deeper indent continue an item. A line without an indent ends the block.
     """
     lines: dict[str, list[str]] = {}
     item: list[str] = []
@@ -360,8 +362,8 @@ def _items(block: str) -> dict[str, str]:
                 lines[head.partition("(")[0].strip()] = item
         else:
             item.append(text)
-    return {name: _unwrapped("\n".join(texts)) for name, texts in lines.items()}
+    return {name: _unwrap("\n".join(texts)) for name, texts in lines.items()}
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))

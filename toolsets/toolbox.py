@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import time
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import HostError, ToolError, has_memory, machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
+from toolsets.function_threads import LateCall, in_thread
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, as_result
 
 _MAX_MESSAGE_CHARS = 2000
-_MOST_THREADS = 1 << 16
-"""More than a machine starts."""
-_FEW_THREADS = 8
-_LOOK_EVERY_S = 0.05
-
-T = TypeVar("T")
 
 
 class Toolbox:
@@ -50,7 +41,7 @@ class Toolbox:
         self._call_timeout_s = call_timeout_s
         self._before_call = before_call
         self.run_on: list[Future[ToolResult]] = []
-        """Calls in threads that exceeded their time limit."""
+        """Calls that exceeded their time limit; those that are not done still run in threads."""
 
     @property
     def names(self) -> list[str]:
@@ -63,7 +54,7 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     def is_idempotent(self, name: str) -> bool:
-        """Whether a call may be repeated. A call of an unknown tool may: it does nothing."""
+        """Whether a call may be repeated. True for an unknown tool, as its call does nothing."""
         tool = self._tools.get(name)
         return tool is None or tool.idempotent
 
@@ -85,10 +76,10 @@ class Toolbox:
         """Call a tool; every failure of the tool is a result.
 
         The tool finds `conversation` and `user_reply` in its context. `others` are further names
-        that the model can call. `begin` is called just before the tool's function, in its thread;
-        what it raises is raised.
+        that the model can call. `begin` is called just before the tool's function, in the same
+        thread; its exceptions are passed on.
 
-        Raises `HostError` if the machine failed, and `CancelledError` if it is cancelled. A
+        Raises `HostError` if the machine failed, and `CancelledError` if the caller is cancelled. A
         `MemoryError` is a result while memory is left: one value was too large. A sync tool that
         exceeds its time limit keeps its thread until it returns; see `in_thread`.
         """
@@ -99,15 +90,15 @@ class Toolbox:
             available = ", ".join(sorted({*self._tools, *others})) or "none"
             shown = clip(name, max_chars=_MAX_MESSAGE_CHARS)
             text = f"Error: Tool '{shown}' not found. Available: {available}"
-            return self._failure(text, "unknown_tool")
+            return self._failed(text, "unknown_tool")
         try:
             parsed = tool.parse_arguments(arguments)
         except ArgumentsError as error:
             message = clip(str(error), max_chars=_MAX_MESSAGE_CHARS)
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
-            return self._failure(text, "invalid_arguments")
-        context = self._context.during(conversation, user_reply)
+            return self._failed(text, "invalid_arguments")
+        context = self._context.copy_for_call(conversation, user_reply)
         if not inspect.iscoroutinefunction(tool.function):
             run = partial(self._run_sync, tool, context, parsed, begin)
             if tool.quick:
@@ -116,22 +107,16 @@ class Toolbox:
                 return await in_thread(run, timeout_s=self._call_timeout_s)
             except LateCall as error:
                 self.run_on.append(error.future)
-                return self._late(tool)
+                return self._timeout_result(tool)
         if begin is not None:
             begin()
-        running = self._run(tool, context, parsed)
-        try:
-            awaited = running.send(None)
-        except StopIteration as done:
-            ended: ToolResult = done.value
-            return ended  # it waited for nothing, so there is nothing to cut off
         try:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
-                result = await _resumed(running, awaited)
+                result = await self._run(tool, context, parsed)
         except TimeoutError:
-            result = self._late(tool)
+            result = self._timeout_result(tool)
         # The tool may have caught the cancellation by the deadline.
-        return self._late(tool) if deadline.expired() else result
+        return self._timeout_result(tool) if deadline.expired() else result
 
     async def close(self, *, remove_workspace: bool) -> None:
         """Close the context of the task; may be repeated."""
@@ -144,7 +129,7 @@ class Toolbox:
         except (GeneratorExit, HostError):
             raise
         except BaseException as error:
-            result = self._raised(tool, error)
+            result = self._error_result(tool, error)
         # A CancelledError that the tool raised itself is its failure. A cancellation from outside
         # is passed on, even if the tool caught it.
         if cancellations() > before:
@@ -166,9 +151,9 @@ class Toolbox:
         except HostError:
             raise
         except BaseException as error:
-            return self._raised(tool, error)
+            return self._error_result(tool, error)
 
-    def _raised(self, tool: Tool, error: BaseException) -> ToolResult:
+    def _error_result(self, tool: Tool, error: BaseException) -> ToolResult:
         host_failure = machine_failure(error)
         if host_failure is not None and not (isinstance(error, MemoryError) and has_memory()):
             raise HostError(f"{tool.name}: {host_failure}") from error
@@ -180,156 +165,14 @@ class Toolbox:
         message = message.replace(str(self._context.workspace.root), self._context.home)
         text = f"Error executing {tool.name}: {clip(message, max_chars=_MAX_MESSAGE_CHARS)}"
         failure = "tool_error" if isinstance(error, ToolError) else "exception"
-        return self._failure(text, failure, exception=kind)
+        return self._failed(text, failure, exception=kind)
 
-    def _late(self, tool: Tool) -> ToolResult:
+    def _timeout_result(self, tool: Tool) -> ToolResult:
         text = f"Error executing {tool.name}: no result within {self._call_timeout_s:g} s"
-        return self._failure(text, "timeout")
+        return self._failed(text, "timeout")
 
-    def _failure(self, text: str, failure: str, **facts: str) -> ToolResult:
+    def _failed(self, text: str, failure: str, **facts: str) -> ToolResult:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
-
-
-class FunctionThreads(ThreadPoolExecutor):
-    """Threads for functions: a few at once, and as many more as wait while those do not compute.
-
-    More that compute would be no faster, and hold up the event loop. Calls wait where the machine
-    refuses a thread. Use it from the thread of the loop.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_MOST_THREADS, thread_name_prefix="function")
-        self.late: set[_ThreadCall[Any]] = set()
-        """Calls that nobody waits for any more; they hold a thread until they return."""
-        self._looked_at = self._computed_s = 0.0
-        self._are_computing = False
-
-    def are_held(self) -> bool:
-        """Whether late calls hold all threads, so no call can begin."""
-        return len(self.late) >= len(self._threads)
-
-    def add(self) -> None:
-        """Start a thread for a call that waits, unless the others compute."""
-        self._look()
-        if not self._are_computing:
-            self._start_one()
-
-    def _adjust_thread_count(self) -> None:
-        if len(self._threads) < _FEW_THREADS:
-            self._start_one()
-        elif not self._idle_semaphore.acquire(timeout=0):
-            self._look()
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        if (passed_s := now - self._looked_at) < _LOOK_EVERY_S:
-            return
-        computed_s = time.process_time() - time.thread_time()
-        self._are_computing = computed_s - self._computed_s > passed_s / 2
-        self._looked_at, self._computed_s = now, computed_s
-
-    def _start_one(self) -> None:
-        try:
-            super()._adjust_thread_count()
-        except RuntimeError:
-            if not self._threads:  # no other call will take this one's turn
-                raise
-
-
-_THREADS = FunctionThreads()
-"""For functions of the user, which may take long: the loop's own threads stay free."""
-
-
-def _renew_threads() -> None:
-    global _THREADS
-    _THREADS = FunctionThreads()
-
-
-os.register_at_fork(after_in_child=_renew_threads)  # a fork has none of the threads
-
-
-class _ThreadCall(Generic[T]):
-    """A call in a thread: when it began, and whether it has ended."""
-
-    def __init__(self, function: Callable[[], T], late: set[_ThreadCall[Any]]) -> None:
-        self._context = copy_context()
-        self._function = function
-        self._late = late
-        self._has_ended = False
-        self.began: float | None = None
-
-    def run(self) -> T:
-        self.began = time.monotonic()
-        try:
-            return self._context.run(self._function)
-        finally:
-            self._has_ended = True
-            self._late.discard(self)
-
-    def give_up(self) -> None:
-        """Nobody waits for its end any more."""
-        self._late.add(self)
-        if self._has_ended:  # perhaps before it was added
-            self._late.discard(self)
-
-
-class LateCall(TimeoutError):
-    """A call exceeded its time limit and runs on."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        super().__init__()
-        self.future = future
-
-
-async def in_thread(function: Callable[[], T], *, timeout_s: float | None = None) -> T:
-    """Call a function in a thread; return what it returns, raise what it raises.
-
-    Raises `LateCall` once it has run for `timeout_s`; the time until a thread is free does not
-    count. Raises `HostError` if functions that exceed their time limit hold all threads.
-    """
-    threads = _THREADS
-    call = _ThreadCall(function, threads.late)
-    future = threads.submit(call.run)
-    running = asyncio.wrap_future(future)
-    wait_s: float | None = _LOOK_EVERY_S
-    try:
-        while not (await asyncio.wait([running], timeout=wait_s))[0]:
-            if call.began is not None:
-                wait_s = timeout_s and call.began + timeout_s - time.monotonic()
-                if wait_s is not None and wait_s <= 0:
-                    raise LateCall(future)
-                continue
-            threads.add()
-            if threads.are_held():
-                raise HostError(
-                    f"no thread is free for a tool: all are held by {len(threads.late)} calls of "
-                    "functions that exceeded --tool_timeout_s and have not returned"
-                )
-    except BaseException:
-        if not future.cancel():  # it runs on
-            call.give_up()
-        running.cancel()
-        raise
-    return running.result()
-
-
-@types.coroutine
-def _resumed(
-    running: Coroutine[Any, Any, ToolResult], awaited: Any
-) -> Generator[Any, Any, ToolResult]:
-    """Run a coroutine on that waits for what it has `awaited` first."""
-    while True:
-        try:
-            sent = yield awaited
-        except BaseException as error:
-            step = partial(running.throw, error)
-        else:
-            step = partial(running.send, sent)
-        try:
-            awaited = step()
-        except StopIteration as done:
-            result: ToolResult = done.value
-            return result
 
 
 def _invoke(tool: Tool, context: ToolContext, arguments: Mapping[str, Any]) -> Any:
@@ -337,13 +180,13 @@ def _invoke(tool: Tool, context: ToolContext, arguments: Mapping[str, Any]) -> A
 
 
 def cancellations() -> int:
-    """How often the running task was cancelled."""
+    """Return how often the running task was cancelled."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
 def _tidy(result: ToolResult) -> ToolResult:
-    """The result with content and details that a record can hold."""
+    """Return the result with content and details that a record can store."""
     content = clip(valid_utf8(str(result.content)), max_chars=MAX_RESULT_CHARS)
     if result.is_error and "error" not in content.lower():
         # The OpenAI dialect has no error flag: the text itself must say that it is an error.

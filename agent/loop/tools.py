@@ -22,8 +22,9 @@ from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
+from toolsets.function_threads import in_thread
 from toolsets.tool import ToolResult
-from toolsets.toolbox import Toolbox, cancellations, in_thread
+from toolsets.toolbox import Toolbox, cancellations
 
 _log = logging.getLogger(__name__)
 

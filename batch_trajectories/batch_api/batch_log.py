@@ -1,12 +1,13 @@
 """The files of a run's batches: `batches.jsonl` and the directory `batches`.
 
-A job is the calls of one batch; the key of its name is `wave`. Each step is a line of
-`batches.jsonl`, on disk before the next step:
+A job is the calls of one batch; lines have its name under `wave`. Each step is a line of
+`batches.jsonl`, on disk before the next step. So a start after a crash continues each job at its
+last step:
 
 gathered {"wave", "model", "at", "items"}   its calls are known; nothing was sent. With a budget,
                                             `most` has the amount reserved for each
 sending {"wave", "at", "upload", "bytes"}   next, the provider is asked to create the batch
-created {"wave", "at", "batch"}             the batch exists; from here on the calls cost
+created {"wave", "at", "batch"}             the batch exists; from here on its calls cost money
 collected {"wave", "at", "replies", …}      the results are in batches/NAME.results
 failed {"wave", "at", "why"}                none of the calls was made; they are made live
 void {"wave", "at"}                         no batch was created; its calls are gathered again
@@ -73,8 +74,8 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 }
 """The required fields of each kind of line."""
 
-_CALL = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
-"""The id of a call; see `item_id`."""
+_CALL_ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]+")
+"""The form of a call's id; see `item_id`."""
 
 
 @dataclass(eq=False)
@@ -83,34 +84,34 @@ class BatchJob:
 
     name: str
     model: str
-    """See `name_of`."""
+    """The name of the model's settings; see `name_of`."""
     ids: list[str]
-    """Ids of its calls, as workers know them."""
+    """The ids of its calls, as workers know them."""
     reserves: list[list[Any]] = field(default_factory=list)
     """Dollars and tokens reserved for each call; empty without a budget."""
     state: State = "gathered"
     sent_at: float = 0.0
-    """Epoch seconds, before its creation."""
+    """The time before its creation, in epoch seconds."""
     size: int = 0
-    """Size of its items in bytes."""
+    """The size of its calls as they are sent, in bytes."""
     upload: str = ""
     batch: str = ""
     created_at: float = 0.0
     why: str = ""
     replies: int = 0
-    """Number of calls with a reply, once it is collected."""
+    """The number of calls with a reply; 0 before the job is collected."""
     index: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Offset and length of each call's result in the file of results."""
     needed: int = 0
     """Number of calls whose conversations have no record yet."""
 
-    def sent_id(self, id: str) -> str:
-        """The id of a call for the provider: unique over all batches."""
+    def provider_id(self, id: str) -> str:
+        """Return the id of a call for the provider, which is unique over all batches."""
         return f"{id}-{self.name}"
 
-    def own_id(self, sent_id: str) -> str | None:
-        """The id of a call from the provider's; None if it is of another batch."""
-        id, _, name = sent_id.rpartition("-")
+    def call_id(self, provider_id: str) -> str | None:
+        """Return the id of a call from the provider's; None for a call of another batch."""
+        id, _, name = provider_id.rpartition("-")
         return id if name == self.name else None
 
 
@@ -124,7 +125,7 @@ class BatchLog:
         self._file: AppendFile | None = None
 
     def load(self, settled: Container[bytes]) -> list[BatchJob]:
-        """The jobs of earlier starts with calls that are still needed.
+        """Return the jobs of earlier starts with calls that are still needed.
 
         `settled` are the tasks that need no more work.
         """
@@ -137,12 +138,12 @@ class BatchLog:
                 jobs.append(job)
         still_needed = {self._results_file(job) for job in jobs}
         for path in listed(self._directory):
-            if path not in still_needed:  # of jobs that are no longer needed, or half written
+            if path not in still_needed:  # its job is no longer needed, or it is half written
                 path.unlink()
         return jobs
 
     def note(self, job: BatchJob, state: State, **more: Any) -> None:
-        """Write the line of a step, durably, and update the job."""
+        """Write the line of a step durably, and update the job."""
         line = {"kind": state, "wave": job.name, "at": time.time(), **more}
         self._append(line)
         apply_step({job.name: job}, line)
@@ -159,24 +160,24 @@ class BatchLog:
         self._file.sync()
 
     def items_file(self, job: BatchJob) -> Path:
-        """The file of a job's calls, as lines for the provider."""
+        """Return the path of the file of a job's calls, as lines for the provider."""
         make_directory(self._directory)
         return self._directory / f"{job.name}.items"
 
     def begin_results(self, job: BatchJob) -> Results:
-        """A new file for the results of a job."""
+        """Create a new file for the results of a job."""
         make_directory(self._directory)
         return Results(job, self._results_file(job))
 
     def result(self, job: BatchJob, id: str) -> ItemResult:
-        """The result of a call of a collected job."""
-        place = job.index.get(id)
-        if place is None:
+        """Return the result of a call of a collected job."""
+        if id not in job.index:
             return ItemResult(id, None, "the batch is over and has no result for it")
+        offset, length = job.index[id]
         try:
             with self._results_file(job).open("rb") as file:
-                file.seek(place[0])
-                line = exact_json.loads(file.read(place[1]))
+                file.seek(offset)
+                line = exact_json.loads(file.read(length))
         except OSError as error:
             raise StorageError(
                 f"{self._results_file(job)}: cannot read: {error.strerror or error}"
@@ -201,16 +202,16 @@ class BatchLog:
         return self._directory / f"{job.name}.results"
 
     def _index(self, job: BatchJob) -> None:
-        """Index the results again; if their file is missing, they are fetched again for free."""
+        """Index the results; if that fails, mark the job to fetch them again for free."""
         try:
-            job.index = index_of(self._results_file(job), job)
+            job.index = index_results(self._results_file(job), job)
         except (OSError, ValueError) as error:
             log.warning("%s: fetched again: %s", self._results_file(job), error)
             job.state = "created"
 
 
 class Results:
-    """The results of a job, written as they arrive."""
+    """The results of a job, written as they arrive. After a crash they are fetched again."""
 
     def __init__(self, job: BatchJob, path: Path) -> None:
         self._job = job
@@ -221,7 +222,7 @@ class Results:
         self._index: dict[str, tuple[int, int]] = {}
 
     def add(self, result: ItemResult) -> bool:
-        """Write a result. If a call has two, the first counts; returns False for the second."""
+        """Write a result; return False if the call has one already, which then counts."""
         if result.id in self._index:
             return False
         line = orjson.dumps({"id": result.id, "why": result.why})
@@ -239,12 +240,12 @@ class Results:
         self._job.index = self._index
 
     def close(self) -> None:
-        """Close the file; it counts only after `keep`."""
+        """Close the file; without `keep` before, its results do not count."""
         self._file.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a `batches.jsonl`, without damaged ones; none if the file is missing."""
+    """Yield the lines of a `batches.jsonl` without damaged ones; none if the file is missing."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -257,7 +258,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
-    """The content of a line of `batches.jsonl`; None if it is unreadable."""
+    """Return the content of a line of `batches.jsonl`; None if it is unreadable."""
     try:
         line = read_object(text)
     except DamagedLine:
@@ -267,7 +268,7 @@ def read_line(text: bytes) -> dict[str, Any] | None:
         return None
     calls = line.get("items", [])
     reserves = line.get("most", [])
-    are_calls = all(isinstance(id, str) and _CALL.fullmatch(id) for id in calls)
+    are_calls = all(isinstance(id, str) and _CALL_ID.fullmatch(id) for id in calls)
     return line if are_calls and _are_amounts(reserves, len(calls)) else None
 
 
@@ -288,8 +289,8 @@ def _are_amounts(reserves: Any, calls: int) -> bool:
     return pairs and all(isinstance(number, _NUMBER) for amount in reserves for number in amount)
 
 
-def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
-    """Offset and length of each call's result in the results file of a collected job.
+def index_results(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
+    """Return offset and length of each call's result in the file of a collected job.
 
     Raises `OSError`, and `ValueError` if these are not the results that were collected.
     """
@@ -309,10 +310,8 @@ def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
 
 
 def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
-    """Void the jobs that earlier starts did not send; return the amounts reserved for their calls.
-
-    The workers that requested these calls are gone and cannot return them.
-    """
+    """Void the jobs that earlier starts did not send; return the amounts reserved for them."""
+    # The workers that requested these calls have ended and cannot return the amounts.
     with closing(BatchLog(run_dir, quarantine)) as batch_log:
         unsent = [job for job in jobs_in(run_dir / BATCHES_FILE) if job.state == "gathered"]
         for job in unsent:
@@ -326,11 +325,12 @@ def has_open_batches(run_dir: Path, quarantine: Path, settled: Container[bytes])
 
 
 def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, Cost]]:
-    """Amounts that earlier starts reserved for calls without an answer, by task and call.
+    """Return amounts that earlier starts reserved for unanswered calls, by task and call.
 
-    They were granted and never returned: a worker settles a call when it has the answer, and
-    there is none before its job is collected. Call `free_unsent` first.
+    Call `free_unsent` first.
     """
+    # A worker returns an amount when it has the answer, and no call has one before its job is
+    # collected.
     reserves: dict[bytes, dict[str, Cost]] = {}
     for job in jobs_in(run_dir / BATCHES_FILE):
         if job.state in ("sending", "created"):
@@ -341,7 +341,7 @@ def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, C
 
 
 def jobs_in(path: Path) -> Iterable[BatchJob]:
-    """The jobs in a `batches.jsonl`, in their state after its last line."""
+    """Return the jobs in a `batches.jsonl`, in their state after its last line."""
     jobs: dict[str, BatchJob] = {}
     for line in read_lines(path):
         try:
@@ -355,7 +355,7 @@ def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
     """Apply a line to `jobs` (by name). Raises `KeyError` if its job is unknown."""
     if line["kind"] == "gathered" and line["wave"] not in jobs:
         name, reserves = line["wave"], line.get("most", [])
-        jobs[name] = BatchJob(name, line["model"], line["items"], reserves)
+        jobs[name] = BatchJob(name, model=line["model"], ids=line["items"], reserves=reserves)
         return
     if line["kind"] == "live":
         return
@@ -377,33 +377,33 @@ def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """The totals; `summary.json` has them under `batches`."""
+    """The totals of a run's batches; `summary.json` has them under `batches`."""
 
     batches: int
-    """Batches whose results were fetched."""
+    """Number of batches whose results were fetched."""
     calls: int
-    """Their replies."""
+    """Number of calls of these batches with a reply."""
     failed: int
-    """Their calls without a reply: failed or expired."""
+    """Number of calls of these batches without a reply: failed or expired."""
     live: int
-    """Calls that were made live instead, for any reason; without those of killed starts."""
+    """Number of calls that were made live instead, without those of killed starts."""
     cost_usd: float
     """Cost of the replies with a known price."""
     saved_usd: float
-    """How much more these would have cost live."""
+    """Dollars that the replies with a known price would have cost more if made live."""
     unpriced: int
-    """Replies of unknown price."""
+    """Number of replies of unknown price."""
     waited_s: float
-    """Seconds with a batch under way."""
+    """Seconds in which at least one batch was under way."""
     waiting: int
-    """Calls in unfinished batches, as far as known."""
+    """Number of calls in unfinished batches, as far as known."""
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json and `--json`."""
+        """Return the totals for summary.json and `--json`."""
         return asdict(self)
 
     def describe(self) -> str:
-        """For a person, on one line."""
+        """Return the totals on one line, for a person."""
         summary = (
             f"batches {self.batches:,}: {plural(self.calls, 'call')} for ${self.cost_usd:,.4f}, "
             f"${self.saved_usd:,.4f} saved, {timedelta(seconds=round(self.waited_s))} waited"
@@ -414,7 +414,7 @@ class BatchTotals:
 
 
 def compute_batch_totals(run_dir: Path) -> BatchTotals | None:
-    """The totals of a run's batches; None if it has none."""
+    """Compute the totals of a run's batches; None if it has none."""
     calls: dict[str, int] = {}
     under_way: dict[str, float] = {}
     times: list[tuple[float, float]] = []
@@ -447,13 +447,13 @@ def compute_batch_totals(run_dir: Path) -> BatchTotals | None:
         cost_usd=sum(line["cost_usd"] for line in lines),
         saved_usd=sum(line["saved_usd"] for line in lines),
         unpriced=sum(line["unpriced"] for line in lines),
-        waited_s=_covered(times),
+        waited_s=_covered_seconds(times),
         waiting=sum(calls.get(job, 0) for job in under_way),
     )
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The total time that the spans cover."""
+def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the total time that the spans cover."""
     covered, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, until))

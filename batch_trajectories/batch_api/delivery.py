@@ -1,7 +1,7 @@
-"""Process a batch job: create the batch, wait for it, fetch its results.
+"""Processes a batch job: creates the batch, waits for it, and fetches its results.
 
-A creation that was interrupted, by a crash or by the network, may have succeeded. Then the job
-first searches the provider's batches for it.
+A creation that a crash or the network interrupted may have succeeded. So the job first searches the
+provider's batches for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agent.models.batches.base import Batches, LostBatch, Undecided
@@ -23,23 +23,33 @@ from batch_trajectories.batch_api.batch_log import BatchJob, BatchLog
 log = logging.getLogger(__name__)
 
 _POLL_S = (0.2, 60.0)
-_POLL_PART = 0.1
-"""The time between polls is this share of the batch's age, within these limits."""
+_POLL_SHARE = 0.1
+"""Time between polls as a share of the batch's age, within `_POLL_S`."""
 
 _SETTLE_S = 5.0
 _SETTLE_BYTES_PER_S = 10**6
-"""How long an interrupted creation may take to appear: longer for large batches."""
+"""An interrupted creation appears within `_SETTLE_S`, and a second more per so many bytes."""
 
 _KEPT_S = 29 * 86400
-"""How long providers keep results."""
+"""Seconds for which providers keep results."""
 
 _LOOK_S = 0.5
-"""How often a delayed job checks whether it may be sent."""
+"""Seconds between two checks whether a delayed job may be sent."""
 
 _PAUSE_S = (1.0, 60.0)
 _NO_ROOM_S = (30.0, 600.0)
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """The replies of a batch, and their cost as far as it is known."""
+
+    replies: int = 0
+    unpriced: int = 0
+    cost_usd: float = 0.0
+    saved_usd: float = 0.0
 
 
 class BatchDelivery:
@@ -55,13 +65,15 @@ class BatchDelivery:
         patience_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`known` are the batches of existing jobs. An endpoint that fails for longer than
-        `patience_s` stops the run."""
+        """`known` are the batches of existing jobs.
+
+        An endpoint that fails for longer than `patience_s` stops the run.
+        """
         self.api = api
         self.not_before = 0.0
         """No job is sent before this time (monotonic clock)."""
         self.max_calls = api.max_items
-        """Maximum calls per job."""
+        """Maximum number of calls per job."""
         self._log = batch_log
         self._settings = settings
         self._known = set(known)
@@ -80,11 +92,11 @@ class BatchDelivery:
                 await asyncio.sleep(min(wait_s, _LOOK_S))
             await self._create(job)
         elif job.state == "sending":
-            await self._look_for(job)
+            await self._find_created(job)
         if job.state == "created":
             self._under_way.add(job)
             try:
-                await self._wait_for(job)
+                await self._wait_until_over(job)
             finally:
                 self._under_way.discard(job)
         if job.state == "created":
@@ -92,7 +104,7 @@ class BatchDelivery:
 
     async def _create(self, job: BatchJob) -> None:
         items = self._log.items_file(job)
-        upload = await self._retrying(lambda: self.api.upload(items))
+        upload = await self._retry(lambda: self.api.upload(items))
 
         async def create() -> str | None:
             self._log.note(job, "sending", upload=upload, bytes=job.size)
@@ -105,28 +117,30 @@ class BatchDelivery:
                 log.warning("creating a batch: %s; searching for it", error)
             return None
 
-        batch = await self._retrying(create)
+        batch = await self._retry(create)
         if batch is None:
-            await self._look_for(job)
+            await self._find_created(job)
         else:
             self._note_created(job, batch)
             log.info("batch %s: %d calls to %s", batch, len(job.ids), job.model)
         items.unlink(missing_ok=True)
 
-    async def _look_for(self, job: BatchJob) -> None:
+    async def _find_created(self, job: BatchJob) -> None:
         """Search for a batch that may have been created although its id did not arrive."""
-        lost = LostBatch(job.name, job.upload, frozenset(map(job.sent_id, job.ids)), job.sent_at)
+        lost = LostBatch(
+            job.name, job.upload, frozenset(map(job.provider_id, job.ids)), job.sent_at
+        )
         began = time.monotonic()
         settle_s = _SETTLE_S + job.size / _SETTLE_BYTES_PER_S
         # If the clock was set back, `sent_at` is in the future.
         settles_at = began + min(settle_s, settle_s - (time.time() - job.sent_at))
         while True:
             if is_last := time.monotonic() >= settles_at:
-                await self._retrying(lambda: self.api.withdraw(job.upload))
+                await self._retry(lambda: self.api.withdraw(job.upload))
             try:
-                batch = await self._retrying(lambda: self.api.find(lost, self._known))
+                batch = await self._retry(lambda: self.api.find(lost, self._known))
             except Undecided:
-                await self._wait_part_of(time.monotonic() - began)
+                await self._pause(time.monotonic() - began)
                 continue
             if batch is not None:
                 self._note_created(job, batch)
@@ -137,11 +151,11 @@ class BatchDelivery:
                 return
             await asyncio.sleep(min(1.0, max(0.0, settles_at - time.monotonic())))
 
-    async def _wait_for(self, job: BatchJob) -> None:
-        """Wait until a batch is over. It has failed if none of its calls was made."""
+    async def _wait_until_over(self, job: BatchJob) -> None:
+        """Wait until a batch has ended. It has failed if none of its calls was made."""
         while True:
             try:
-                state = await self._retrying(lambda: self.api.state(job.batch))
+                state = await self._retry(lambda: self.api.state(job.batch))
             except ModelError as error:
                 if error.kind != "not_found":
                     raise
@@ -156,7 +170,7 @@ class BatchDelivery:
                 self._log.note(job, "failed", why="the provider no longer has it")
                 return
             if state.is_for_want_of_room:
-                self._no_room(job, state.failure)
+                self._delay_jobs(job, state.failure)
                 self._log.note(job, "void")
                 return
             if state.failure:
@@ -165,48 +179,47 @@ class BatchDelivery:
                 return
             if state.is_over:
                 return
-            await self._wait_part_of(time.time() - job.sent_at)
+            await self._pause(time.time() - job.sent_at)
 
     async def _collect(self, job: BatchJob) -> None:
-        """Fetch the results, and note their cost."""
-        replies, cost_usd, saved_usd, unpriced = await self._retrying(lambda: self._fetch(job))
+        """Fetch the results, and log their cost."""
+        fetched = await self._retry(lambda: self._fetch(job))
         self._log.note(
             job,
             "collected",
             batch=job.batch,
-            replies=replies,
-            failed=len(job.ids) - replies,
-            cost_usd=cost_usd,
-            saved_usd=saved_usd,
-            unpriced=unpriced,
+            replies=fetched.replies,
+            failed=len(job.ids) - fetched.replies,
+            cost_usd=fetched.cost_usd,
+            saved_usd=fetched.saved_usd,
+            unpriced=fetched.unpriced,
             seconds=max(0.0, time.time() - job.sent_at),
         )
         self._no_room_s = _NO_ROOM_S[0]
-        log.info("batch %s: %d of %d replies", job.batch, replies, len(job.ids))
+        log.info("batch %s: %d of %d replies", job.batch, fetched.replies, len(job.ids))
 
-    async def _fetch(self, job: BatchJob) -> tuple[int, float, float, int]:
+    async def _fetch(self, job: BatchJob) -> _Fetched:
         ids = frozenset(job.ids)
-        replies = unpriced = 0
-        cost_usd = saved_usd = 0.0
+        fetched = _Fetched()
         results = self._log.begin_results(job)
         try:
             async for result in self.api.results(job.batch):
-                id = job.own_id(result.id)
+                id = job.call_id(result.id)
                 if id is None or id not in ids or not results.add(replace(result, id=id)):
                     continue
                 if result.reply is None:
                     continue
-                replies += 1
+                fetched.replies += 1
                 cost, full = _costs(result.reply, self._settings)
                 if cost is None or full is None:
-                    unpriced += 1
+                    fetched.unpriced += 1
                 else:
-                    cost_usd += cost
-                    saved_usd += full - cost
+                    fetched.cost_usd += cost
+                    fetched.saved_usd += full - cost
             results.keep()
         finally:
             results.close()
-        return replies, cost_usd, saved_usd, unpriced
+        return fetched
 
     def _note_created(self, job: BatchJob, batch: str) -> None:
         self._log.note(job, "created", batch=batch)
@@ -214,7 +227,7 @@ class BatchDelivery:
 
     # Waiting.
 
-    async def _retrying(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a request; retry temporary failures."""
         failing_since = time.monotonic()
         pause_s = _PAUSE_S[0]
@@ -231,11 +244,11 @@ class BatchDelivery:
                 await asyncio.sleep(wait_s)
                 pause_s = min(_PAUSE_S[1], 2 * pause_s)
 
-    async def _wait_part_of(self, age_s: float) -> None:
-        await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_PART * age_s)))
+    async def _pause(self, age_s: float) -> None:
+        await asyncio.sleep(min(_POLL_S[1], max(_POLL_S[0], _POLL_SHARE * age_s)))
 
-    def _no_room(self, job: BatchJob, why: str) -> None:
-        """Delay all jobs for a while; if this was the only one, it was too large."""
+    def _delay_jobs(self, job: BatchJob, why: str) -> None:
+        """Delay all jobs for a while; halve the maximum size if this was the only batch."""
         if self._under_way == {job}:
             self.max_calls = max(1, min(self.max_calls, len(job.ids) // 2))
         if time.monotonic() < self.not_before:
@@ -249,7 +262,7 @@ class BatchDelivery:
 
 
 def _costs(reply: bytes, settings: ModelSettings) -> tuple[float | None, float | None]:
-    """The cost of a reply, and its cost if it had been made live."""
+    """Return the cost of a reply, and its cost if it had been made live; None if unknown."""
     try:
         completion = read_reply(reply, settings)
     except ModelError:

@@ -1,8 +1,8 @@
 """A model whose calls go to the parent, which gathers them into batches.
 
 The id of a call is the same after a crash: it is made from the task, the question, and how often
-the task has asked it. The journal has it beside the reply. So a call whose reply was not journaled
-is requested again with the same id, and gets the result of its batch.
+the task has asked that question. The journal has the id beside the reply. So a call whose reply was
+not journaled is requested again with the same id, and gets the result of its batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class BatchAnswer(NamedTuple):
     """The parent's answer to a call."""
 
     how: str
-    """"reply"; "live": call the endpoint directly; "again": request the call again."""
+    """"reply": `reply` has it; "live": call the endpoint directly; "again": request the call
+    again."""
     reply: bytes
 
 
@@ -49,7 +50,7 @@ class BatchApiClient:
     async def ask(
         self, id: str, settings: ModelSettings, body: bytes, reserve: Cost | None = None
     ) -> BatchAnswer:
-        """Have a call made in a batch, with `reserve` set aside for it; raises `Stopped`."""
+        """Request a call in a batch, with `reserve` set aside for it; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
         answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
@@ -68,7 +69,10 @@ class BatchApiClient:
         limiters: Mapping[str, CallLimiter],
         budget: WorkerBudget,
     ) -> Callable[[Model], Model]:
-        """Return what wraps a task's models in a `BatchApiModel`, except scripted ones."""
+        """Return a function that wraps a task's models in a `BatchApiModel`.
+
+        It returns scripted models as they are.
+        """
         used = items_in(assignment.events)
         held = dict(assignment.reserved)
 
@@ -88,13 +92,13 @@ class BatchApiClient:
         return wrapped
 
     def on_answer(self, id: str, how: str, reply: bytes) -> None:
-        """The parent has answered."""
+        """Pass the parent's answer to the call that waits for it."""
         answer = self._waiting.get(id)
         if answer is not None and not answer.done():
             answer.set_result(BatchAnswer(how, reply))
 
     def stop(self) -> None:
-        """Stop all calls that wait or come; the next start finds their batches again."""
+        """Stop all waiting and future calls; the next start finds their batches again."""
         self._is_stopping = True
         for answer in self._waiting.values():
             if not answer.done():
@@ -117,8 +121,8 @@ class BatchApiModel:
     ) -> None:
         """`limiter` limits live calls, and is notified when the endpoint answers.
 
-        `used` are the ids of the task's calls with replies, `held` the amounts that earlier starts
-        have reserved for others; this class updates both.
+        `used` are the ids of the task's calls with replies; `held` are the amounts that earlier
+        starts have reserved for other calls. This class updates both.
         """
         self._live = live
         self._settings = live.asked
@@ -131,7 +135,7 @@ class BatchApiModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
-        # Not the request body: options of the transport may change between starts.
+        # Without the rest of the request: options of the transport may change between starts.
         question = exact_json.dumps(
             [name_of(self._settings), request.messages, request.tools, request.tool_choice],
             option=orjson.OPT_SORT_KEYS,
@@ -142,7 +146,7 @@ class BatchApiModel:
         self._used.add(id)
         try:
             with request.deadline.waiting() if request.deadline is not None else nullcontext():
-                completion = await self._by_batch(id, request)
+                completion = await self._complete_in_batch(id, request)
             if completion is None:
                 completion = await self._live.complete(request)
         except BaseException:
@@ -150,8 +154,8 @@ class BatchApiModel:
             raise
         return replace(completion, batch_item=id)
 
-    async def _by_batch(self, id: str, request: Request) -> Completion | None:
-        """The reply from a batch, with its price; None if there is none."""
+    async def _complete_in_batch(self, id: str, request: Request) -> Completion | None:
+        """Return the reply from a batch, with its price; None if the call must be made live."""
         reserve, estimate = Cost(), None
         if self._budget.is_kept:
             estimate = self._live.reserves.estimate(request, by_batch=True)
@@ -165,7 +169,7 @@ class BatchApiModel:
         try:
             answer = await self._ask(id, request, reserve if self._budget.is_kept else None)
             may_cost = answer.how == "reply"
-            completion = self._read(answer.reply, request) if may_cost else None
+            completion = self._read_completion(answer.reply, request) if may_cost else None
             if estimate is not None and completion is not None:
                 self._live.reserves.learn(estimate, completion)
         finally:
@@ -183,8 +187,8 @@ class BatchApiModel:
             if answer.how != "again":
                 return answer
 
-    def _read(self, reply: bytes, request: Request) -> Completion | None:
-        """The completion; None if the reply is unusable, and the call is then made live."""
+    def _read_completion(self, reply: bytes, request: Request) -> Completion | None:
+        """Return the completion; None if the reply is unusable, so that the call is made live."""
         try:
             completion = read_reply(reply, self._settings)
         except ModelError as error:
@@ -196,7 +200,7 @@ class BatchApiModel:
 
 
 def items_in(events: Iterable[Event]) -> set[str]:
-    """The ids of batch calls whose replies are in the journal."""
+    """Return the ids of batch calls whose replies are in the journal."""
     ids = set()
     for event in events:
         while event["kind"] == "sub":

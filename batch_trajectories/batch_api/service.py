@@ -1,7 +1,7 @@
-"""The supervisor's interface to the Batch API: it passes on calls, and gets messages and problems.
+"""The supervisor's interface to the Batch API: it passes on calls, and returns messages.
 
-The work is done by a `BatchCollector` in a thread with an event loop of its own, so assigning and
-recording never wait for it. A run has one only if it uses the Batch API.
+A `BatchCollector` does the work in a thread with its own event loop, so assigning and recording
+never wait for it. A run has a service only if it uses the Batch API.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Reply = Callable[[str, str, bytes], None]
 """Answers a call: its id, how ("reply", "live" or "again"), and the reply."""
 
 _QUIET_S = 0.3
-"""If all tasks wait and no call has come for this long, the job is complete."""
+"""If all tasks wait and no call has come for so many seconds, the job is complete."""
 
 _ANSWERS, _ANSWERS_S = 500, 0.05
-"""Pause after this many answers, for this long."""
+"""After so many answers, pause for `_ANSWERS_S` seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectorLimits:
-    """When to close a job, even if more calls could join it."""
+    """The limits at which a job is closed, even if more calls could join it."""
 
     wait_s: float
     max_requests: int
@@ -59,7 +59,7 @@ class CollectorLimits:
 
 @dataclass
 class _Gathering:
-    """A job that gathers calls."""
+    """A job to which calls are added until it is sent."""
 
     job: BatchJob
     file: AppendFile
@@ -78,7 +78,7 @@ class BatchCollector:
         *,
         on_problem: Callable[[str], None],
     ) -> None:
-        """`jobs` are those of earlier starts; `deliveries` by `name_of`.
+        """`jobs` are those of earlier starts; `deliveries` are by `name_of`.
 
         `on_problem` stops the run.
         """
@@ -87,31 +87,31 @@ class BatchCollector:
         self._limits = limits
         self._on_problem = on_problem
         self._jobs: set[BatchJob] = set()
-        self._job_of: dict[str, BatchJob] = {}
-        self._calls_of: defaultdict[bytes, set[str]] = defaultdict(set)
+        self._job_by_call: dict[str, BatchJob] = {}
+        self._calls_by_task: defaultdict[bytes, set[str]] = defaultdict(set)
         self._waiting: dict[str, Reply] = {}
-        self._waiting_of: defaultdict[bytes, set[str]] = defaultdict(set)
+        self._waiting_by_task: defaultdict[bytes, set[str]] = defaultdict(set)
         self._gathering: dict[str, _Gathering] = {}
         self._working: dict[asyncio.Task[None], BatchJob] = {}
-        self._joined_at = 0.0
+        self._last_call_at = 0.0
         self._is_tail = self._is_stopping = False
         self.live = 0
         """Number of calls that were made live."""
         self.in_batches = (0, 0)
-        """Number of calls in unfinished batches, and of these batches."""
+        """The number of calls in unfinished batches, and the number of these batches."""
         for job in jobs:
             self._resume(job)
 
     def ask(
         self, id: str, model: str, body: bytes, reply: Reply, reserve: list[Any] | None = None
     ) -> None:
-        """A worker requests a call; with a budget, it has set aside `reserve` for it."""
+        """Request a call for a worker, which has set aside `reserve` for it (None: no budget)."""
         if self._is_stopping:
             return
         self._waiting[id] = reply
-        self._waiting_of[task_of(id)].add(id)
-        self._joined_at = time.monotonic()
-        job = self._job_of.get(id)
+        self._waiting_by_task[task_of(id)].add(id)
+        self._last_call_at = time.monotonic()
+        job = self._job_by_call.get(id)
         if job is not None:
             self._answer(job, id)
         elif self._is_tail:
@@ -120,15 +120,15 @@ class BatchCollector:
             self._gather(id, model, body, reserve)
 
     def leave(self, task: bytes) -> None:
-        """No worker waits for the calls of this task any more."""
-        for id in self._waiting_of.pop(task, ()):
+        """Answer no calls of this task any more, because its worker has ended."""
+        for id in self._waiting_by_task.pop(task, ()):
             self._waiting.pop(id, None)
 
     def forget(self, task: bytes) -> None:
-        """The task has a record: its calls are never requested again."""
+        """Forget the calls of a task that has a record: they are never requested again."""
         self.leave(task)
-        for id in self._calls_of.pop(task, ()):
-            job = self._job_of.pop(id)
+        for id in self._calls_by_task.pop(task, ()):
+            job = self._job_by_call.pop(id)
             job.index.pop(id, None)
             job.needed -= 1
             if not job.needed and job.state in ("collected", "failed"):
@@ -138,7 +138,7 @@ class BatchCollector:
     def tick(self, held: int | None, *, is_tail: bool) -> None:
         """Close the jobs that are complete.
 
-        `held` is the number of tasks in flight, None while workers are starting. If `is_tail`, the
+        `held` is the number of tasks in flight; None while workers are starting. If `is_tail`, the
         run is near its end and new calls are made live.
         """
         under_way = [job for job in self._jobs if job.state in ("sending", "created")]
@@ -150,9 +150,9 @@ class BatchCollector:
             self._is_tail = True
             for gathering in list(self._gathering.values()):
                 self._drop(gathering)
-                self._release(gathering.job, "live")
-        waiting = sum(map(bool, self._waiting_of.values()))
-        is_complete = waiting == held and now - self._joined_at >= _QUIET_S
+                self._answer_all(gathering.job, "live")
+        waiting = sum(1 for calls in self._waiting_by_task.values() if calls)
+        is_complete = waiting == held and now - self._last_call_at >= _QUIET_S
         for gathering in list(self._gathering.values()):
             if is_complete or now - gathering.began >= self._limits.wait_s:
                 self._close(gathering)
@@ -197,7 +197,7 @@ class BatchCollector:
         api = delivery.api
         gathering = self._gathering.get(model)
         room = min(self._limits.max_requests, delivery.max_calls)
-        line = api.line(gathering.job.sent_id(id) if gathering else id, body)
+        line = api.line(gathering.job.provider_id(id) if gathering else id, body)
         if gathering is not None and (
             len(gathering.job.ids) >= room or gathering.file.size + len(line) > api.max_bytes
         ):
@@ -208,7 +208,7 @@ class BatchCollector:
             gathering = _Gathering(job, AppendFile(self._log.items_file(job)))
             self._gathering[model] = gathering
             self._jobs.add(job)
-            line = api.line(job.sent_id(id), body)
+            line = api.line(job.provider_id(id), body)
         gathering.file.append(line)
         gathering.job.ids.append(id)
         gathering.job.needed += 1
@@ -217,13 +217,13 @@ class BatchCollector:
         self._add_call(id, gathering.job)
 
     def _close(self, gathering: _Gathering) -> None:
-        """Send a job if all its calls are still wanted; else the wanted ones are gathered again."""
+        """Send a job if all its calls are still wanted; else gather the wanted ones again."""
         job = gathering.job
         del self._gathering[job.model]
         gathering.file.close()
         if not all(id in self._waiting for id in job.ids):
             self._log.remove(job)
-            self._release(job, "again")
+            self._answer_all(job, "again")
             return
         job.size = gathering.file.size
         self._note_gathered(job)
@@ -240,16 +240,16 @@ class BatchCollector:
         self._log.remove(gathering.job)
 
     def _add_call(self, id: str, job: BatchJob) -> None:
-        self._job_of[id] = job
-        self._calls_of[task_of(id)].add(id)
+        self._job_by_call[id] = job
+        self._calls_by_task[task_of(id)].add(id)
 
-    def _release(self, job: BatchJob, how: str) -> None:
+    def _answer_all(self, job: BatchJob, how: str) -> None:
         """Remove a job and answer its calls."""
         self._jobs.discard(job)
         for id in job.ids:
-            if self._job_of.get(id) is job:
-                del self._job_of[id]
-                self._calls_of[task_of(id)].discard(id)
+            if self._job_by_call.get(id) is job:
+                del self._job_by_call[id]
+                self._calls_by_task[task_of(id)].discard(id)
             self._send(id, how)
 
     # Answering.
@@ -269,8 +269,9 @@ class BatchCollector:
 
     def _send(self, id: str, how: str, reply: bytes = b"") -> None:
         if (answer := self._waiting.pop(id, None)) is not None:
-            self._waiting_of[task_of(id)].discard(id)
-            self.live += how == "live"
+            self._waiting_by_task[task_of(id)].discard(id)
+            if how == "live":
+                self.live += 1
             answer(id, how, reply)
 
     # Processing jobs.
@@ -292,11 +293,11 @@ class BatchCollector:
         task.add_done_callback(lambda task: self._working.pop(task, None))
 
     async def _process(self, job: BatchJob) -> None:
-        """Process a job up to the answers of its calls. Permanent failures stop the run."""
+        """Process a job and answer its calls. Permanent failures stop the run."""
         try:
             await self._deliveries[job.model].process(job)
             if job.state == "void":
-                self._release(job, "again")
+                self._answer_all(job, "again")
             for n, id in enumerate(job.ids, 1):
                 self._answer(job, id)
                 if n % _ANSWERS == 0:  # else the pipes would hold all replies of a large job
@@ -318,12 +319,12 @@ class BatchCollector:
 P = ParamSpec("P")
 
 _MAX_CLOSE_S = 10.0
-"""How long to wait for the ids of batches that are being created when a run ends."""
+"""Maximum seconds that the end of a run waits for the ids of batches being created."""
 
 
 _LIVE_SHARE = 0.95
-"""The share of ended tasks from which on calls are made live: the last conversations would wait
-hours for tiny batches."""
+"""The share of ended tasks from which on calls are made live, because the last conversations would
+wait hours for tiny batches."""
 
 
 class BatchService:
@@ -340,16 +341,16 @@ class BatchService:
     ) -> None:
         """`settled` are the tasks that need no more work. Raises `StorageError`.
 
-        `is_new`: calls may go into new batches. Otherwise the run only waits for those of earlier
-        starts, whose calls are paid for, and makes all other calls live.
+        With `is_new`, calls may go into new batches. Otherwise the run only waits for batches of
+        earlier starts, which are paid for, and makes all other calls live.
         """
         self._live_share = _LIVE_SHARE if is_new else 0.0
         self._config = config
         self._setups = setups
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Messages for the user."""
         self.problem: str | None = None
-        """Why the run has to stop."""
+        """The reason for which the run must stop; None without one."""
         self._collector: BatchCollector | None = None
         batch_log = BatchLog(run_dir.path, run_dir.quarantine)
         jobs = batch_log.load(settled)
@@ -361,51 +362,51 @@ class BatchService:
         self._ready.wait()
 
     def ask(self, worker: WorkerHandle, call: CollectCall) -> None:
-        """A worker's call, to be made in a batch; it gets the answer."""
+        """Request a call for a worker; the answer is sent to the worker."""
 
         def answer(id: str, how: str, reply: bytes) -> None:
             worker.send(AnswerCall(id=id, how=how, payload=reply))
 
         most = None if call.most is None else call.most.to_json()
-        self._do(BatchCollector.ask, call.id, call.model, call.payload, answer, most)
+        self._post(BatchCollector.ask, call.id, call.model, call.payload, answer, most)
 
     def leave(self, task: bytes) -> None:
         """See `BatchCollector`."""
-        self._do(BatchCollector.leave, task)
+        self._post(BatchCollector.leave, task)
 
     def forget(self, task: bytes) -> None:
         """See `BatchCollector`."""
-        self._do(BatchCollector.forget, task)
+        self._post(BatchCollector.forget, task)
 
     def tick(self, held: int | None, *, ended_share: float, say: Callable[[str], object]) -> None:
-        """See `BatchCollector`; `ended_share` is that of the tasks, `say` gets the messages."""
-        while not self._news.empty():
-            say(self._news.get())
+        """See `BatchCollector`; also pass messages to `say`. `ended_share`: share of tasks done."""
+        while not self._messages.empty():
+            say(self._messages.get())
         is_tail = ended_share >= self._live_share
-        self._do(BatchCollector.tick, held, is_tail=is_tail)
+        self._post(BatchCollector.tick, held, is_tail=is_tail)
 
     def stop(self) -> None:
         """See `BatchCollector`."""
-        self._do(BatchCollector.stop)
+        self._post(BatchCollector.stop)
 
-    def _do(
+    def _post(
         self, act: Callable[Concatenate[BatchCollector, P], object], *args: P.args, **more: P.kwargs
     ) -> None:
-        """Call a method of `BatchCollector` in the thread; if it raises, the run stops."""
+        """Call a method of `BatchCollector` in its thread; if it raises, the run stops."""
         if self._collector is None:
             return
 
-        def guarded(collector: BatchCollector) -> None:
+        def run_guarded(collector: BatchCollector) -> None:
             try:
                 act(collector, *args, **more)
             except Exception as error:
                 log.exception("batches")
                 self._on_problem(str(error))
 
-        self._loop.call_soon_threadsafe(guarded, self._collector)
+        self._loop.call_soon_threadsafe(run_guarded, self._collector)
 
     def describe(self) -> str:
-        """For the progress line; "" if no call is in a batch."""
+        """Return a part of the progress line; "" if no call is in a batch."""
         calls, batches = (0, 0) if self._collector is None else self._collector.in_batches
         return f"{calls:,} calls in {batches:,} batches" if batches else ""
 
@@ -428,7 +429,7 @@ class BatchService:
                         open_batches(settings, api_key=read_key(settings)),
                         known=[job.batch for job in jobs],
                         patience_s=config.call_timeout_s,
-                        say=self._news.put,
+                        say=self._messages.put,
                     )
                     for settings in called_models(self._setups)
                 },

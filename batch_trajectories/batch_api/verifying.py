@@ -1,7 +1,7 @@
-"""Check that the files of a run's batches are whole and match the records.
+"""Checks that the files of a run's batches are complete and match the records, and repairs them.
 
-A forgotten batch would be paid for twice. So this checks which calls are in which batch, and that
-a conversation still needs its results.
+A forgotten batch would be paid for twice. So the check compares which calls are in which batch, and
+whether a conversation still needs its results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batch_trajectories.batch_api.batch_log import (
     BatchLog,
     State,
     apply_step,
-    index_of,
+    index_results,
     jobs_in,
     read_line,
     set_aside_damaged_steps,
@@ -44,7 +44,7 @@ def check_batches(
 ) -> Iterator[Problem]:
     """Check batches.jsonl and the directory batches of the run in `path`.
 
-    `settled` are the tasks that need no more work, `ended` those that never will.
+    `settled` are the tasks that need no more work now; `ended` are the tasks that never will.
     """
     steps = path / BATCHES_FILE
     jobs: dict[str, BatchJob] = {}
@@ -74,7 +74,7 @@ def check_batches(
             results = path / BATCHES / f"{job.name}.results"
             files.add(results)
             try:
-                index_of(results, job)
+                index_results(results, job)
             except (OSError, ValueError) as error:
                 message = (
                     f"not the results of batch {job.batch} ({error}); the next start fetches them "
@@ -88,7 +88,7 @@ def check_batches(
 
 
 def is_abandoned(job: BatchJob, ended: Container[bytes]) -> bool:
-    """Whether a batch was created whose results were not fetched and are no longer needed."""
+    """Whether the job's batch was created, but its results are neither fetched nor needed."""
     return job.state == "created" and all(task_of(id) in ended for id in job.ids)
 
 
@@ -109,7 +109,7 @@ def repair_batches(
 
 
 def open_calls(run_dir: Path, settled: Container[bytes]) -> int:
-    """How many calls in batches, with or without results, are still needed; writes nothing."""
+    """Count the calls in batches, with or without results, that are still needed; write nothing."""
     jobs = jobs_in(run_dir / BATCHES_FILE)
     open_jobs = (job for job in jobs if job.state in ("sending", "created", "collected"))
     return sum(task_of(id) not in settled for job in open_jobs for id in job.ids)
@@ -118,7 +118,7 @@ def open_calls(run_dir: Path, settled: Container[bytes]) -> int:
 def _contradictions(
     jobs: Mapping[str, BatchJob], line: Mapping[str, Any], *, is_needed: bool
 ) -> Iterator[str]:
-    """Problems of the next step of a job; none if no conversation needs the job."""
+    """Yield problems of the next step of a job; none if no conversation needs the job."""
     kind, name = line["kind"], line["wave"]
     job = jobs.get(name)
     if job is None:

@@ -1,4 +1,8 @@
-"""A directory that follows a mirror: a run that continues elsewhere, or a copy to be read."""
+"""A directory that follows a mirror: a run that continues elsewhere, or a copy for reading.
+
+A note in the directory says how far it has followed. After a crash, the parts behind that note are
+fetched again.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ from batch_trajectories.mirror.tail import (
     DIRECTORY,
     Extent,
     LogPart,
-    extents_after,
-    name_of,
+    extents_with,
+    part_name,
     unpack_part,
 )
 from batch_trajectories.records.files import listed, make_directory, open_own, replace_file
@@ -28,7 +32,7 @@ from batch_trajectories.records.names import INFLIGHT, MIRROR_NOTE, RUN_FILE
 
 
 class Copy:
-    """A directory, and how much of the log of a mirror it has."""
+    """A directory, and how much of a mirror's log it contains."""
 
     def __init__(self, path: Path, bucket: Bucket) -> None:
         """Raises `RunDirError` if the directory belongs to another mirror."""
@@ -41,26 +45,26 @@ class Copy:
                 f"{path / MIRROR_NOTE} to have a new one here"
             )
         self.number: int = note["number"]
-        """Of the last part that it has."""
+        """The number of the last part in the directory; 0 if it has none."""
         self.extents = {name: Extent(*extent) for name, extent in note["files"].items()}
         self.fetched: set[str] = set(note.get("fetched", ()))
-        """Journals that this machine has not written."""
+        """Journals that another machine has written."""
         self.last: LogPart | None = None
         """The last part without its pieces; None if it was not read."""
 
     def parts(self) -> Iterator[LogPart]:
-        """The parts that the log has beyond this directory; `take` each before the next."""
-        for name, content in self.bucket.after(DIRECTORY, name_of(self.number)):
-            if name != name_of(self.number + 1):
-                raise RunDirError(f"{self._where(self.number + 1)}: it is missing")
-            yield unpack_part(content, self._where(self.number + 1))
+        """Yield the parts of the log that this directory lacks; `apply` each before the next."""
+        for name, content in self.bucket.after(DIRECTORY, part_name(self.number)):
+            if name != part_name(self.number + 1):
+                raise RunDirError(f"{self._part_url(self.number + 1)}: it is missing")
+            yield unpack_part(content, self._part_url(self.number + 1))
 
-    def take(self, part: LogPart, *, writes: bool) -> None:
-        """Count the next part; with `writes`, bring its files here. Raises `RunDirError`."""
+    def apply(self, part: LogPart, *, writes: bool) -> None:
+        """Count the next part; with `writes`, write its files here. Raises `RunDirError`."""
         if part.is_new and writes:
             for name in self.extents:
                 (self.path / name).unlink(missing_ok=True)
-        self.extents = extents_after(self.extents, part, self._where(self.number + 1))
+        self.extents = extents_with(self.extents, part, self._part_url(self.number + 1))
         for piece in part.pieces if writes else ():
             path = self.path / piece.name
             if path.parent != self.path:
@@ -78,12 +82,15 @@ class Copy:
         self.last = part._replace(pieces=())
 
     def catch_up(self) -> None:
-        """Bring what the log has more, and keep that. Raises `RunDirError`, `BucketFailed`."""
+        """Fetch the new parts of the log, and save how far it has followed.
+
+        Raises `RunDirError` and `BucketFailed`.
+        """
         before = self.number
         for part in self.parts():
-            self.take(part, writes=True)
+            self.apply(part, writes=True)
         if self.number > before:
-            os.sync()  # the note must not say more than is there
+            os.sync()  # the note must not name files that are not on the disk
             self.save()
 
     def save(self, **more: Any) -> None:
@@ -99,31 +106,30 @@ class Copy:
             note["last"] = {"holder": self.last.holder, "is_end": self.last.is_end}
         replace_file(self.path / MIRROR_NOTE, orjson.dumps(note) + b"\n")
 
-    def _where(self, number: int) -> str:
-        return f"{self.bucket.url}/{DIRECTORY}/{name_of(number)}"
+    def _part_url(self, number: int) -> str:
+        return f"{self.bucket.url}/{DIRECTORY}/{part_name(number)}"
 
 
-def url_of_run(mirror: str, run_name: str) -> str:
-    """Where the mirror of a run is, below the URL that `--mirror` names."""
+def run_url(mirror: str, run_name: str) -> str:
+    """Return the URL of a run's mirror, below the URL that `--mirror` names."""
     return f"{mirror.rstrip('/')}/{run_name}"
 
 
 def bring(mirror: str, run_dir: Path) -> None:
-    """Bring a run to a directory of its own name that has none of it yet.
+    """Download a run to a directory of its own name, unless that has the run already.
 
-    So that a start finds its dataset and config as the first start left them. The start that
-    follows takes the lease.
+    A start then finds the dataset and config of the first start. That start takes the lease.
     """
     if (run_dir / RUN_FILE).exists():
         return
-    copy = Copy(run_dir, Bucket(url_of_run(mirror, run_dir.name)))
+    copy = Copy(run_dir, Bucket(run_url(mirror, run_dir.name)))
     make_directory(run_dir, is_inside=False, parents=True)
-    with _alone(run_dir):
+    with _locked(run_dir):
         patiently(copy.catch_up)
 
 
 def copy_of(url: str) -> Path:
-    """The directory, below the user's cache, of the copy of a mirrored run; brought up to date.
+    """Update the copy of a mirrored run in the user's cache; return its directory.
 
     Raises `RunDirError` if there is no run, and `BucketFailed`.
     """
@@ -133,7 +139,7 @@ def copy_of(url: str) -> Path:
     path = cache / "batch-trajectories" / "mirrors" / key / url.rpartition("/")[2]
     bucket = Bucket(url)
     make_directory(path, is_inside=False, parents=True)
-    with _alone(path):
+    with _locked(path):
         copy = Copy(path, bucket)
         patiently(copy.catch_up)
     if not listed(path / INFLIGHT) and not (path / RUN_FILE).exists():
@@ -142,8 +148,8 @@ def copy_of(url: str) -> Path:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait for other processes that bring parts to this directory."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of this directory, after other processes that write parts to it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,10 +1,10 @@
 """The mirror of a run: its lease, and the thread that sends what the run has written.
 
-The lease is the log itself. Who works on the run creates the next part, at most one a second, and
-an empty one after ten seconds without news. Creating fails where the number is taken: then another
-start has the lease, and this one ends (`RunLocked`). A start takes it where the last part gives it
-back or its process is known to have ended, and else after 45 seconds without a new part, by its own
-clock: no clocks are compared.
+The log itself is the lease. The process that works on the run creates the next part, at most one a
+second, and an empty one after ten seconds without news. If that fails because the number is taken,
+another start has the lease, and this one ends (`RunLocked`). A start takes the lease if the last
+part gives it back, or if its process is known to have ended. Otherwise it waits until there was no
+new part for 45 seconds, by its own clock; clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.bucket import Bucket, BucketFailed, patiently
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
-from batch_trajectories.mirror.copies import Copy, url_of_run
+from batch_trajectories.mirror.copies import Copy, run_url
 from batch_trajectories.mirror.tail import (
     DIRECTORIES,
     DIRECTORY,
@@ -32,8 +32,8 @@ from batch_trajectories.mirror.tail import (
     Tail,
     Unsent,
     is_name,
-    name_of,
     pack_part,
+    part_name,
     unpack_part,
 )
 from batch_trajectories.records.files import listed, make_directory
@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 
 SEND_EVERY_S = 1.0
 SIGN_EVERY_S = 10.0
-"""An empty part shows that the holder works."""
+"""After so many seconds an empty part shows that the holder works."""
 STALE_S = 45.0
-"""Without a new part for so long, another start takes the lease."""
+"""After so many seconds without a new part, another start takes the lease."""
 LAG_S = 30.0
-"""What the mirror may lack, in seconds of the run; then the run stops."""
+"""Maximum seconds of the run that the mirror may lack; beyond it the run stops."""
 _FAILURES = 3
-"""So many requests in a row must fail, or end that late: the machine may have slept in one."""
+"""Number of requests in a row that must fail or end late, as the machine may have slept in one."""
 _CLOSE_S = 30.0
 _LOOK_EVERY_S = 2.0
 _NOTE_EVERY_S = 30.0
@@ -64,52 +64,59 @@ _PART_BYTES = 8 << 20
 
 
 class Mirror:
-    """The mirror of the run in a directory that this process has locked."""
+    """The mirror of a run whose directory this process has locked."""
 
     def __init__(self, url: str, run_dir: Path, *, stale_s: float = STALE_S) -> None:
-        """`url` is that of `--mirror`. Raises what `Bucket` and `Copy` raise."""
+        """`url` is the value of `--mirror`. Raises what `Bucket` and `Copy` raise."""
         self._run_dir = run_dir
         self._stale_s = stale_s
-        self._bucket = Bucket(url_of_run(url, run_dir.name))
+        self._bucket = Bucket(run_url(url, run_dir.name))
         self._copy = Copy(run_dir, self._bucket)
         self._token = uuid.uuid4().hex
-        self._holder = _this_process(self._token)
+        self._holder = _describe_process(self._token)
         note = read_note(run_dir)
         self._has_note = note is not None and note["number"] > 0
         self._token_before = note and note.get("token")
-        # Not where the note came with a copy of the directory, which goes on in another way.
-        is_here = note is not None and note.get("place") == _place_of(run_dir)
+        # A note that was copied with its directory names another place. Its tokens belong to the
+        # original run, which continues in another way.
+        is_here = note is not None and note.get("place") == _identify_directory(run_dir)
         self._own_tokens = {self._token_before, note.get("taking")} if note and is_here else set()
-        """Of starts that worked in this directory."""
+        """The tokens of starts that worked in this directory."""
         self._fence = 0
         self._pending: _Pending | None = None
-        """A part that may have been created."""
-        self._even_at = self._sent_at = self._noted_at = time.monotonic()
-        """When the mirror last had all; when a part was created; when the note was written."""
+        """A part that was requested and may have been created; None if there is none."""
+        now = time.monotonic()
+        self._complete_at = now
+        """The monotonic time at which the mirror last had all changes."""
+        self._sent_at = now
+        """The monotonic time at which the latest part was created."""
+        self._noted_at = now
+        """The monotonic time at which the note was written."""
         self._failures = 0
         self._tail: Tail | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._holds = False
+        self._has_lease = False
         self.problem: EnvironmentStop | RunLocked | None = None
-        """Why the run must stop: the bucket fails, or another start has the lease."""
+        """The error that must stop the run: the bucket fails, or another start has the lease."""
 
     # The lease.
 
     def take(self, *, fresh: bool = False) -> None:
-        """Wait for the lease, take it, and bring the directory to where the mirror is.
+        """Wait for the lease, take it, and bring the directory up to date with the mirror.
 
-        With `fresh` the mirror begins again, as the directory does. Raises `BucketFailed`,
-        `RunDirError`, and `RunLocked` where this machine cannot know which of the two is newer.
+        With `fresh` the mirror begins anew, as the directory does. Raises `BucketFailed`, and
+        `RunDirError` if this machine cannot know which of the two is newer.
         """
-        heard, has_said = time.monotonic(), False
+        last_part_at = time.monotonic()
+        has_said = False
         while True:
             if patiently(partial(self._catch_up, fresh=fresh)):
-                heard = time.monotonic()
+                last_part_at = time.monotonic()
             last = self._copy.last
             if last is not None and last.holder["token"] == self._token:
-                break  # a failed request had taken it
-            is_silent = time.monotonic() - heard >= self._stale_s
+                break  # an earlier request failed, but took the lease
+            is_silent = time.monotonic() - last_part_at >= self._stale_s
             if last is None or last.is_end or is_silent or _has_ended(last.holder):
                 self._fence = 1 if last is None else last.fence + 1
                 part = self._part(is_new=fresh)
@@ -117,25 +124,25 @@ class Mirror:
                 self._save(taking=self._token)
                 create = partial(self._bucket.create, self._next_name(), pack_part(part))
                 if patiently(create):
-                    self._copy.take(part, writes=False)
+                    self._copy.apply(part, writes=False)
                     break
                 continue
             if not has_said:
                 has_said = True
                 say(
-                    f"{self._bucket.url}: {_named(last.holder)} works on this run; waiting until "
-                    f"it ends, or is silent for {self._stale_s:g} s"
+                    f"{self._bucket.url}: {_describe(last.holder)} works on this run; waiting "
+                    f"until it ends, or is silent for {self._stale_s:g} s"
                 )
             time.sleep(min(_LOOK_EVERY_S, self._stale_s / 4))
-        self._holds = True
+        self._has_lease = True
         self._token_before = self._token
         self._save()
 
     def _catch_up(self, *, fresh: bool) -> bool:
-        """Read new parts; bring those of others to the directory. Return whether there were any."""
+        """Read new parts, and write those of other machines; return whether there were any."""
         before = self._copy.number
         if before and self._copy.last is None:
-            content = self._bucket.read(f"{DIRECTORY}/{name_of(before)}")
+            content = self._bucket.read(f"{DIRECTORY}/{part_name(before)}")
             if content is None:
                 raise RunDirError(
                     f"{self._bucket.url}: its parts were removed; remove "
@@ -143,26 +150,26 @@ class Mirror:
                 )
             last = unpack_part(content, f"{self._bucket.url}: part {before}")
             self._copy.last = last._replace(pieces=())
-        wrote = False
+        has_written = False
         for part in self._copy.parts():
             is_ours = fresh or part.holder["token"] in self._own_tokens
-            if not is_ours and not wrote:
-                if self._sets_aside():
+            if not is_ours and not has_written:
+                if self._set_aside_unsent():
                     return True  # the directory is empty now, and all parts are read again
-                wrote = True
-            self._copy.take(part, writes=not is_ours)
-        if wrote:
-            os.sync()  # the note must not say more than is there
+                has_written = True
+            self._copy.apply(part, writes=not is_ours)
+        if has_written:
+            os.sync()  # the note must not name files that are not on the disk
             self._save()
         return self._copy.number > before
 
-    def _sets_aside(self) -> bool:
-        """Whether the directory had what the mirror lacks, which is now in its quarantine.
+    def _set_aside_unsent(self) -> bool:
+        """Move the directory's files to its quarantine if the mirror lacks changes in them.
 
-        Another machine has continued without it. Raises `RunDirError` if the directory was never
-        mirrored: nothing says which of the two is newer.
+        Returns whether it did: then another machine has continued without these changes. Raises
+        `RunDirError` if the directory was never mirrored, as nothing says which one is newer.
         """
-        unsent = Tail(self._run_dir, dict(self._copy.extents), {}).unsent(1)
+        unsent = Tail(self._run_dir, dict(self._copy.extents), {}).find_unsent(1)
         if not (self._run_dir / RUN_FILE).exists() or not (unsent.pieces or unsent.gone):
             return False
         if not self._has_note:
@@ -189,7 +196,7 @@ class Mirror:
         return True
 
     def _save(self, **more: str) -> None:
-        place = _place_of(self._run_dir)
+        place = _identify_directory(self._run_dir)
         self._copy.save(token=self._token_before, place=place, **more)
 
     def _part(self, unsent: Unsent | None = None, **more: bool) -> LogPart:
@@ -199,12 +206,12 @@ class Mirror:
         )
 
     def _next_name(self) -> str:
-        return f"{DIRECTORY}/{name_of(self._copy.number + 1)}"
+        return f"{DIRECTORY}/{part_name(self._copy.number + 1)}"
 
     # Sending.
 
     def start(self, dataset: Path, *, requests_per_s: int) -> None:
-        """Send all that is there, then begin to follow the run in a thread.
+        """Send all changes, then start a thread that follows the run.
 
         `dataset` is the JSONL file of the run. Raises what `Bucket.create` raises, and `RunLocked`.
         """
@@ -241,21 +248,21 @@ class Mirror:
                 )
 
     def _lag_s(self) -> float:
-        return time.monotonic() - self._even_at
+        return time.monotonic() - self._complete_at
 
     def _send(self, *, is_end: bool = False) -> bool:
-        """Create the next part if there is news; return whether the mirror has all then.
+        """Create the next part if there are changes; return whether the mirror then has all.
 
-        Raises `BucketFailed`, after which the same part is sent again: it may have been created.
+        Raises `BucketFailed`; the next call then sends the same part, which may have been created.
         Raises `RunLocked` if another start has the lease.
         """
         assert self._tail is not None
         if self._pending is None:
             now = time.monotonic()
-            unsent = self._tail.unsent(_PART_BYTES)
+            unsent = self._tail.find_unsent(_PART_BYTES)
             is_news = bool(unsent.pieces or unsent.gone)
             if not is_news and not is_end and now - self._sent_at < SIGN_EVERY_S:
-                self._even_at = now
+                self._complete_at = now
                 return True
             is_last = is_end and unsent.is_all
             content = pack_part(self._part(unsent, is_end=is_last))
@@ -264,35 +271,35 @@ class Mirror:
         if not self._bucket.create(self._next_name(), content):
             there = self._bucket.read(self._next_name())
             if there != content:
-                raise RunLocked(self._taken_by(there))
+                raise RunLocked(self._describe_loss(there))
         self._pending = None
-        self._holds = not is_last
-        self._tail.sent(unsent)
+        self._has_lease = not is_last
+        self._tail.mark_sent(unsent)
         self._copy.number += 1
         self._copy.extents = self._tail.extents
         self._sent_at = time.monotonic()
         if unsent.is_all:
-            self._even_at = looked_at
+            self._complete_at = looked_at
         if is_last or self._sent_at - self._noted_at >= _NOTE_EVERY_S:
             self._noted_at = self._sent_at
             self._save()
         return unsent.is_all
 
-    def _taken_by(self, content: bytes | None) -> str:
+    def _describe_loss(self, content: bytes | None) -> str:
         holder: Mapping[str, Any] = {}
         if content is not None:
             holder = unpack_part(content, self._bucket.url).holder
         return (
-            f"{self._bucket.url}: {_named(holder)} has taken over this run while this process was "
-            "silent. What this one had not sent is in its run directory only, and is set aside "
+            f"{self._bucket.url}: {_describe(holder)} has taken over this run while this process "
+            "was silent. What this one had not sent is in its run directory only, and is set aside "
             "there when the run is continued here."
         )
 
     def close(self) -> None:
         """Send the rest and give the lease back.
 
-        Raises `BucketFailed` or `RunLocked` where that fails; where the run stops for another error
-        or for this, says so only.
+        Raises `BucketFailed` or `RunLocked` if that fails. Only prints the error if the run is
+        stopping for another error, or for this one.
         """
         is_raising = sys.exc_info()[1] is not None
         self._stopping.set()
@@ -311,7 +318,7 @@ class Mirror:
         deadline = time.monotonic() + (_CLOSE_S if self.problem is None else 0.0)
         if self._tail is None:
             self._tail = Tail(self._run_dir, self._copy.extents, {})
-        while self._holds:
+        while self._has_lease:
             try:
                 self._send(is_end=True)
             except BucketFailed as error:
@@ -324,28 +331,33 @@ class Mirror:
 
 
 class _Pending(NamedTuple):
-    """A part on its way."""
+    """A part that is being created."""
 
     content: bytes
     unsent: Unsent
     looked_at: float
-    """When what is unsent was looked up."""
+    """The monotonic time at which its changes were collected."""
     is_last: bool
 
 
-def _this_process(token: str) -> dict[str, Any]:
-    """Names this process, also for others on this machine; see `_has_ended`."""
+def _describe_process(token: str) -> dict[str, Any]:
+    """Return a description of this process, also for others on this machine."""
     pid = os.getpid()
-    named = {"pid": pid, "host": socket.gethostname(), "started": round(time.time(), 3)}
-    return {**named, "token": token, **_birth(pid)}
+    return {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "started": round(time.time(), 3),
+        "token": token,
+        **_process_identity(pid),
+    }
 
 
-def _birth(pid: int) -> dict[str, Any]:
-    """What tells a process from earlier and other ones with its number; {} if that is unknown."""
+def _process_identity(pid: int) -> dict[str, Any]:
+    """Return what distinguishes a process from others with its number; {} if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if stat[0] == "Z" or not boot_id():
-            return {}  # a "Z" has ended, and its parent has not asked how
+            return {}  # "Z": it has ended, and its parent has not waited for it yet
         return {
             "boot": boot_id(),
             "pids": Path("/proc/self/ns/pid").stat().st_ino,
@@ -357,16 +369,16 @@ def _birth(pid: int) -> dict[str, Any]:
 
 def _has_ended(holder: Mapping[str, Any]) -> bool:
     """Whether the process that holds the lease ran on this machine and has ended."""
-    mine = _birth(os.getpid())
+    mine = _process_identity(os.getpid())
     if not mine or any(mine[name] != holder.get(name) for name in ("boot", "pids")):
         return False
-    return _birth(holder["pid"]).get("born") != holder.get("born")
+    return _process_identity(holder["pid"]).get("born") != holder.get("born")
 
 
-def _named(holder: Mapping[str, Any]) -> str:
+def _describe(holder: Mapping[str, Any]) -> str:
     return f"the process {holder.get('pid')} on host {holder.get('host')}"
 
 
-def _place_of(run_dir: Path) -> list[int]:
-    """Tells a directory from copies of it."""
+def _identify_directory(run_dir: Path) -> list[int]:
+    """Return numbers that distinguish a directory from copies of it."""
     return [path.stat().st_ino for path in (run_dir, run_dir / LOCK_FILE)]

@@ -1,9 +1,9 @@
-"""What a run directory has and its mirror has not.
+"""The files that a run directory has and its mirror lacks.
 
-Found by sizes and times of files: nothing that writes to a run knows of its mirror. Read in this
-order: first which journals there are and what is in them, then records and logs, then what those
-name. A journal is removed once its records are durable, so a mirror without it has the records, and
-money that a journal shows as spent is in the budget log, which is read later.
+They are found by sizes and times, because no writer of a run knows of the mirror. The order of
+reading is: first the list of journals and their content, then records and logs, then the files that
+these name. A journal is removed once its records are durable, so a mirror without the journal has
+the records. Money that a journal shows as spent is in the budget log, which is read later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from batch_trajectories.records.names import (
 # `holder` names its process (see `mirror`). `is_end`: it has given the lease back. `is_new`:
 # files of earlier parts do not count. A piece is {"name", "at", "size", "crc32"}: bytes of a file
 # from `at`, and the CRC-32 of the file up to their end; one at 0 begins the file again. `gone`
-# names files that were removed. Parts are applied in order, of a part first the pieces.
+# names files that were removed. Parts are applied in order; of each part, the pieces first.
 
 FORMAT = 1
 
@@ -50,47 +50,47 @@ _NAME = re.compile(rf"(?:(?:{'|'.join(DIRECTORIES)})/)?\w[\w.-]*")
 
 
 class Extent(NamedTuple):
-    """How much of a file the mirror has."""
+    """The part of a file that the mirror has: its size and CRC-32."""
 
     size: int = 0
     crc32: int = 0
 
 
 class Piece(NamedTuple):
-    """Bytes of a file, beginning at an offset."""
+    """A range of bytes of a file."""
 
     name: str
     at: int
     content: bytes
     crc32: int
-    """Of the file up to their end."""
+    """The CRC-32 of the file from its beginning to the end of the piece."""
 
     @property
     def extent(self) -> Extent:
-        """How much of the file the mirror has then."""
+        """The part of the file that the mirror has after this piece."""
         return Extent(self.at + len(self.content), self.crc32)
 
 
 class LogPart(NamedTuple):
-    """An object of the log."""
+    """A part of the log: one object in the bucket."""
 
     fence: int
     holder: Mapping[str, Any]
     at: float
-    """When it was made: epoch seconds by its writer's clock, on which nothing depends."""
+    """The time of its creation in epoch seconds, for people only: no decision depends on it."""
     pieces: Sequence[Piece] = ()
     gone: Sequence[str] = ()
     is_end: bool = False
     is_new: bool = False
 
 
-def name_of(number: int) -> str:
-    """The name of a part in its directory."""
+def part_name(number: int) -> str:
+    """Return the name of a part in its directory."""
     return f"{number:012}"
 
 
 def pack_part(part: LogPart) -> bytes:
-    """The content of the object of a part."""
+    """Return the content of a part's object."""
     header = part._asdict() | {
         "format": FORMAT,
         "pieces": [
@@ -102,7 +102,7 @@ def pack_part(part: LogPart) -> bytes:
 
 
 def unpack_part(content: bytes, where: str) -> LogPart:
-    """The part in an object. Raises `RunDirError` if it is damaged or of a later version."""
+    """Return the part in an object. Raises `RunDirError` if it is damaged or of a later version."""
     head, _, rest = content.partition(b"\n")
     try:
         header = read_object(head + b"\n")
@@ -132,10 +132,10 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and name not in (LOCK_FILE, MIRROR_NOTE)
 
 
-def extents_after(extents: dict[str, Extent], part: LogPart, where: str) -> dict[str, Extent]:
-    """How much of each file the mirror has with a part, if it had `extents` before.
+def extents_with(extents: dict[str, Extent], part: LogPart, where: str) -> dict[str, Extent]:
+    """Return how much of each file the mirror has with a part, and with `extents` before.
 
-    Raises `RunDirError` where pieces do not follow, or were changed.
+    Raises `RunDirError` if a piece does not follow, or was changed.
     """
     now = {} if part.is_new else extents
     for piece in part.pieces:
@@ -149,26 +149,26 @@ def extents_after(extents: dict[str, Extent], part: LogPart, where: str) -> dict
 
 
 PROGRESS = "progress.json"
-"""Changes every second, so it is sent only with other files."""
+"""A file that changes every second, so it is sent only together with others."""
 
 _DERIVED = (".idx", ".html")
 _GROWING = (".jsonl", ".log")
-"""Of files to which only whole lines are appended."""
+"""The endings of files to which only whole lines are appended."""
 
 _BLOCK = 1 << 20
 
 
 class Unsent(NamedTuple):
-    """What a part would bring."""
+    """The changes for the next part."""
 
     pieces: list[Piece]
     gone: list[str]
     is_all: bool
-    """Nothing is left for a further part."""
+    """Whether no change is left for a further part."""
 
 
 class _Seen(NamedTuple):
-    """A file when it was looked at last."""
+    """The state of a file when it was last looked at."""
 
     inode: int
     mtime_ns: int
@@ -181,14 +181,14 @@ class Tail:
     def __init__(
         self, run_dir: Path, extents: dict[str, Extent], outside: Mapping[str, Path]
     ) -> None:
-        """`extents` is what the mirror has; `outside` are files elsewhere, by name."""
+        """`extents` is what the mirror has; `outside` are files of other directories, by name."""
         self._run_dir = run_dir
         self._outside = outside
         self.extents = extents
         self._seen: dict[str, _Seen] = {}
 
-    def unsent(self, room: int) -> Unsent:
-        """What the mirror has not, up to `room` bytes. Raises `OSError`."""
+    def find_unsent(self, room: int) -> Unsent:
+        """Return the changes that the mirror lacks, up to `room` bytes. Raises `OSError`."""
         pieces: list[Piece] = []
         there = set()
         left, is_all = room, True
@@ -197,9 +197,9 @@ class Tail:
             if name == PROGRESS and not pieces:
                 continue
             try:
-                piece, is_whole = self._unsent_of(name, path, left)
+                piece, is_whole = self._next_piece(name, path, left)
             except FileNotFoundError:
-                continue  # a journal whose last task has ended; the next look finds it gone
+                continue  # a journal whose last task has ended; the next call finds it removed
             is_all = is_all and is_whole
             if piece is not None:
                 pieces.append(piece)
@@ -207,32 +207,35 @@ class Tail:
         gone = [name for name in self.extents if name not in there] if is_all else []
         return Unsent(pieces, gone, is_all)
 
-    def sent(self, unsent: Unsent) -> None:
-        """The mirror has it now."""
+    def mark_sent(self, unsent: Unsent) -> None:
+        """Note that the mirror has these changes now."""
         self.extents.update({piece.name: piece.extent for piece in unsent.pieces})
         for name in unsent.gone:
             self.extents.pop(name)
             self._seen.pop(name, None)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        """The files that the mirror is to have; journals are listed before others are read."""
-        yield from self._inside(DIRECTORIES[0])
+        """Yield the files for the mirror; the journals are listed before other files are read."""
+        yield from self._files_in(DIRECTORIES[0])
         for path in listed(self._run_dir):
             is_ours = is_name(path.name) and path.suffix not in _DERIVED
             if is_ours and not path.is_dir() and path.name not in (PROGRESS, *self._outside):
                 yield path.name, path
         for directory in DIRECTORIES[1:]:
-            yield from self._inside(directory)
+            yield from self._files_in(directory)
         yield from self._outside.items()
         yield PROGRESS, self._run_dir / PROGRESS
 
-    def _inside(self, directory: str) -> Iterator[tuple[str, Path]]:
+    def _files_in(self, directory: str) -> Iterator[tuple[str, Path]]:
         for path in listed(self._run_dir / directory):
             if is_name(name := f"{directory}/{path.name}"):
                 yield name, path
 
-    def _unsent_of(self, name: str, path: Path, room: int) -> tuple[Piece | None, bool]:
-        """A piece of a file, None if nothing is new; and whether it is all that is."""
+    def _next_piece(self, name: str, path: Path, room: int) -> tuple[Piece | None, bool]:
+        """Return the next piece of a file, and whether no piece is left after it.
+
+        The piece is None if the mirror has the whole file.
+        """
         status = path.stat()
         seen = _Seen(status.st_ino, status.st_mtime_ns, status.st_size)
         before = self._seen.get(name)
@@ -244,7 +247,7 @@ class Tail:
             fd = file.fileno()
             if extent is not None and not _continues(before, seen, extent, is_growing=is_growing):
                 matches = seen.size >= extent.size if is_growing else seen.size == extent.size
-                if not matches or _checksum_of(fd, extent.size) != extent.crc32:
+                if not matches or _compute_checksum(fd, extent.size) != extent.crc32:
                     extent = None
             self._seen[name] = seen
             start = extent or Extent()
@@ -261,7 +264,7 @@ class Tail:
 
 
 def _continues(before: _Seen | None, now: _Seen, extent: Extent, *, is_growing: bool) -> bool:
-    """Whether what the mirror has of a file is still its beginning, as far as can be seen."""
+    """Whether the part of a file that the mirror has is unchanged, as far as times tell."""
     if before is None or before.inode != now.inode:
         return False
     if is_growing:
@@ -269,8 +272,8 @@ def _continues(before: _Seen | None, now: _Seen, extent: Extent, *, is_growing: 
     return before == now  # larger than a part, and sent in several
 
 
-def _checksum_of(fd: int, size: int) -> int:
-    """The CRC-32 of the first bytes of a file."""
+def _compute_checksum(fd: int, size: int) -> int:
+    """Return the CRC-32 of the first `size` bytes of a file; -1 if it is shorter."""
     checksum = place = 0
     while place < size:
         block = os.pread(fd, min(_BLOCK, size - place), place)

@@ -1,7 +1,7 @@
 """A worker in a Ray actor, on any node.
 
-Ray starts it on a node with resources. It exchanges the same messages with the parent as a local
-worker, over a TCP connection instead of a pipe.
+Ray starts it on a node with the required resources. It exchanges the same messages with the parent
+as a local worker, over a TCP connection instead of a pipe.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ class Welcome:
 
     setup: WorkerSetup
     run_token: str
-    """Identifies the run among all that use a node."""
+    """A name of the run that is unique among all runs on a node."""
     lock: bytes
-    """The content of the run directory's lock file, to recognize the directory."""
+    """The content of the run directory's lock file, by which a worker recognizes the directory."""
     environment: Mapping[str, str]
     """The parent's environment if it started the cluster on its machine; else empty."""
     cwd: Path
     sent_at: float
-    """The parent's monotonic clock when it sent this."""
+    """The parent's monotonic clock when it sent this message."""
 
 
 class RayWorkerActor:
-    """The class of the actors."""
+    """The class of the Ray actors."""
 
     def run(self, host: str, port: int, key: bytes, number: int) -> None:
-        """Work until the parent sends exit or is gone."""
-        # The parent may have blocked them so that Ctrl-C does not end the cluster first.
+        """Work until the parent sends exit or the connection ends."""
+        # The parent may have blocked these signals so that Ctrl-C does not end the cluster first.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         hide_environment()
         connection = connect((host, port), key)
@@ -92,20 +92,20 @@ class RayWorkerActor:
 def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
     try:
         if not setup.is_remote:
-            _check_shares(setup.run_dir, welcome.lock)
+            _check_run_dir(setup.run_dir, welcome.lock)
             _check_sandbox(setup)
             if run_worker(connection, setup):
                 remove_leftover_containers(setup.config)
             return
-        scratch = _scratch(setup, welcome.run_token)
+        scratch = _make_scratch(setup, welcome.run_token)
         config = setup.config.model_copy(update={"output_dir": scratch})
-        place = _name_of(scratch)
+        place = _name_storage(scratch)
         setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
         workspaces = setup.run_dir / WORKSPACES
         workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_sandbox(setup)
         if run_worker(connection, setup):
-            # What is left is of conversations that continued on other nodes.
+            # The workspaces left here belong to conversations that continued on other nodes.
             for workspace in listed(workspaces):
                 shutil.rmtree(workspace, ignore_errors=True)
             remove_leftover_containers(config)
@@ -120,7 +120,7 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
 
 
 def _check_sandbox(setup: WorkerSetup) -> None:
-    """Refuse to work on a node that lacks what commands or agents need, before any call."""
+    """Refuse to work on a node on which commands or agents cannot run, before any call."""
     if setup.provenance.sandbox is not None and (problem := problem_of_sandbox(setup.config)):
         raise ValueError(problem)
     if setup.config.agent is not None:
@@ -129,7 +129,7 @@ def _check_sandbox(setup: WorkerSetup) -> None:
         check_agent_of_node(setup.config)
 
 
-def _check_shares(run_dir: Path, lock: bytes) -> None:
+def _check_run_dir(run_dir: Path, lock: bytes) -> None:
     try:
         content = (run_dir / LOCK_FILE).read_bytes()
     except OSError:
@@ -141,8 +141,8 @@ def _check_shares(run_dir: Path, lock: bytes) -> None:
         )
 
 
-def _scratch(setup: WorkerSetup, run_token: str) -> Path:
-    """The directory for the run's files on this node, shared by its workers."""
+def _make_scratch(setup: WorkerSetup, run_token: str) -> Path:
+    """Create the directory for the run's files on this node, shared by its workers."""
     own = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = own.lstat()
@@ -155,8 +155,8 @@ def _scratch(setup: WorkerSetup, run_token: str) -> Path:
     return scratch
 
 
-def _name_of(scratch: Path) -> str:
-    """A unique name of this storage: containers may have the same host names and paths."""
+def _name_storage(scratch: Path) -> str:
+    """Return a name of this storage, unique even if containers have equal hosts and paths."""
     mark, mine = scratch / "place", scratch / f".{uuid.uuid4().hex}"
     mine.write_text(uuid.uuid4().hex)
     with contextlib.suppress(FileExistsError):
@@ -170,7 +170,7 @@ _PACKAGES = ("agent", "batch_trajectories", "toolsets")
 
 
 def code_digest() -> str:
-    """16 hex digits over the modules of workers."""
+    """Return 16 hex digits over the source of the modules that workers import."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for package in _PACKAGES:
@@ -182,7 +182,7 @@ def code_digest() -> str:
 
 _HANDSHAKE_S = 20
 _SILENT_S, _PROBE_EVERY_S, _PROBES = 10, 5, 4
-"""A lost machine is noticed after 30 seconds."""
+"""A lost machine is noticed after `_SILENT_S + _PROBES * _PROBE_EVERY_S` (30) seconds."""
 
 
 def listen(host: str) -> Listener:
@@ -191,14 +191,14 @@ def listen(host: str) -> Listener:
 
 
 def welcome(connection: Connection, key: bytes) -> bool:
-    """Check that a peer knows `key`, and prove the same to it; False if it does not."""
-    with _socket_of(connection) as raw:
+    """Authenticate a peer by `key`, and this process to the peer; return False if that fails."""
+    with _duplicate_socket(connection) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_S, 0))
         try:
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-            _tune(raw)
+            _set_options(raw)
         except (AuthenticationError, EOFError, OSError):
             connection.close()
             return False
@@ -212,18 +212,18 @@ def connect(address: tuple[str, int], key: bytes) -> Connection:
     are neither authenticated nor encrypted, like all traffic of a Ray cluster.
     """
     connection: Connection = Client(address, authkey=key)
-    with _socket_of(connection) as raw:
-        _tune(raw)
+    with _duplicate_socket(connection) as raw:
+        _set_options(raw)
     return connection
 
 
-def hang_up(connection: Connection) -> None:
-    """Shut down a connection that other threads use: they get an end of file."""
-    with contextlib.suppress(OSError), _socket_of(connection) as raw:
+def shut_down(connection: Connection) -> None:
+    """Shut down a connection that other threads use: they read an end of file."""
+    with contextlib.suppress(OSError), _duplicate_socket(connection) as raw:
         raw.shutdown(socket.SHUT_RDWR)
 
 
-def _tune(raw: socket.socket) -> None:
+def _set_options(raw: socket.socket) -> None:
     # Else the second part of a message waits for the acknowledgment of the first.
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -237,5 +237,5 @@ def _tune(raw: socket.socket) -> None:
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _socket_of(connection: Connection) -> socket.socket:
+def _duplicate_socket(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))

@@ -33,7 +33,7 @@ from batch_trajectories.engine.local_workers import environment_of
 from batch_trajectories.engine.messages import Say, WorkerSetup
 from batch_trajectories.engine.run_dir import RunDir, read_run_json
 from batch_trajectories.ray_cluster.actor import RayWorkerActor, code_digest, listen, welcome
-from batch_trajectories.ray_cluster.worker_handle import RayWorker, Run
+from batch_trajectories.ray_cluster.worker_handle import ClusterStart, RayWorker
 from batch_trajectories.records.files import open_own
 from batch_trajectories.records.names import LOCK_FILE, LOG_FILE
 
@@ -56,16 +56,16 @@ _RAY_NEEDS = (
     "RAY_AUTH_TOKEN_PATH",
 )
 _RAY_RESOURCES = ("num_cpus", "num_gpus", "memory")
-"""The resources with options of their own in Ray."""
+"""The resources that are options of their own in Ray."""
 
 _LOCAL = "local"
-"""The address for which Ray starts a cluster on this machine."""
+"""The address with which Ray starts a cluster on this machine."""
 _HELLO_BYTES = 1 << 16
 _WATCH_EVERY_S = 1.0
 _REACH_S = 10.0
 _SAY_WAITING_S = 15.0
 _OBJECT_STORE_BYTES = 80 << 20
-"""About the minimum that Ray allows; we store nothing there."""
+"""About the minimum that Ray allows; this program stores nothing there."""
 
 
 class RayExecutor:
@@ -80,13 +80,13 @@ class RayExecutor:
         host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
         self._resources = _resources(config)
         self._listener = listen(host)
-        self._run = Run(
+        self._run = ClusterStart(
             key=os.urandom(32),
             address=self._listener.address,
             code=code_digest(),
             inflight=run_dir.inflight,
             is_remote=is_remote,
-            token=_token(run_dir.path),
+            token=_run_token(run_dir.path),
             lock=(run_dir.path / LOCK_FILE).read_bytes(),
             environment=environment,
             log_fd=open_own(run_dir.path / LOG_FILE, os.O_WRONLY | os.O_APPEND),
@@ -163,7 +163,7 @@ class RayExecutor:
         # Always with a timeout: Ray may wait forever for a result on a lost node.
         ended, _ = ray.wait(list(by_reference), num_returns=len(alive), timeout=0)
         for reference in ended:
-            by_reference[reference].end(_why(reference))
+            by_reference[reference].end(_end_reason(reference))
 
     def _say_if_waiting(self, alive: list[RayWorker]) -> None:
         waiting = [worker for worker in alive if worker.is_waiting]
@@ -181,7 +181,7 @@ class RayExecutor:
 
 
 def _resources(config: RunConfig) -> dict[str, Any]:
-    """The options that an actor starts with."""
+    """Return the options with which an actor starts."""
     custom = dict(config.worker_resources)
     named: dict[str, Any] = {name: custom.pop(name) for name in _RAY_RESOURCES if name in custom}
     return {
@@ -195,13 +195,11 @@ def _resources(config: RunConfig) -> dict[str, Any]:
 
 
 def _start_cluster(config: RunConfig) -> Mapping[str, str]:
-    """Start a cluster on this machine; return the environment that its workers lack.
-
-    Every process of this user can read the environment of the cluster, so it has no keys.
-    """
+    """Start a cluster on this machine; return the environment that its workers lack."""
+    # Every process of this user can read the environment of the cluster, so it must have no keys.
     cpus = math.ceil(config.num_workers * config.worker_resources.get("num_cpus", 1))
     with environment_of(_RAY_NEEDS) as environment, _signals_blocked():
-        _init(
+        _init_ray(
             _LOCAL,
             num_cpus=max(cpus, os.cpu_count() or 1),
             include_dashboard=False,
@@ -223,11 +221,11 @@ def _join(address: str) -> Mapping[str, str]:
             socket.create_connection((host, int(port)), timeout=_REACH_S).close()
         except OSError as error:
             raise _cannot_join(address, error) from error
-    _init(address)
+    _init_ray(address)
     return {}
 
 
-def _init(address: str, **options: Any) -> None:
+def _init_ray(address: str, **options: Any) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -250,7 +248,7 @@ def _cannot_join(address: str, error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _without_ray_handlers() -> Iterator[None]:
-    """Keep our signal handlers: that of Ray for SIGTERM would end the process at once."""
+    """Restore our signal handlers: Ray's handler of SIGTERM would end the process at once."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -270,17 +268,17 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _token(run_dir: Path) -> str:
+def _run_token(run_dir: Path) -> str:
     identity = f"{socket.gethostname()}\0{run_dir.resolve()}\0{read_run_json(run_dir)['created']}"
     return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
-def _why(reference: Any) -> str | None:
-    """Why an actor has ended, None if the parent had it exit."""
+def _end_reason(reference: Any) -> str | None:
+    """Return why an actor has ended; None if the parent made it exit."""
     try:
         ray.get(reference, timeout=1)
     except Exception as error:
-        # Of any class: it may be what the actor raised.
+        # Any class: it may be the exception of the actor.
         reason = " ".join(str(error).split())
         if "ModuleNotFoundError" in reason or "ImportError" in reason:
             return (

@@ -1,11 +1,11 @@
 """The turn journal of a worker on another machine: the parent writes it.
 
 Events go to the parent, which writes and acknowledges them. A reply is not used before that
-(`kept`), so a paid model call is on the parent's disk. Tool results are sent with the next reply
-of any task, or a little later.
+(`kept`), so a paid model call is on the parent's disk. Tool results are sent with the next reply of
+any task, or at most 20 ms later.
 
-Until the parent has answered, further events wait and are then sent together: a busy parent gets
-fewer and larger messages.
+Until the parent has acknowledged a message, further events wait and are then sent together, so a
+busy parent gets fewer and larger messages.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _RESULTS_WAIT_S = 0.02
 
 
 class RemoteJournal:
-    """A `Journal` at the other end of the connection. Use it in the event loop's thread."""
+    """A `Journal` whose files the parent writes. Use it in the event loop's thread."""
 
     def __init__(self, send: Callable[[StoreEvents], None], *, place: str) -> None:
         self._send = send
         self._place = place
         self._lines: list[bytes] = []
         self._keys: set[bytes] = set()
-        self._reply_of: dict[bytes, int] = {}
+        self._reply_numbers: dict[bytes, int] = {}
         """The number of the message with each task's last reply."""
         self._sent = 0
         self._kept = 0
@@ -54,23 +54,23 @@ class RemoteJournal:
         )
         self._keys.add(key)
         if reply_in(event) is not None:
-            self._reply_of[key] = self._sent + 1
+            self._reply_numbers[key] = self._sent + 1
             if not self._is_urgent:
                 self._is_urgent = True
-                asyncio.get_running_loop().call_soon(self._send_if_heard)
+                asyncio.get_running_loop().call_soon(self._send_if_acknowledged)
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_RESULTS_WAIT_S, self.flush)
 
     async def kept(self, key: bytes) -> None:
         """See `Journal`."""
-        number = self._reply_of.get(key, 0)
+        number = self._reply_numbers.get(key, 0)
         if number > self._kept:
             answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((number, answer))
             await answer
 
     def on_kept(self, number: int) -> None:
-        """The parent has written all messages up to this number."""
+        """Note that the parent has written all messages up to this number."""
         self._kept = number
         waiting, self._waiting = self._waiting, []
         for wanted, answer in waiting:
@@ -95,13 +95,13 @@ class RemoteJournal:
             self._lines, self._keys = [], set()
 
     def finish(self, key: bytes) -> None:
-        """See `Journal`: the parent has done so already."""
-        self._reply_of.pop(key, None)
+        """Forget a task; the parent has finished it in the journal already."""
+        self._reply_numbers.pop(key, None)
 
     def close(self) -> None:
         """See `Journal`."""
         self.flush()
 
-    def _send_if_heard(self) -> None:
+    def _send_if_acknowledged(self) -> None:
         if self._is_urgent and self._kept == self._sent:
             self.flush()

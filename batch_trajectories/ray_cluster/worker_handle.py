@@ -26,19 +26,19 @@ from batch_trajectories.engine.messages import (
     WriteLog,
     encode,
 )
-from batch_trajectories.ray_cluster.actor import Welcome, hang_up
+from batch_trajectories.ray_cluster.actor import Welcome, shut_down
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import JournalWriter
 
 log = logging.getLogger(__name__)
 
 _SYNC_EVERY_S = 0.1
-"""The journals of all workers share the driver's disk and CPU."""
+"""Seconds between syncs of a journal: the journals of all workers share the driver's disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What all workers of a start share."""
+class ClusterStart:
+    """The values that all workers of a start share."""
 
     key: bytes
     address: Any
@@ -53,14 +53,17 @@ class Run:
 
 @dataclass(eq=False, kw_only=True)
 class RayWorker(WorkerHandle):
-    """A worker in a Ray actor. If it does not share the run directory, its journal is written
-    here: by the thread that receives its events, which then acknowledges them."""
+    """A worker in a Ray actor.
+
+    If the worker does not share the run directory, its journal is written here, by the thread that
+    receives its events. That thread then acknowledges them.
+    """
 
     setup: WorkerSetup
-    run: Run
+    run: ClusterStart
     actor: Any
     ended: Any
-    """Ray's reference to the result of its work."""
+    """Ray's reference to the result of the actor's work."""
     is_gone: bool = False
     _connection: Connection | None = None
     _journal: JournalWriter | None = None
@@ -73,7 +76,7 @@ class RayWorker(WorkerHandle):
         return self._connection is None
 
     def attach(self, connection: Connection, hello: Mapping[str, Any]) -> None:
-        """Its process has connected and introduced itself."""
+        """Connect the handle to the actor's process, which has introduced itself by `hello`."""
         if hello["code"] != self.run.code:
             message = (
                 f"node {hello['host']} has another version of this program ({hello['code']}, here "
@@ -108,11 +111,12 @@ class RayWorker(WorkerHandle):
         try:
             connection.send_bytes(pickle.dumps(welcome))
         except OSError:
-            log.warning("%s disconnected at once", self.name)  # the listening thread notices, too
+            # The thread that reads from the connection notices that, too.
+            log.warning("%s disconnected at once", self.name)
         self._move_bytes(connection)
 
     def end(self, why: str | None) -> None:
-        """It has ended, or counts as ended: later messages are ignored."""
+        """Note that the worker has ended, or counts as ended: later messages are ignored."""
         with self._lock:
             if self.is_gone:
                 return
@@ -122,7 +126,7 @@ class RayWorker(WorkerHandle):
         if connection is None:
             self.inbox.put((self, None))
         else:
-            hang_up(connection)
+            shut_down(connection)
 
     def is_alive(self) -> bool:
         """See `WorkerHandle`."""
@@ -156,14 +160,14 @@ class RayWorker(WorkerHandle):
     def _on_message(self, message: FromWorker) -> None:
         match message:
             case StoreEvents():
-                self._store(message)
+                self._write_events(message)
             case WriteLog():
                 with suppress(OSError):  # the run continues without its log
                     os.write(self.run.log_fd, message.payload)
             case _:
                 super()._on_message(message)
 
-    def _store(self, events: StoreEvents) -> None:
+    def _write_events(self, events: StoreEvents) -> None:
         assert self._journal is not None
         assert self._connection is not None
         try:
@@ -172,7 +176,7 @@ class RayWorker(WorkerHandle):
         except StorageError as error:
             self._on_storage_error(error)
             return
-        # From this thread: a message through the other one costs twice as much.
+        # From this thread: a message through the sending thread costs twice as much.
         with suppress(OSError), self._sending:
             self._connection.send_bytes(encode(EventsStored(events.number)))
 
@@ -183,5 +187,5 @@ class RayWorker(WorkerHandle):
         try:
             ray.kill(self.actor, no_restart=True)
         except Exception as error:
-            # Of any class: the cluster itself may be shutting down.
+            # Any class: the cluster itself may be shutting down.
             log.warning("%s: Ray cannot end it: %s", self.name, error)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,11 @@ from batch_trajectories.records.files import StorageError
 from tests.helpers.running import PATIENCE_S
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
+from toolsets.function_threads import FunctionThreads
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolResult, tool
-from toolsets.toolbox import FunctionThreads, Toolbox
+from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
 
@@ -205,7 +207,7 @@ def test_functions_run_at_the_same_time_however_many(context: ToolContext) -> No
 
 
 @pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> FunctionThreads:
     """The machine refuses a second thread for functions."""
     start = threading.Thread.start
     started: list[threading.Thread] = []
@@ -217,18 +219,16 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
         start(thread)
 
     threads = FunctionThreads()
-    monkeypatch.setattr("toolsets.toolbox._THREADS", threads)
+    monkeypatch.setattr("toolsets.function_threads._THREADS", threads)
     monkeypatch.setattr("threading.Thread.start", refuse)
-    yield threads
-    monkeypatch.undo()
-    threads.shutdown()
+    return threads
 
 
 def test_time_that_a_call_waits_for_a_thread_is_not_its_own(
-    context: ToolContext, one_thread: ThreadPoolExecutor
+    context: ToolContext, one_thread: FunctionThreads
 ) -> None:
     release = threading.Event()
-    one_thread.submit(release.wait, PATIENCE_S)
+    one_thread.submit(partial(release.wait, PATIENCE_S))
 
     async def late() -> ToolResult:
         asyncio.get_running_loop().call_later(0.6, release.set)
@@ -238,10 +238,10 @@ def test_time_that_a_call_waits_for_a_thread_is_not_its_own(
 
 
 def test_a_call_begins_in_its_thread_and_not_while_it_waits_for_one(
-    context: ToolContext, one_thread: ThreadPoolExecutor
+    context: ToolContext, one_thread: FunctionThreads
 ) -> None:
     release = threading.Event()
-    one_thread.submit(release.wait, PATIENCE_S)
+    one_thread.submit(partial(release.wait, PATIENCE_S))
     begun: list[threading.Thread] = []
 
     @tool()
@@ -287,7 +287,7 @@ def test_a_call_whose_begin_cannot_be_noted_does_not_run(context: ToolContext, k
 
 
 def test_functions_that_hold_all_threads_for_ever_stop_the_run(
-    context: ToolContext, one_thread: ThreadPoolExecutor
+    context: ToolContext, one_thread: FunctionThreads
 ) -> None:
     release = threading.Event()
 
@@ -309,15 +309,33 @@ def test_functions_that_hold_all_threads_for_ever_stop_the_run(
         asyncio.run(calls())
 
 
+HANGING = """
+import asyncio, threading
+from toolsets.function_threads import LateCall, in_thread
+
+async def call():
+    try:
+        await in_thread(threading.Event().wait, timeout_s=0.05)
+    except LateCall as error:
+        assert not error.future.done()
+
+asyncio.run(call())
+"""
+
+
+def test_a_function_that_never_returns_does_not_keep_the_process_from_ending() -> None:
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=PATIENCE_S)
+
+
 def test_the_time_limit_of_a_function_begins_when_it_does(
-    context: ToolContext, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    context: ToolContext, one_thread: FunctionThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hours in the queue for a thread do not count."""
     now = [0.0]
     clock = SimpleNamespace(
         monotonic=lambda: now[0], process_time=time.process_time, thread_time=time.thread_time
     )
-    monkeypatch.setattr("toolsets.toolbox.time", clock)
+    monkeypatch.setattr("toolsets.function_threads.time", clock)
     release, begun, go_on = threading.Event(), threading.Event(), threading.Event()
 
     @tool()
@@ -328,7 +346,7 @@ def test_the_time_limit_of_a_function_begins_when_it_does(
         return "in time"
 
     async def calls() -> ToolResult:
-        one_thread.submit(release.wait, PATIENCE_S)
+        one_thread.submit(partial(release.wait, PATIENCE_S))
         toolbox = Toolbox([waits], context, call_timeout_s=PATIENCE_S)
         called = asyncio.create_task(toolbox.call("waits", ""))
         await asyncio.sleep(0)

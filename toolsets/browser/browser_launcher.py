@@ -17,7 +17,7 @@ import sys
 
 
 def main() -> None:
-    """Become Chromium."""
+    """Listen for the browser, then become Chromium."""
     path, memory_mb, profile, *command = sys.argv[1:]
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _watch(worker: socket.socket) -> None:
-    """Fork a process that kills the group once the worker has closed its end."""
+    """Fork a process that kills all processes of the group when the worker closes its end."""
     if os.fork():
         worker.close()
         return

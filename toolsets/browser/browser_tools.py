@@ -1,4 +1,4 @@
-"""The browser tools: open pages, read them as snapshots with refs, act on elements by their ref."""
+"""The browser tools: open pages, read them as snapshots with refs, act on elements by ref."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolsets.browser.session import NOTHING_OPEN, BrowserSession
 from toolsets.context import ToolContext
 from toolsets.tool import ToolResult, tool
 
-_HELD = "browser"
+_RESOURCE = "browser"
 _MAX_CHARS = 80_000
 _SHOWN_CHARS = 8_000
-"""Maximum characters of the snapshot after each action."""
+"""Maximum number of characters of the snapshot after each action."""
 _MAX_IMAGES = 100
 _MAX_TEXT_CHARS = 10_000
 
@@ -33,7 +33,7 @@ async def browser_navigate(
     """Open a web page in the browser. Gives a snapshot of the page, with a ref per element."""
     session = _session(context, opens=True)
     await session.navigate(url)
-    return await _shown(session)
+    return await _show(session)
 
 
 @tool(sequential=True)
@@ -45,7 +45,7 @@ async def browser_snapshot(
     offset: Annotated[int, Field(ge=0, description="First character to show.")] = 0,
 ) -> ToolResult:
     """Show the page in the browser as a tree of its elements and texts, with refs."""
-    return await _shown(_session(context), max_chars=max_chars, offset=offset)
+    return await _show(_session(context), max_chars=max_chars, offset=offset)
 
 
 @tool(sequential=True)
@@ -55,7 +55,7 @@ async def browser_click(context: ToolContext, ref: Ref) -> ToolResult:
     async def click(page: Any) -> None:
         await (await BrowserSession.element(page, ref)).click()
 
-    return await _acted(context, click)
+    return await _act(context, click)
 
 
 @tool(sequential=True)
@@ -75,7 +75,7 @@ async def browser_type(
         if submit:
             await field.press("Enter")
 
-    return await _acted(context, fill)
+    return await _act(context, fill)
 
 
 @tool(sequential=True)
@@ -89,7 +89,7 @@ async def browser_select(
     async def select(page: Any) -> None:
         await (await BrowserSession.element(page, ref)).select_option(option)
 
-    return await _acted(context, select)
+    return await _act(context, select)
 
 
 @tool(sequential=True)
@@ -103,7 +103,7 @@ async def browser_press(
     ],
 ) -> ToolResult:
     """Press a key in the page, where its focus is. Gives a new snapshot."""
-    return await _acted(context, lambda page: page.keyboard.press(key))
+    return await _act(context, lambda page: page.keyboard.press(key))
 
 
 @tool(sequential=True)
@@ -114,7 +114,7 @@ async def browser_scroll(
 ) -> ToolResult:
     """Scroll the page, as is needed where more loads on scrolling. Gives a new snapshot."""
     way = screens if direction == "down" else -screens
-    return await _acted(
+    return await _act(
         context, lambda page: page.evaluate("n => window.scrollBy(0, n * window.innerHeight)", way)
     )
 
@@ -122,7 +122,7 @@ async def browser_scroll(
 @tool(sequential=True)
 async def browser_back(context: ToolContext) -> ToolResult:
     """Go back to the page before. Gives a new snapshot."""
-    return await _acted(context, _session(context).back)
+    return await _act(context, _session(context).back)
 
 
 @tool(sequential=True)
@@ -181,28 +181,28 @@ BROWSER_TOOLS = (
 
 
 def _session(context: ToolContext, *, opens: bool = False) -> BrowserSession:
-    """The browser of the task; `opens` starts one. Raises `ToolError` if there is none."""
-    held = context.held.get(_HELD)
+    """Return the browser of the task; with `opens`, start it. Raises `ToolError` without one."""
+    held = context.held.get(_RESOURCE)
     if isinstance(held, BrowserSession):
         return held
     if not opens:
         lost = " (what was open before the conversation was taken up again is gone)"
         raise ToolError(NOTHING_OPEN + lost * context.resumed)
     browsers = context.browsers or Browsers(context.web.allow if context.web is not None else ())
-    session = context.held[_HELD] = BrowserSession(browsers)
+    session = context.held[_RESOURCE] = BrowserSession(browsers)
     return session
 
 
-async def _acted(context: ToolContext, action: Callable[[Any], Awaitable[Any]]) -> ToolResult:
+async def _act(context: ToolContext, action: Callable[[Any], Awaitable[Any]]) -> ToolResult:
     session = _session(context)
     await session.act(action)
-    return await _shown(session)
+    return await _show(session)
 
 
-async def _shown(
+async def _show(
     session: BrowserSession, *, max_chars: int = _SHOWN_CHARS, offset: int = 0
 ) -> ToolResult:
-    """The page as the model sees it; a long one is cut at the end of a line."""
+    """Return the page for the model; a long one is cut at the end of a line."""
     title, url, snapshot, notes = await session.read()
     if offset and offset >= len(snapshot):
         raise ToolError(f"the snapshot has only {len(snapshot)} characters")

@@ -1,4 +1,7 @@
-"""Starts a confined Chromium, shared by the conversations of an event loop, and stops it."""
+"""Starts a confined Chromium, shared by the conversations of an event loop, and stops it.
+
+Chromium ends with this process, even if that crashes; see `browser_launcher`.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ _IPV4, _NAME, _IPV6 = 1, 3, 4  # RFC 1928
 _CODES = {REFUSED: 2, _NO_ADDRESS: 4, _UNREACHABLE: 5}
 
 
-class _Failed(Exception):
+class _ConnectError(Exception):
     """No connection was made; the message says why."""
 
 
 class Proxy:
-    """Connects one browser to addresses that a guard permits. Used in one event loop."""
+    """Connects one browser to addresses that a guard permits. Use it in one event loop."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -62,7 +65,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept connections from `listener`, which the proxy closes."""
+        """Accept connections from `listener`; the proxy closes it."""
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=_CHUNK_BYTES)
 
     async def close(self) -> None:
@@ -75,7 +78,7 @@ class Proxy:
             await asyncio.wait(self._connections)
 
     def failure(self, host: str, port: int) -> str | None:
-        """Why the last connection to a host and port failed; None if it did not."""
+        """Return why the last connection to a host and port failed; None if it succeeded."""
         return self._failures.get((host, port))
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,8 +96,8 @@ class Proxy:
                 host, port = await _read_target(reader, writer)
                 try:
                     server = await self._connect(host, port)
-                except _Failed as failed:
-                    self._note(host, port, str(failed))
+                except _ConnectError as failed:
+                    self._store_failure(host, port, str(failed))
                     writer.write(_reply(_CODES[str(failed)]))
                     await writer.drain()
                     return
@@ -110,10 +113,10 @@ class Proxy:
         try:
             addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            raise _Failed(_NO_ADDRESS) from None
+            raise _ConnectError(_NO_ADDRESS) from None
         permitted = [info for info in addresses if self._guard.permits(host, port, str(info[4][0]))]
         if not permitted:
-            raise _Failed(REFUSED)
+            raise _ConnectError(REFUSED)
         for family, kind, protocol, _, address in permitted:
             server = socket.socket(family, kind, protocol)
             try:
@@ -125,9 +128,9 @@ class Proxy:
             except BaseException:
                 server.close()
                 raise
-        raise _Failed(_UNREACHABLE)
+        raise _ConnectError(_UNREACHABLE)
 
-    def _note(self, host: str, port: int, why: str) -> None:
+    def _store_failure(self, host: str, port: int, why: str) -> None:
         self._failures[host, port] = why
         if len(self._failures) > _MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
@@ -136,7 +139,7 @@ class Proxy:
 async def _read_target(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[str, int]:
-    """The host and port that a client asks for; raises `EOFError` if it does not speak SOCKS 5."""
+    """Return the host and port that a client asks for; raises `EOFError` if it is not SOCKS 5."""
     version, methods = await reader.readexactly(2)
     await reader.readexactly(methods)
     if version != 5:
@@ -187,7 +190,7 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 _log = logging.getLogger(__name__)
 
 VARIABLE = "BROWSER_EXECUTABLE"
-"""The environment variable that can name the browser's program; else PATH is searched."""
+"""The environment variable with the path of the browser; without it, PATH is searched."""
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _START_S = 60.0
@@ -221,7 +224,7 @@ _UNSHARE = (
 
 
 def browser_problem() -> str | None:
-    """Why the browser cannot work here, and what to install; None if it can."""
+    """Return why the browser cannot work here, and what to install; None if it works."""
     if find_spec("playwright") is None:
         return f"it needs a further package: {install('browser')}"
     named = os.environ.get(VARIABLE)
@@ -236,15 +239,15 @@ def browser_problem() -> str | None:
 
 
 class Browsers(PerLoop["_Shared"]):
-    """The browser of a process: one per event loop, started when a conversation first needs it."""
+    """The browsers of a process: one per event loop, started when a conversation first needs it."""
 
     def __init__(self, allow: Iterable[str] = ()) -> None:
-        """`allow` are addresses that are permitted besides public ones; see `Guard`."""
+        """`allow` lists addresses that are permitted besides public ones; see `Guard`."""
         super().__init__(_Shared, _stop)
         self._guard = Guard(allow)
 
     async def chromium(self) -> Chromium:
-        """The running browser, started if there is none. Raises `ToolError`."""
+        """Return the running browser; start it if there is none. Raises `ToolError`."""
         shared = self.shared()
         if shared.start is None or (shared.start.done() and not _is_alive(shared.start)):
             shared.start = asyncio.create_task(_start(self._guard, after=_Shared(shared.start)))
@@ -261,7 +264,7 @@ class Chromium(NamedTuple):
     """A running browser."""
 
     browser: Any
-    """Playwright's object."""
+    """The browser, as Playwright's object."""
     proxy: Proxy
     resources: AsyncExitStack
 
@@ -319,7 +322,7 @@ async def _start(guard: Guard, *, after: _Shared) -> Chromium:
 
 
 def _modes() -> list[_Mode]:
-    """The ways to start Chromium, the safest first; each is tried if the one before fails."""
+    """Return the ways to start Chromium, the safest first; the next is tried if one fails."""
     modes = []
     if bwrap_problem() is None:
         modes.append(_Mode("in bwrap", shutil.which("bwrap"), True))
@@ -389,7 +392,7 @@ def _receive_listener(connection: socket.socket) -> socket.socket:
 
 
 async def _close_in_time(close: Callable[[], Awaitable[None]]) -> None:
-    """Close in order if that works in time; later callbacks kill the processes anyway."""
+    """Close in order, within a time limit; afterwards callbacks kill the processes anyway."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STOP_S):
             await close()
@@ -408,16 +411,13 @@ status=$?
 rm -rf "$own"
 exit $status
 """
-"""Runs a command and removes its temporary files: the driver leaves some if it ends early."""
+"""A shell script that runs a command and then removes its temporary files. The driver leaves some
+if it ends early."""
 
 
 @contextlib.contextmanager
 def _driver_without_secrets(home: Path) -> Iterator[None]:
-    """Have Playwright start its driver, a Node.js process, without our environment.
-
-    The driver would get all of it, with API keys. Playwright has no option against that, but a
-    variable for the driver's program, which is set to a script.
-    """
+    """Let Playwright start its driver, a Node.js process, without our environment."""
     import playwright
 
     named = os.environ.get(_NODE_VARIABLE)

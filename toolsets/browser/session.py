@@ -1,4 +1,4 @@
-"""The browser of one conversation: its cookies, its pages, and actions in them."""
+"""The browser of one conversation: its cookies, its pages, and actions on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.browser.process import Chromium
 from toolsets.context import SharedBrowser
-from toolsets.net.guard import checked
+from toolsets.net.guard import check_url
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _ACTION_S = 5.0
 _ANSWER_S = 2.0
 _LOAD_S = 30.0
 _STARTED_LOADING_S = 0.25
-"""Time in which an action must start to load another page, if it does."""
+"""Seconds in which an action that opens another page starts to load it."""
 _DEADLINE_S = 60.0
 _CLOSE_S = 5.0
 _MAX_PAGES = 5
@@ -36,7 +36,10 @@ NOTHING_OPEN = "no page is open; open one with browser_navigate"
 
 
 class BrowserSession:
-    """Opened with the first page, closed with the context of the task; one call at a time."""
+    """The pages and cookies of one conversation; handles one call at a time.
+
+    The first page opens the session, and the end of the task's context closes it.
+    """
 
     def __init__(self, browsers: SharedBrowser) -> None:
         self._browsers = browsers
@@ -63,7 +66,7 @@ class BrowserSession:
     async def navigate(self, url: str) -> None:
         """Open `url`; raises `ToolError` if it is not allowed or fails."""
         # Keeps the fragment: the page's scripts may read it.
-        target = str(checked(url).with_fragment(URL(url.strip()).fragment or None))
+        target = str(check_url(url).with_fragment(URL(url.strip()).fragment or None))
 
         async def go(page: Any) -> None:
             self._shown.clear()
@@ -84,8 +87,8 @@ class BrowserSession:
     ) -> Any:
         """Run an action on the page, wait until the page has loaded, return the action's result.
 
-        `opens` opens a page if there is none. An action that `only_looks` is not waited for.
-        Raises `ToolError`.
+        With `opens`, a page is opened if there is none. With `only_looks`, the session does not
+        wait for pages that the action loads. Raises `ToolError`.
         """
         from playwright.async_api import Error
 
@@ -96,12 +99,12 @@ class BrowserSession:
                 async with asyncio.timeout(_DEADLINE_S):
                     result = await action(page)
                     if not only_looks:
-                        await self._settle()
+                        await self._await_load()
                 if self._failed:
                     raise self._network_error(self._failed)
                 return result
             except TimeoutError:
-                await self._give_up()
+                await self._close_page()
                 raise ToolError(
                     f"the page did not answer within {_DEADLINE_S:g} s and was closed; "
                     "open another with browser_navigate"
@@ -115,7 +118,7 @@ class BrowserSession:
                 raise await self._describe(error) from error
 
     async def read(self) -> tuple[str, str, str, list[str]]:
-        """Title, address and snapshot of the page, and the notes since the last reading."""
+        """Return title, address and snapshot of the page, and the notes since the last call."""
 
         async def look(_: Any) -> tuple[str, str, str]:
             # An action before this one may have led to another page.
@@ -133,7 +136,7 @@ class BrowserSession:
         )
 
     async def back(self, page: Any) -> None:
-        """An action: go to the page before; in a tab that a page opened, close it."""
+        """Go to the page before; in a tab that a page opened, close the tab."""
         response = await page.go_back(wait_until="domcontentloaded", timeout=_LOAD_S * 1000)
         if response is not None:
             return
@@ -143,7 +146,7 @@ class BrowserSession:
 
     @staticmethod
     async def element(page: Any, ref: str) -> Any:
-        """The element with a ref of the last snapshot. Raises `ToolError` if there is none."""
+        """Return the element with a ref of the last snapshot. Raises `ToolError` if it is gone."""
         plain = ref.strip().strip("[]@").removeprefix("ref=")
         if not _REF.fullmatch(plain):
             shown = clip(ref, max_chars=50)
@@ -154,7 +157,7 @@ class BrowserSession:
         return locator
 
     async def _current(self, *, opens: bool) -> Any:
-        """The current page; `opens` opens one. Raises `ToolError` if there is none."""
+        """Return the current page; with `opens`, open one. Raises `ToolError` without one."""
         if self._chromium is not None and not self._chromium.browser.is_connected():
             self._chromium = self._context = self._page = None
             if not opens:
@@ -195,7 +198,7 @@ class BrowserSession:
             self._chromium = self._context = self._page = None
             raise ToolError("the browser has ended; try again") from error
 
-    async def _settle(self) -> None:
+    async def _await_load(self) -> None:
         """Wait until the page that an action opened has loaded."""
         from playwright.async_api import Error
 
@@ -211,8 +214,8 @@ class BrowserSession:
             page = self._context.pages[-1] if self._page.is_closed() else self._page
             await page.wait_for_load_state("load", timeout=_ACTION_S * 1000)
 
-    async def _answers(self) -> bool:
-        """Whether the page still responds, or a script blocks it."""
+    async def _is_responsive(self) -> bool:
+        """Whether the page still responds, so that no script blocks it."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._page.evaluate("0")
@@ -220,7 +223,7 @@ class BrowserSession:
             return False
         return True
 
-    async def _give_up(self) -> None:
+    async def _close_page(self) -> None:
         """Close a page that does not respond; if that fails, close all pages."""
         page, self._page = self._page, None
         try:
@@ -253,13 +256,13 @@ class BrowserSession:
                 "that is a file to download, which the browser does not do; web_fetch reads text"
             )
         if "crashed" in message.lower():
-            await self._give_up()
+            await self._close_page()
             return ToolError("the page crashed and was closed; open another with browser_navigate")
         if "has been closed" in message:
             return ToolError(f"the page has been closed; {NOTHING_OPEN}")
         if isinstance(error, ActionTimeout):
-            if not await self._answers():
-                await self._give_up()
+            if not await self._is_responsive():
+                await self._close_page()
                 return ToolError(
                     "the page does not answer and was closed; open another with browser_navigate"
                 )
@@ -337,5 +340,5 @@ def _loads_a_page(request: Any) -> bool:
 
 
 def _plain(message: str) -> str:
-    """A message of Playwright without the name of its method."""
+    """Return a message of Playwright without the name of its method."""
     return clip(re.sub(r"^\w+\.\w+: ", "", " ".join(message.split())), max_chars=300)

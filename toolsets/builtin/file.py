@@ -144,7 +144,7 @@ def search_files(
 
 
 def _finder(text: str, *, ignore_case: bool, is_regex: bool) -> Callable[[str], bool]:
-    """A function that says whether a line matches."""
+    """Return a function that tells whether a line matches."""
     if not is_regex:
         wanted = text.lower() if ignore_case else text
         return lambda line: wanted in (line.lower() if ignore_case else line)
@@ -192,7 +192,7 @@ def _matches(
 
 
 def _starts(content: bytes, wanted: bytes) -> list[int]:
-    """Return where `wanted` occurs, overlaps included: each is a place to patch."""
+    """Return the positions of `wanted`, also overlapping ones: a patch could mean each of them."""
     starts = []
     start = content.find(wanted)
     while start >= 0:

@@ -1,5 +1,4 @@
-"""The tools `terminal` and `python`: a shell and an interpreter that keep their state from call to
-call."""
+"""The tools `terminal` and `python`: a shell and an interpreter that keep their state."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _STATE_LOST = "its state (variables, functions, current directory) is lost; file
 
 
 def shell_argv(command: str, prefix: str = "") -> list[str]:
-    """The arguments that run one command outside the task's shell: with bash if there is one.
+    """Return the arguments that run a command outside the task's shell, with bash if possible.
 
     `prefix` is run by `sh` first, as `export NAME=TEXT; `.
     """
@@ -31,7 +30,7 @@ def shell_argv(command: str, prefix: str = "") -> list[str]:
 
 
 def sandbox_of(context: ToolContext) -> Sandbox:
-    """Return the sandbox that commands run in; raises `ToolError` if there is none."""
+    """Return the sandbox for commands; raises `ToolError` if there is none."""
     if context.sandbox is None:
         raise ToolError("this task has no sandbox to run commands in")
     return context.sandbox
@@ -42,25 +41,25 @@ def as_tool_result(
 ) -> ToolResult:
     """Return the outcome of a call of `tool` as a JSON object, with the members of `more`.
 
-    It has exit_code, stdout and stderr; where they apply value and plots (python), timed_out,
-    error, and a note if the state of the session was lost. A call that was stopped is an error of
-    the tool; a command that fails is not.
+    The object has exit_code, stdout and stderr. It has value and plots (python), timed_out, error,
+    and a note on lost state of the session only if they apply. A stopped call is an error of the
+    tool; a command that fails is not.
     """
-    shown: dict[str, Any] = {"exit_code": result.exit_code, **more}
+    fields: dict[str, Any] = {"exit_code": result.exit_code, **more}
     if result.value is not None:
-        shown["value"] = result.value
-    shown |= {"stdout": result.stdout, "stderr": result.stderr}
+        fields["value"] = result.value
+    fields |= {"stdout": result.stdout, "stderr": result.stderr}
     if result.plots:
-        shown["plots"] = list(result.plots)
+        fields["plots"] = list(result.plots)
     if result.timed_out:
-        shown["timed_out"] = True
-        shown["error"] = "stopped: it was still running when its time was up"
+        fields["timed_out"] = True
+        fields["error"] = "stopped: it was still running when its time was up"
     if result.full_mb is not None:
         full = f"the workspace is over its limit ({result.full_mb} MB); remove files"
-        shown["error"] = f"stopped: {full}" if result.was_filling else full
+        fields["error"] = f"stopped: {full}" if result.was_filling else full
     if note := _note(result, context, session, tool):
-        shown["note"] = note
-    content, shortened = _fitted(shown)
+        fields["note"] = note
+    content, shortened = _encode_clipped(fields)
     details = {
         "exit_code": result.exit_code,
         "timed_out": result.timed_out,
@@ -74,7 +73,7 @@ def as_tool_result(
 
 
 def _note(result: ExecResult, context: ToolContext, session: SessionKind, tool: str) -> str:
-    """A note for the model on lost state of the session; "" if nothing was lost."""
+    """Return a note for the model on lost state of the session; "" if nothing was lost."""
     noun = "shell" if session == "shell" else "interpreter"
     notes = []
     if result.lost is not None:
@@ -96,13 +95,13 @@ def _was_called(tool: str, context: ToolContext) -> bool:
     )
 
 
-def _fitted(shown: dict[str, Any]) -> tuple[str, bool]:
-    """Return the JSON text, with its outputs cut until it fits, and whether they were cut."""
-    texts = {name: shown[name] for name in ("value", "stdout", "stderr") if name in shown}
+def _encode_clipped(fields: dict[str, Any]) -> tuple[str, bool]:
+    """Return the JSON text with outputs cut until it fits, and whether any was cut."""
+    texts = {name: fields[name] for name in ("value", "stdout", "stderr") if name in fields}
     max_chars = MAX_RESULT_CHARS
     while True:
         clipped = {name: clip(text, max_chars=max_chars) for name, text in texts.items()}
-        content = orjson.dumps({**shown, **clipped}).decode()
+        content = orjson.dumps({**fields, **clipped}).decode()
         if len(content) <= MAX_RESULT_CHARS:
             return content, any(max_chars < len(text) for text in texts.values())
         max_chars //= 2

@@ -1,1 +1,1 @@
-"""All toolsets, and the choice of those a task gets."""
+"""All toolsets, and the selection of a task's toolsets."""

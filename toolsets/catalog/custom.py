@@ -1,4 +1,4 @@
-"""A user's own tools: imported from the places that options name, checked, put into toolsets."""
+"""A user's own tools: imported from places that options name, checked, and put into toolsets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OwnToolError(ValueError):
 
 
 def import_place(place: str, option: str) -> Any:
-    """Import MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE; modules in the current directory are found too.
+    """Import MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, also from the current directory.
 
     Raises `OwnToolError` naming the `option` that holds the place.
     """
@@ -47,7 +47,7 @@ def import_place(place: str, option: str) -> Any:
 
 
 def import_function(place: str, option: str) -> Callable[..., Any]:
-    """The same for a function."""
+    """Import a function from a place. Raises `OwnToolError` naming the `option`."""
     function: Callable[..., Any] = import_place(place, option)
     if not callable(function):
         raise OwnToolError(f"{option}: {place!r} is not callable; give MODULE:FUNCTION")
@@ -65,7 +65,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 ENTRY_POINTS = "batch_trajectories.tools"
-"""The entry point group in which installed packages offer tools; a place can be such a name."""
+"""The group of entry points in which installed packages offer tools; a place can be their name."""
 
 
 @lru_cache(maxsize=8)
@@ -73,8 +73,8 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
     """Return the toolsets that `places` name.
 
     A place is MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE, or the name of an entry point. The attribute is
-    a function, a `Tool`, a list of those, or a `Toolset`. Tools outside a `Toolset` go into one
-    that is named after their module or entry point. Raises `OwnToolError`.
+    a function, a `Tool`, a list of functions and tools, or a `Toolset`. Tools outside a `Toolset`
+    go into a toolset named after their module or entry point. Raises `OwnToolError`.
     """
     entry_points: dict[str, str] = {}
     if any(":" not in place for place in places):
@@ -98,7 +98,7 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
 
 
 def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
-    """Return toolsets of the objects found under each name; see `load_own`."""
+    """Make toolsets from the objects under each name; see `load_own`."""
     toolsets: dict[str, Toolset] = {}
     for name, value in named:
         toolset = _toolset(name, value)
@@ -110,7 +110,7 @@ def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
 
 
 def schemas_digest(tools: Sequence[Tool]) -> str:
-    """A digest of everything that a model sees of some tools."""
+    """Return a digest of the schemas of tools, which are all that a model sees of them."""
     schemas = [tool.schema for tool in sorted(tools, key=lambda tool: tool.name)]
     return hashlib.sha256(exact_json.dumps(schemas, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
@@ -151,6 +151,6 @@ def _check_names(toolset: Toolset) -> None:
 
 
 def _place(function: Any) -> str:
-    """FILE:LINE of a function: the line of its first decorator or its `def`."""
+    """Return FILE:LINE of a function, with the line of its first decorator or its `def`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

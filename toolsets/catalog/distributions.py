@@ -43,7 +43,7 @@ class UnknownDistribution(ValueError):
 
 
 def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> Distribution:
-    """The distribution with this name, or in the YAML file at this path.
+    """Return the distribution with this name, or in the YAML file at this path.
 
     Raises `UnknownDistribution`, `UnknownToolset`, and `ValueError` for an invalid percentage.
     """
@@ -64,7 +64,7 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
 
 
 def draw_toolsets(distribution: Distribution, key: str) -> list[str]:
-    """The toolsets that the task with this key is offered, sorted; always the same for a key."""
+    """Return the toolsets for the task with this key, sorted; always the same for a key."""
     drawn = [name for name, percent in distribution.items() if _draw(f"{key}/{name}") < percent]
     return sorted(drawn) or [max(sorted(distribution), key=lambda name: distribution[name])]
 
@@ -83,6 +83,6 @@ def _check(loaded: Any, name: str, known: Mapping[str, Toolset]) -> Distribution
 
 
 def _draw(key: str) -> float:
-    """A number in [0, 100) that depends on `key` alone, on every machine and in any order."""
+    """Return a number in [0, 100) that depends on `key` alone."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 * 100

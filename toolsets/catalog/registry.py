@@ -1,4 +1,4 @@
-"""The toolsets by name, and the choice among them."""
+"""The toolsets by name, and the selection of toolsets."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Toolset:
     description: str
     tools: Sequence[Tool]
     needs_sandbox: bool = False
-    """Its tools run commands."""
+    """Whether its tools run commands."""
     includes: tuple[str, ...] = ()
     """Names of toolsets that are enabled with it."""
     in_all: bool = True
-    """Part of "all"; False: it must be named."""
+    """Whether "all" includes it; otherwise it must be named."""
     problem: Callable[[], str | None] = lambda: None
-    """Why it cannot work here, and what to install; None if it can."""
+    """A function that returns why it cannot work here, and what to install; None if it can."""
 
 
 class _BuiltIn(Sequence[Tool]):
-    """Tools that are imported when they are first looked at: most runs offer few of them."""
+    """Tools that are imported at their first use, as most runs offer few of them."""
 
     def __init__(self, load: Callable[[], Sequence[Tool]]) -> None:
         self._load = cache(load)
@@ -175,7 +175,7 @@ def resolve_toolsets(
     Raises `UnknownToolset`, and `UnavailableToolset` for a toolset that was named.
     """
     enabled = ALL[:1] if enabled is None else enabled
-    general = _general(known) if set(enabled) & set(ALL) else ()
+    general = _list_all(known) if set(enabled) & set(ALL) else ()
     wanted = _expand(enabled, known, everything=general)
     unwanted = _expand(disabled, known, everything=known)
     disabled_tools = {tool.name for name in unwanted for tool in known[name].tools}
@@ -206,8 +206,8 @@ def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
     return tuple(by_name[name][0] for name in sorted(by_name))
 
 
-def _general(known: Mapping[str, Toolset]) -> list[str]:
-    """The toolsets that "all" enables here."""
+def _list_all(known: Mapping[str, Toolset]) -> list[str]:
+    """Return the toolsets that "all" enables here."""
     names = []
     for name, toolset in known.items():
         if not toolset.in_all:
@@ -222,7 +222,7 @@ def _general(known: Mapping[str, Toolset]) -> list[str]:
 def _expand(
     names: Sequence[str], known: Mapping[str, Toolset], *, everything: Collection[str]
 ) -> set[str]:
-    """Return the named toolsets and all they include; includes may form a circle."""
+    """Return the named toolsets and all that they include; includes may form a circle."""
     members: set[str] = set()
     pending = list(names)
     while pending:

@@ -1,7 +1,8 @@
-"""Images in a directory: OCI layouts, archives of them, and what `docker save` writes.
+"""Reads images in a directory: OCI layouts, archives of them, and archives of `docker save`.
 
 A layout or an archive may hold several images. Nothing in them is trusted: sizes are limited, and
-configurations and layers are compared with their digests.
+configurations and layers are compared with their digests. `add_to_layout` writes a layout; a crash
+leaves the layout as it was.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class StoredImage:
     """One image of a layout or archive."""
 
     source: Path
-    """The layout's directory, or the archive."""
+    """The directory of the layout, or the archive."""
     digest: str
-    """Of the manifest; of the configuration, where `docker save` wrote no manifest."""
+    """The digest of the manifest; of the configuration, if `docker save` wrote no manifest."""
     names: frozenset[str]
-    """As `full_name` writes them."""
+    """The names of the image, as `full_name` returns them."""
     config: str
     """The path of the configuration within the source."""
     config_digest: str
@@ -49,7 +50,7 @@ class StoredImage:
     """The paths of the layers within the source, the lowest first."""
 
     def configuration(self) -> dict[str, Any]:
-        """The image's configuration; raises `ImageError`."""
+        """Return the image's configuration; raises `ImageError`."""
         with opener(self.source) as open_member:
             raw = _document_bytes(open_member, self.config, self.source)
         if f"sha256:{hashlib.sha256(raw).hexdigest()}" != self.config_digest:
@@ -58,31 +59,31 @@ class StoredImage:
 
 
 def images_in(directory: Path) -> Iterator[StoredImage | ImageError]:
-    """The images of a directory, which is a layout or holds layouts and archives at any depth.
+    """Yield the images of a directory: a layout, or a tree of layouts and archives.
 
-    What cannot be read is an error among the images: the others are still usable.
+    Yields an error for each source that cannot be read; the other images are still usable.
     """
     for source, place in _sources(directory):
         try:
             with opener(source) as open_member:
-                yield from _images_of(source, place, open_member)
+                yield from _read_images(source, place, open_member)
         except (ImageError, tarfile.TarError, zlib.error, OSError, EOFError) as error:
             first = str(error).partition("\n")[0].rstrip(":")
             yield error if isinstance(error, ImageError) else ImageError(f"{source}: {first}")
 
 
-def images_of(source: Path) -> list[StoredImage]:
-    """The images of one layout or archive. Raises `ImageError` if it cannot be read."""
+def read_images(source: Path) -> list[StoredImage]:
+    """Return the images of one layout or archive. Raises `ImageError` if it cannot be read."""
     try:
         with opener(source) as open_member:
-            return list(_images_of(source, source.name, open_member))
+            return list(_read_images(source, source.name, open_member))
     except (tarfile.TarError, zlib.error, OSError, EOFError) as error:
         raise ImageError(f"{source}: {str(error).partition(chr(10))[0]}") from error
 
 
 @contextmanager
 def opener(source: Path) -> Iterator[Opener]:
-    """A function that opens the files of a layout or an archive by their path in it."""
+    """Return a function that opens the files of a layout or an archive by their path in it."""
     if source.is_dir():
         yield lambda name: _open_file(source, name)
         return
@@ -118,7 +119,7 @@ def _open_member(archive: tarfile.TarFile, source: Path, name: str) -> Iterator[
 
 
 def _sources(directory: Path) -> Iterator[tuple[Path, str]]:
-    """The layouts and archives beneath a directory, each with its path as a name."""
+    """Yield the layouts and archives beneath a directory, each with its path as a name."""
     if (directory / "index.json").is_file():
         yield directory, directory.name
         return
@@ -135,17 +136,17 @@ def _sources(directory: Path) -> Iterator[tuple[Path, str]]:
         folders[:] = [name for name in folders if name not in layouts]
 
 
-def _images_of(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
+def _read_images(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
     try:
         index = _document(open_member, "index.json", source)
     except ImageError:
         if source.is_dir():
             raise
-        yield from _saved_images(source, place, open_member)
+        yield from _read_saved_images(source, place, open_member)
         return
     images = list(_manifests(open_member, index, source, frozenset()))
     for digest, names in images:
-        path = _blob(digest, source)
+        path = _blob_path(digest, source)
         raw = _document_bytes(open_member, path, source)
         if f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
             raise ImageError(f"{source}: {path} is damaged: its digest differs")
@@ -162,9 +163,9 @@ def _images_of(source: Path, place: str, open_member: Opener) -> Iterator[Stored
             source=source,
             digest=digest,
             names=frozenset(known),
-            config=_blob(config, source),
+            config=_blob_path(config, source),
             config_digest=config,
-            layers=tuple(_blob(layer, source) for layer in layers),
+            layers=tuple(_blob_path(layer, source) for layer in layers),
         )
 
 
@@ -175,7 +176,7 @@ def _manifests(
     names: frozenset[str],
     depth: int = 0,
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """The digests and names of the manifests for this machine."""
+    """Yield the digests and names of the manifests for this machine."""
     entries = index.get("manifests")
     if not isinstance(entries, list):
         raise ImageError(f"{source}: index.json has no list `manifests`")
@@ -193,14 +194,14 @@ def _manifests(
         if "index" in str(entry.get("mediaType")) or "manifest.list" in str(entry.get("mediaType")):
             if depth >= _MAX_NESTING:
                 raise ImageError(f"{source}: indexes are nested too deeply")
-            inner = _document(open_member, _blob(entry["digest"], source), source)
+            inner = _document(open_member, _blob_path(entry["digest"], source), source)
             yield from _manifests(open_member, inner, source, named, depth + 1)
         else:
             yield entry["digest"], named
 
 
-def _saved_images(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
-    """What `docker save` wrote before it wrote layouts."""
+def _read_saved_images(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
+    """Yield the images of an archive in the older form of `docker save`."""
     raw = _document_bytes(open_member, "manifest.json", source)
     try:
         entries = orjson.loads(raw)
@@ -223,7 +224,7 @@ def _saved_images(source: Path, place: str, open_member: Opener) -> Iterator[Sto
         raise ImageError(f"{source}: manifest.json is not what `docker save` writes") from error
 
 
-def _blob(digest: str, source: Path) -> str:
+def _blob_path(digest: str, source: Path) -> str:
     if not DIGEST.fullmatch(digest):
         raise ImageError(f"{source}: {digest[:100]!r} is not a digest that is supported")
     return f"blobs/sha256/{digest.removeprefix('sha256:')}"
@@ -260,31 +261,31 @@ def _machine() -> str:
 
 _TYPE = "application/vnd.oci.image"
 _NAME = "org.opencontainers.image.ref.name"
-_OF_ENGINE = "batch-trajectories.engine.id"
+_ENGINE_ID = "batch-trajectories.engine.id"
 _PIECE_BYTES = 1 << 20
 
 
 def add_to_layout(layout: Path, name: str, engine_id: str, save: Callable[[Path], object]) -> None:
-    """Add an image of an engine to a layout, which is made where it is missing.
+    """Add an image of an engine to a layout; create the layout if it is missing.
 
-    `save` writes it as an archive; it is called only if the layout has no image with this id, which
-    may have other names. Raises `ImageError`.
+    `save` writes the image as an archive. It is called only if the layout has no image with this
+    id, maybe by other names. Raises `ImageError`.
     """
     layout.mkdir(parents=True, exist_ok=True)
     with locked(layout / ".lock"):
         index = _index(layout)
         entries: list[dict[str, Any]] = index["manifests"]
-        known = next((e for e in entries if _notes(e).get(_OF_ENGINE) == engine_id), None)
+        known = next((e for e in entries if _annotations(e).get(_ENGINE_ID) == engine_id), None)
         if known is None:
             archive = layout / ".saved.tar"
-            archive.unlink(missing_ok=True)  # of a start that was killed
+            archive.unlink(missing_ok=True)  # a killed start may have left it
             try:
                 save(archive)
-                known = _added(layout, archive)
+                known = _add_archive(layout, archive)
             finally:
                 archive.unlink(missing_ok=True)
-        entry = {**known, "annotations": {_NAME: name, _OF_ENGINE: engine_id}}
-        index["manifests"] = [e for e in entries if _notes(e).get(_NAME) != name] + [entry]
+        entry = {**known, "annotations": {_NAME: name, _ENGINE_ID: engine_id}}
+        index["manifests"] = [e for e in entries if _annotations(e).get(_NAME) != name] + [entry]
         _write(layout / "oci-layout", orjson.dumps({"imageLayoutVersion": "1.0.0"}))
         _write(layout / "index.json", orjson.dumps(index))
 
@@ -302,13 +303,13 @@ def _index(layout: Path) -> dict[str, Any]:
     return index
 
 
-def _notes(entry: dict[str, Any]) -> dict[str, Any]:
+def _annotations(entry: dict[str, Any]) -> dict[str, Any]:
     return entry.get("annotations") or {}
 
 
-def _added(layout: Path, archive: Path) -> dict[str, Any]:
-    """Add the one image of an archive; return how an index names it."""
-    (image,) = images_of(archive)
+def _add_archive(layout: Path, archive: Path) -> dict[str, Any]:
+    """Add the only image of an archive; return its entry for an index."""
+    (image,) = read_images(archive)
     described = image.configuration()
     diff_ids = described["rootfs"]["diff_ids"]
     with opener(archive) as open_member:
@@ -340,7 +341,7 @@ def _layer_type(file: IO[bytes]) -> str:
 
 
 def _write_blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> dict[str, Any]:
-    """Add a blob, unless it is there; return how a manifest names it."""
+    """Add a blob, unless it exists; return its entry for a manifest."""
     blobs = layout / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)
     known = blobs / diff_id.removeprefix("sha256:")
@@ -355,7 +356,7 @@ def _write_blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> 
                 out.write(piece)
             size = out.tell()
             out.flush()
-            os.fsync(out.fileno())  # a blob is known by its name from then on
+            os.fsync(out.fileno())  # from then on, the name alone says what the blob contains
         digest = hashed.hexdigest()
         making.replace(blobs / digest)
     return {"mediaType": f"{_TYPE}.{kind}", "digest": f"sha256:{digest}", "size": size}

@@ -1,7 +1,7 @@
-"""Layers between an image and what conversations change: how many of them begin.
+"""Layers between an image and conversations' changes: the common beginning of many of them.
 
 A base lies beside the layers of the conversations as `NAME.base`, complete or not at all. A
-conversation that begins above one says so in a file beside its own layer, which a resume reads.
+conversation that begins above a base names it in a file beside its own layer, which a resume reads.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from toolsets.workspace.workspace import TEMPORARY
 _MOST_UNUSED = 16
 _SUFFIX, _BELOW = ".base", "below"
 _VOLATILE = "work/incompat/volatile"
-"""As `inside.namespaces` has it: where the kernel marks a mount that waits for no disk."""
+"""The mark of a mount that does not wait for the disk; the same path as in `inside.namespaces`."""
 
 
 def use_base(layer: Path, name: str) -> bool:
-    """Let a conversation begin above a base; False where there is none of this name.
+    """Let a conversation begin above a base; return False if the base does not exist.
 
     `layer` is the conversation's directory, which must exist.
     """
     base = layer.with_name(f"{name}{_SUFFIX}")
-    with _alone(layer.parent):
+    with _locked(layer.parent):
         if not base.exists():
             return False
         (layer / _BELOW).write_text(base.name)
@@ -38,7 +38,7 @@ def use_base(layer: Path, name: str) -> bool:
 
 
 def base_of(layer: Path) -> str | None:
-    """The name of the directory with the base of a conversation; None if it has none."""
+    """Return the name of the directory with a conversation's base; None if it has none."""
     try:
         return (layer / _BELOW).read_text()
     except FileNotFoundError:
@@ -46,13 +46,13 @@ def base_of(layer: Path) -> str | None:
 
 
 def keep_base(made: Path, name: str) -> None:
-    """Make the layer in a directory a base, unless another process has just made that.
+    """Make the layer in a directory a base, unless another process has made it meanwhile.
 
-    Bases that no conversation uses go, but for those that were used last.
+    Removes unused bases, except those that were used last.
     """
     remove_work(made)
-    _sync(made)
-    with _alone(made.parent):
+    _sync_file_system(made)
+    with _locked(made.parent):
         base = made.with_name(f"{name}{_SUFFIX}")
         if not base.exists():
             made.rename(base)
@@ -61,7 +61,7 @@ def keep_base(made: Path, name: str) -> None:
 
 
 def remove_work(layer: Path) -> None:
-    """Remove what is the kernel's own beside a layer that is no longer mounted."""
+    """Remove the kernel's own directory beside a layer that is no longer mounted."""
     work = layer / "work"
     with suppress(OSError):  # anything else there is removed below
         (work / "work").chmod(0o700)
@@ -73,11 +73,9 @@ def remove_work(layer: Path) -> None:
     remove_tree(work)
 
 
-def _sync(directory: Path) -> None:
-    """Have the disk hold all that its file system has; raises `OSError`.
-
-    An overlay is mounted so that nothing waits for this, and a base outlives a power loss.
-    """
+def _sync_file_system(directory: Path) -> None:
+    """Write all changes of a directory's file system to the disk; raises `OSError`."""
+    # Overlays are mounted without syncs, but a base must outlive a power loss.
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) < 0:
@@ -88,8 +86,8 @@ def _sync(directory: Path) -> None:
 
 
 def remove_bases(layers: Path, left: int = 0) -> None:
-    """Remove the bases that no conversation uses, but for those so many that were used last."""
-    with _alone(layers):
+    """Remove the bases that no conversation uses, except the `left` that were used last."""
+    with _locked(layers):
         used = {path.read_text() for path in layers.glob(f"*/{_BELOW}")}
         unused = [path for path in layers.glob(f"*{_SUFFIX}") if path.name not in used]
         unused.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -101,7 +99,7 @@ def remove_bases(layers: Path, left: int = 0) -> None:
 
 
 @contextmanager
-def _alone(layers: Path) -> Iterator[None]:
+def _locked(layers: Path) -> Iterator[None]:
     """Hold the lock of the directory of all layers."""
     fd = os.open(layers, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
-"""Layers of an image as one directory tree that is safe on this machine.
+"""Unpacks the layers of an image as one directory tree that is safe on this machine.
 
 No entry leads outside the tree: parents are resolved within it as a container would see them, and
-the last name of a path is never followed. Set-user-id bits are dropped; devices, pipes and sockets
+the last name of a path is never followed. Set-user-id bits are dropped. Devices, pipes and sockets
 are left out, with all their names. Holes of files take no disk. All files belong to this user.
 """
 
@@ -17,7 +17,7 @@ import shutil
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ from toolsets.workspace.removal import remove_tree
 
 TREE, STATE = "rootfs", "state.json"
 MAX_BYTES = 64 << 30
-"""Of an image's layers, uncompressed."""
+"""Maximum size of an image's layers, uncompressed."""
 _MAX_ENTRIES = 5_000_000
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_LINKS = 40
@@ -41,20 +41,20 @@ MAGIC_GZIP, MAGIC_ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class Unpacking:
-    """A tree that layers are unpacked into, the lowest first. Nothing else may write there.
+    """A tree into which layers are unpacked, the lowest first. Nothing else may write there.
 
-    Files are never changed once they are written, so trees can share them: as hard links.
+    A file is never changed after it was written, so trees can share files by hard links.
     """
 
     def __init__(self, root: Path, base: Path | None = None) -> None:
-        """`base` is a directory where another one is kept (`keep`), to be continued here."""
+        """`base` is a directory with a tree that `keep` described; it is continued in `root`."""
         root.mkdir(mode=0o700)
         self._root = root
         self._modes: dict[str, int] = {"": 0o755}
-        """Modes of directories, set at the end: a read-only one could not be filled."""
+        """Modes of directories. They are set at the end, as a read-only one could not be filled."""
         self._parents: dict[str, str] = {}
         self._left_out: set[str] = set()
-        """Devices, pipes and sockets, which may have other names, too."""
+        """Paths of devices, pipes and sockets: hard links to these are left out, too."""
         self._bytes = self._entries = 0
         if base is not None:
             state = orjson.loads((base / STATE).read_bytes())
@@ -63,7 +63,10 @@ class Unpacking:
             _link_tree(base / TREE, root)
 
     def keep(self, directory: Path) -> None:
-        """Write what others need to continue this tree, which is in the directory as `TREE`."""
+        """Write the state of this tree into the directory that has it as `TREE`.
+
+        Other trees can then continue it.
+        """
         state = {
             "modes": self._modes,
             "left_out": sorted(self._left_out),
@@ -73,9 +76,9 @@ class Unpacking:
         (directory / STATE).write_bytes(orjson.dumps(state))
 
     def add(self, layer: IO[bytes], diff_id: str) -> None:
-        """Unpack a layer; raises `HostError`, and `ImageError` where its digest differs."""
+        """Unpack a layer; raises `HostError`, and `ImageError` if its digest differs."""
         with _uncompressed(layer) as stream:
-            counted = _Counted(stream, MAX_BYTES - self._bytes)
+            counted = _HashedStream(stream, MAX_BYTES - self._bytes)
             try:
                 with tarfile.open(fileobj=counted, mode="r|", tarinfo=_Member) as archive:
                     self._add_members(archive)
@@ -95,7 +98,7 @@ class Unpacking:
             raise ImageError(f"the layer {diff_id} is damaged: its digest differs")
 
     def finish(self) -> None:
-        """Make what a container needs, and give directories their modes."""
+        """Make the directories that a container needs, and set the modes of directories."""
         for name in ("dev", "proc", "sys", "tmp", "etc"):
             path = self._root / name
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -114,7 +117,7 @@ class Unpacking:
     def _add_members(self, archive: tarfile.TarFile) -> None:
         made: set[str] = set()
         while (member := archive.next()) is not None:
-            archive.members.clear()  # type: ignore[attr-defined]  # which would hold every header of a layer
+            archive.members.clear()  # type: ignore[attr-defined]  # saves memory
             self._entries += 1
             if self._entries > _MAX_ENTRIES:
                 raise ImageError(f"the image has more than {_MAX_ENTRIES} entries")
@@ -132,9 +135,9 @@ class Unpacking:
                 hidden = name.removeprefix(_HIDDEN)
                 if hidden in ("", ".", ".."):
                     raise ImageError(f"the layer has an entry {name!r}, which no layer may have")
-                self._hide(_joined(parent, hidden), made)
+                self._hide(_join(parent, hidden), made)
             else:
-                self._add_member(archive, member, _joined(parent, name), made)
+                self._add_member(archive, member, _join(parent, name), made)
 
     def _add_member(
         self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, made: set[str]
@@ -153,7 +156,7 @@ class Unpacking:
             full.symlink_to(member.linkname)
         elif member.islnk():
             *parents, name = _names(member.linkname) or [""]
-            source = _joined(self._parent(parents, None), name)
+            source = _join(self._parent(parents, None), name)
             if source == path:
                 return
             if source in self._left_out:
@@ -171,16 +174,16 @@ class Unpacking:
         made.add(path)
 
     def _leave_out(self, path: str, made: set[str]) -> None:
-        """Remove what is where the image has a device, a pipe or a socket."""
+        """Remove the file at the path of a device, a pipe or a socket of the image."""
         self._remove(path)
         self._left_out.add(path)
         made.add(path)
 
     def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, full: Path) -> None:
         extracted: Any = archive.extractfile(member)
-        content = extracted.raw  # a buffer in between would have to go back
+        content = extracted.raw  # without a buffer, which cannot seek in a stream
         with os.fdopen(os.open(full, _CREATE, 0o600), "wb", buffering=0) as file:
-            for start, size in _data_of(member):
+            for start, size in _content_parts(member):
                 content.seek(start)
                 file.seek(start)
                 left = size
@@ -197,17 +200,17 @@ class Unpacking:
                 os.utime(file.fileno(), (member.mtime, member.mtime))
 
     def _parent(self, names: list[str], made: set[str] | None) -> str:
-        """The real directory of a path, made where it is missing if `made` is given."""
+        """Return the real directory of a path; if `made` is given, make it and note it there."""
         path = "/".join(names)
         if (known := self._parents.get(path)) is None:
-            known = self._resolved(names, make=made is not None)
+            known = self._resolve(names, make=made is not None)
             self._parents[path] = known
         while made is not None and known not in made:
             made.add(known)
             known = known.rpartition("/")[0]
         return self._parents[path]
 
-    def _resolved(self, names: list[str], *, make: bool) -> str:
+    def _resolve(self, names: list[str], *, make: bool) -> str:
         path = resolve(self._root, names, on_missing=self._make if make else None)
         if len(path.split("/")) > _MAX_DEPTH:
             raise ImageError("the image has a directory that is too deep")
@@ -237,7 +240,7 @@ class Unpacking:
                 self._parents.clear()
 
     def _hide(self, path: str, made: set[str]) -> None:
-        """Remove what lower layers have at `path`."""
+        """Remove the files of lower layers at `path`."""
         if path not in made:
             self._remove(path)
         elif stat.S_ISDIR(self._status(path) or 0):
@@ -245,11 +248,11 @@ class Unpacking:
 
     def _hide_content(self, path: str, made: set[str]) -> None:
         for child in list((self._root / path).iterdir()):
-            self._hide(_joined(path, child.name), made)
+            self._hide(_join(path, child.name), made)
 
 
 def _link_tree(source: Path, target: Path) -> None:
-    """Fill a directory with directories as in `source`, and with links to its files."""
+    """Copy a tree of directories, with hard links to its files."""
     pending = [(str(source), str(target))]
     while pending:
         there, here = pending.pop()
@@ -268,11 +271,13 @@ def _link_tree(source: Path, target: Path) -> None:
                     shutil.copy2(entry.path, at, follow_symlinks=False)
 
 
-def resolve(root: Path, names: list[str], *, on_missing: object = None) -> str:
-    """The real path beneath `root` of a path that a process confined to `root` would use.
+def resolve(
+    root: Path, names: list[str], *, on_missing: Callable[[str], object] | None = None
+) -> str:
+    """Return the real path beneath `root`, as a process confined to `root` would find it.
 
-    `on_missing` is called with the path of each directory that is missing; without it, a missing
-    name ends the path as it is.
+    `on_missing` is called with the path of each missing directory. None: the names after a missing
+    one are kept as they are.
     """
     done: list[str] = []
     pending = names[::-1]
@@ -286,7 +291,7 @@ def resolve(root: Path, names: list[str], *, on_missing: object = None) -> str:
         try:
             mode = os.lstat(root / path).st_mode
         except FileNotFoundError:
-            if callable(on_missing):
+            if on_missing is not None:
                 on_missing(path)
             done.append(name)
             continue
@@ -306,7 +311,7 @@ def resolve(root: Path, names: list[str], *, on_missing: object = None) -> str:
 
 
 def read_inside(root: Path, path: str) -> bytes | None:
-    """The first MiB of a regular file of an unpacked image; None if there is none."""
+    """Return the first MiB of a regular file of an unpacked image; None without one."""
     try:
         real = resolve(root, _names(path))
         fd = os.open(root / real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -323,17 +328,17 @@ def _names(path: str) -> list[str]:
     return names
 
 
-def _joined(parent: str, name: str) -> str:
+def _join(parent: str, name: str) -> str:
     return f"{parent}/{name}" if parent else name
 
 
 def _mode(member: tarfile.TarInfo) -> int:
-    """The mode without the bits that give a program the rights of its owner."""
+    """Return the mode without set-user-id and set-group-id bits."""
     return member.mode & (0o1777 if member.isdir() else 0o777)
 
 
 class _Member(tarfile.TarInfo):
-    """A header whose extensions are limited: they are read into memory."""
+    """A header of a member with a limited size, because tarfile reads it into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in (b"x", b"g", b"X", b"L", b"K") and self.size > _MAX_HEADER_BYTES:
@@ -341,20 +346,20 @@ class _Member(tarfile.TarInfo):
         return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
 
     def _proc_sparse(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        """The old form of a file with holes: its list goes on in blocks of its own."""
+        """Read the old form of a file with holes, whose list has blocks of its own."""
         with _limited(archive):
             return super()._proc_sparse(archive)  # type: ignore[misc,no-any-return]
 
     def _proc_gnusparse_10(
         self, member: tarfile.TarInfo, headers: Mapping[str, str], archive: tarfile.TarFile
     ) -> None:
-        """The newest form: the list is the beginning of the content."""
+        """Read the newest form of a file with holes, whose content begins with the list."""
         with _limited(archive):
             super()._proc_gnusparse_10(member, headers, archive)  # type: ignore[misc]
 
 
-def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
-    """Where a file has content, each with its size; between these are holes."""
+def _content_parts(member: tarfile.TarInfo) -> list[tuple[int, int]]:
+    """Return offset and size of each part of a file between its holes."""
     sparse = getattr(member, "sparse", None)
     if sparse is None:
         return [(0, member.size)]
@@ -375,7 +380,7 @@ def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _limited(archive: tarfile.TarFile) -> Iterator[None]:
-    """Let no more be read than a header may have: it is kept in memory."""
+    """Limit the number of bytes that are read for a header, which is kept in memory."""
     stream: Any = archive.fileobj
     read, left = stream.read, _MAX_HEADER_BYTES
 
@@ -396,7 +401,7 @@ def _limited(archive: tarfile.TarFile) -> Iterator[None]:
         del stream.read
 
 
-class _Counted(io.RawIOBase):
+class _HashedStream(io.RawIOBase):
     """A stream that is hashed and counted while it is read."""
 
     def __init__(self, stream: IO[bytes], max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""References to images, whether two mean the same, and the error of an image."""
+"""References to images, their comparison, and the error of an image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batch_trajectories.basics.errors import ToolError
 
 
 class ImageError(ToolError):
-    """An image is missing, damaged, or holds what cannot be unpacked."""
+    """An image is missing, damaged, or has content that cannot be unpacked."""
 
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -16,13 +16,13 @@ _DEFAULT_PREFIXES = ("docker.io/", "index.docker.io/", "localhost/", "library/")
 
 
 def digest_of(reference: str) -> str | None:
-    """The digest in `sha256:...` or `name@sha256:...`; None if there is none."""
+    """Return the digest in `sha256:...` or `name@sha256:...`; None if there is none."""
     digest = reference.rpartition("@")[2]
     return digest if DIGEST.fullmatch(digest) else None
 
 
 def full_name(reference: str) -> str:
-    """The reference as it is compared: with a tag, without the registry that is the default."""
+    """Return a reference in its comparable form: with a tag, without the default registry."""
     name = reference.rpartition("@")[0] or reference
     for prefix in _DEFAULT_PREFIXES:
         name = name.removeprefix(prefix)

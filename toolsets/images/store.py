@@ -1,4 +1,7 @@
-"""The unpacked images of this user, each unpacked once, whichever process needs it first."""
+"""The unpacked images of this user: the first process that needs an image unpacks it once.
+
+An unpacked image is complete or absent, even after a power loss.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class UnpackedImage:
-    """An image as a directory tree, which nothing may change, and its configuration."""
+    """An image as a directory tree, which must not be changed, and its configuration."""
 
     path: Path
-    """Holds the tree."""
+    """The directory that contains the tree."""
     digest: str
-    """Of the image's configuration."""
+    """The digest of the image's configuration."""
     env: dict[str, str]
     workdir: str
     user: str
@@ -52,19 +55,19 @@ class UnpackedImage:
 
     @property
     def rootfs(self) -> Path:
-        """The tree."""
+        """The directory tree."""
         return self.path / TREE
 
 
 class ImageStore:
-    """The images of a directory, and what is unpacked of them.
+    """The images of a directory, and their unpacked trees.
 
     Unpacked images are in a directory beneath it that only this user may enter. Images at a URL are
-    brought to a directory of the user's cache.
+    downloaded to a directory of the user's cache.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises nothing: `problem` says what is wrong."""
+        """Never raises; `problem` reports what is wrong with the directory."""
         self._url = str(directory) if isinstance(directory, UrlPath) else None
         if self._url is not None:
             from batch_trajectories.basics.bucket import cache_of  # few images have URLs
@@ -73,20 +76,20 @@ class ImageStore:
         self.directory = directory.absolute()
         self.unpacked = self.directory / f".unpacked-{os.getuid()}"
         self._known: dict[str, UnpackedImage] = {}
-        """By reference: many conversations ask for the same."""
+        """Unpacked images by reference: many conversations ask for the same image."""
 
     def problem(self) -> str | None:
-        """Why no image can be used; None where nothing is wrong.
+        """Return why no image can be used; None if images can be used.
 
-        Brings what has changed at a URL. Raises `ConfigError` without the extra `mirror`, and
-        `EnvironmentStop` where the bucket or the disk fails.
+        Downloads what has changed at a URL. Raises `ConfigError` without the extra `mirror`, and
+        `EnvironmentStop` if the bucket or the disk fails.
         """
         if self._url is not None:
-            self._bring(self._url)
+            self._download(self._url)
         if not self.directory.is_dir():
             return f"--images: {self.directory} is not a directory"
         try:
-            self._make()
+            self._make_directory()
         except (ImageError, HostError) as error:
             return f"--images: {error}"
         if not self._images and not self._problems:
@@ -97,7 +100,7 @@ class ImageStore:
         return None
 
     def find(self, reference: str) -> StoredImage:
-        """The image that a name or digest means; raises `ImageError` if there is none."""
+        """Return the image that a name or digest means; raises `ImageError` if there is none."""
         matching = self._by_name.get(digest_of(reference) or full_name(reference), [])
         if len({image.config_digest for image in matching}) > 1:
             places = ", ".join(sorted(str(image.source) for image in matching))
@@ -112,21 +115,21 @@ class ImageStore:
         raise ImageError(msg)
 
     def unpack(self, reference: str) -> UnpackedImage:
-        """Return the image that a name or digest means, unpacked; others wait for the first.
+        """Return the image that a name or digest means, unpacked by this or another process.
 
-        Raises `ImageError` if it is missing, damaged or refused, and `HostError`.
+        Raises `HostError`, and `ImageError` if the image is missing, damaged or refused.
         """
         known = self._known.get(reference)
         if known is None or not (known.path / _CONFIG).exists():
-            known = self._known[reference] = self._unpacked(reference)
+            known = self._known[reference] = self._find_unpacked(reference)
         return known
 
-    def _unpacked(self, reference: str) -> UnpackedImage:
+    def _find_unpacked(self, reference: str) -> UnpackedImage:
         image = self.find(reference)
         place = self.unpacked / image.digest.removeprefix("sha256:")
         try:
             if not (place / _CONFIG).exists():
-                self._make()
+                self._make_directory()
                 with locked(place.with_suffix(".lock")):
                     if not (place / _CONFIG).exists():
                         self._unpack(image, place)
@@ -146,7 +149,7 @@ class ImageStore:
         except ImageError as error:
             raise ImageError(f"image {reference!r} in {image.source}: {error}") from error
 
-    def _bring(self, url: str) -> None:
+    def _download(self, url: str) -> None:
         from batch_trajectories.basics.bucket import bring_all
 
         with machine_failures_as_stops():
@@ -160,7 +163,7 @@ class ImageStore:
     @cached_property
     def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
         if self._url is not None and not self._is_whole():
-            self._bring(self._url)  # on a machine other than that of the start
+            self._download(self._url)  # a worker on another machine than the parent
         images = list(images_in(self.directory))
         problems = [item for item in images if isinstance(item, ImageError)]
         for problem in problems:
@@ -173,7 +176,7 @@ class ImageStore:
 
     @cached_property
     def _by_name(self) -> dict[str, list[StoredImage]]:
-        """The images that a name or digest means."""
+        """The images by name and digest."""
         found: defaultdict[str, list[StoredImage]] = defaultdict(list)
         for image in self._images:
             for name in {*image.names, image.digest, image.config_digest}:
@@ -184,7 +187,7 @@ class ImageStore:
     def _problems(self) -> list[ImageError]:
         return self._scanned[1]
 
-    def _make(self) -> None:
+    def _make_directory(self) -> None:
         try:
             self.unpacked.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -203,7 +206,7 @@ class ImageStore:
 
     @cached_property
     def _layers(self) -> dict[str, list[str]]:
-        """The layers of all images that can be read, by the digest of the configuration."""
+        """The ids of the layers of all readable images, by the digest of the configuration."""
         layers = {}
         for image in self._images:
             with suppress(ImageError, OSError, tarfile.TarError):
@@ -215,17 +218,15 @@ class ImageStore:
         config = image.configuration()
         diff_ids = _diff_ids(config, len(image.layers))
         others = [ids for digest, ids in self._layers.items() if digest != image.config_digest]
-        shared = max((_in_common(diff_ids, ids) for ids in others), default=0)
-        with _being_made(place) as making:
-            unpacking = self._filled(making / TREE, image, diff_ids, shared)
+        shared = max((_count_common(diff_ids, ids) for ids in others), default=0)
+        with _renamed_when_complete(place) as making:
+            unpacking = self._fill(making / TREE, image, diff_ids, shared)
             unpacking.finish()
             (making / _CONFIG).write_bytes(orjson.dumps(_settings(config)))
 
-    def _filled(
-        self, root: Path, image: StoredImage, diff_ids: list[str], shared: int
-    ) -> Unpacking:
-        """Unpack the layers with these ids. The first ones are `shared`, and so are their files."""
-        base = self._base(image, diff_ids[:shared]) if shared else None
+    def _fill(self, root: Path, image: StoredImage, diff_ids: list[str], shared: int) -> Unpacking:
+        """Unpack the layers with these ids into `root`; the first `shared` are linked to a base."""
+        base = self._make_base(image, diff_ids[:shared]) if shared else None
         unpacking = Unpacking(root, base)
         with opener(image.source) as open_member:
             for name, diff_id in list(zip(image.layers, diff_ids, strict=False))[shared:]:
@@ -233,22 +234,22 @@ class ImageStore:
                     unpacking.add(layer, diff_id)
         return unpacking
 
-    def _base(self, image: StoredImage, diff_ids: list[str]) -> Path:
-        """The directory with the tree of layers that several images begin with."""
+    def _make_base(self, image: StoredImage, diff_ids: list[str]) -> Path:
+        """Return the directory of a tree of layers with which several images begin."""
         name = hashlib.sha256(" ".join(diff_ids).encode()).hexdigest()
         place = self.unpacked / f"{name}.base"
         with locked(place.with_suffix(".base.lock")):
             if not (place / STATE).exists():
-                lower = (_in_common(diff_ids, ids) for ids in self._layers.values())
+                lower = (_count_common(diff_ids, ids) for ids in self._layers.values())
                 shared = max((count for count in lower if count < len(diff_ids)), default=0)
-                with _being_made(place) as making:
-                    self._filled(making / TREE, image, diff_ids, shared).keep(making)
+                with _renamed_when_complete(place) as making:
+                    self._fill(making / TREE, image, diff_ids, shared).keep(making)
         return place
 
 
 @contextmanager
-def _being_made(place: Path) -> Iterator[Path]:
-    """A directory that is at `place` once all is in it, or not at all."""
+def _renamed_when_complete(place: Path) -> Iterator[Path]:
+    """Yield a directory that is renamed to `place` once it is complete."""
     making = place.with_suffix(f"{place.suffix}.tmp")
     remove_tree(making)  # of a process that was killed
     remove_tree(place)
@@ -263,8 +264,8 @@ def _being_made(place: Path) -> Iterator[Path]:
         raise
 
 
-def _in_common(one: list[str], other: list[str]) -> int:
-    """The number of layers that two images begin with."""
+def _count_common(one: list[str], other: list[str]) -> int:
+    """Return the number of layers with which both images begin."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return sum(1 for _ in pairs)
 
@@ -278,7 +279,7 @@ def _diff_ids(config: dict[str, Any], layers: int) -> list[str]:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What a conversation needs of an image's configuration."""
+    """Return the part of an image's configuration that conversations need."""
     own = config.get("config")
     own = own if isinstance(own, dict) else {}
     pairs = (str(item).partition("=") for item in own.get("Env") or ())
@@ -294,7 +295,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class User(NamedTuple):
-    """Who commands run as."""
+    """The user that runs commands."""
 
     name: str
     uid: int
@@ -303,9 +304,9 @@ class User(NamedTuple):
 
 
 def user_of(image: UnpackedImage, name: str | None) -> User:
-    """The user that `name` means in an image, as `USER` in a Dockerfile; None: the image's own.
+    """Return the user that `name` means in an image, as `USER` in a Dockerfile.
 
-    Raises `ImageError` for a name that the image does not have.
+    None means the image's own user. Raises `ImageError` for an unknown name.
     """
     return _user_in(image.rootfs, name or image.user or "0")
 

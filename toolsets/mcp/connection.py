@@ -1,4 +1,7 @@
-"""A connection to one MCP server, over the official SDK: started at first use, restarted."""
+"""A connection to one MCP server, over the official SDK: started at first use, restarted.
+
+If this process ends or crashes, `mcp_launcher` ends the server.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _MAX_GARBAGE = 100
 _LATE_IN_A_ROW = 3
 _CONNECTION_CLOSED = -32000
 _TOO_DEEP = "recursion limit exceeded"
-"""In the error of the SDK's parser."""
+"""A part of the error message of the SDK's parser."""
 
 
 class ServerError(ToolError):
@@ -46,12 +49,12 @@ class StartError(ServerError):
 
 
 class Link:
-    """One server for one worker or one conversation. Used in one event loop."""
+    """One server for one worker or one conversation. Use it in one event loop."""
 
     def __init__(
         self, name: str, server: McpServer, *, starts: asyncio.Semaphore, workspace: Path | None
     ) -> None:
-        """`starts` limits how many servers start at a time; `workspace` is that of the task."""
+        """`starts` limits how many servers start at once; `workspace` is the task's, or None."""
         self._name = name
         self._server = server
         self._starts = starts
@@ -68,7 +71,7 @@ class Link:
         is dead; the next call then starts it again.
         """
         try:
-            connection = await self._connected()
+            connection = await self._connect()
         except StartError as error:
             _log.warning("mcp: %s", error)
             raise ServerError(f"the server {self._name!r} could not be started again") from error
@@ -76,7 +79,7 @@ class Link:
         try:
             result = await connection.client.call_tool(tool, dict(arguments))
         except asyncio.CancelledError:
-            # Usually the deadline. A server that sends garbage or never answers is replaced.
+            # Usually the call's deadline. Replace a server that sends garbage or never answers.
             connection.late += 1
             if connection.garbage > garbage or connection.late >= _LATE_IN_A_ROW:
                 connection.is_broken = True
@@ -96,8 +99,8 @@ class Link:
         return result
 
     async def list_tools(self) -> tuple[ListedTool, ...]:
-        """The tools that the server offers; raises `StartError`, or what the SDK raises."""
-        connection = await self._connected()
+        """Return the tools of the server; raises `StartError`, or what the SDK raises."""
+        connection = await self._connect()
         tools = []
         cursor = None
         for _ in range(_MAX_PAGES):
@@ -111,7 +114,7 @@ class Link:
                     "be read (about 200 levels of JSON); have it list a flatter one, or leave the "
                     "server out"
                 ) from error
-            tools += [_listed(tool) for tool in page.tools]
+            tools += [_read_listed(tool) for tool in page.tools]
             cursor = page.next_cursor
             if cursor is None:
                 return tuple(tools)
@@ -119,11 +122,11 @@ class Link:
 
     async def close(self) -> None:
         """Stop the server."""
-        self._let_go()
+        self._stop_in_background()
         if self._ending:
             await asyncio.wait(self._ending)
 
-    def _let_go(self) -> None:
+    def _stop_in_background(self) -> None:
         """Stop the server in a separate task: a restart need not wait for it."""
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -131,14 +134,14 @@ class Link:
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
-    async def _connected(self) -> _Connection:
-        """The open connection, made if there is none."""
+    async def _connect(self) -> _Connection:
+        """Return the open connection; start the server if there is none."""
         async with self._lock:
             if self._connection is not None:
                 if not self._connection.is_broken:
                     return self._connection
                 self._deaths += 1
-                self._let_go()
+                self._stop_in_background()
             if self._deaths > self._server.max_restarts:
                 raise ServerError(
                     f"the server {self._name!r} is gone: it died {self._deaths} times; "
@@ -159,7 +162,7 @@ class Link:
 
 
 class _Connection:
-    """A running server. One task opens and closes it: the SDK's cancel scopes demand that."""
+    """A running server. One task opens and closes it, because the SDK's cancel scopes need that."""
 
     client: Any
 
@@ -210,13 +213,13 @@ class _Connection:
                 await asyncio.wait({self._task}, timeout=_STOP_S)
 
     def _kill(self) -> None:
-        """Kill the server and its children. Not for a dead one: its pid may be in use again."""
+        """Kill the server and its children. Do not call it for a dead server."""
         if self._stderr.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._stderr.pid, signal.SIGKILL)
 
     def last_stderr(self) -> str:
-        """The last line of the server's standard error, in brackets, or ""."""
+        """Return the last line of the server's standard error, in brackets, or ""."""
         lines = self._stderr.text().strip().splitlines()
         return f" ({lines[-1].strip()[-300:]})" if lines else ""
 
@@ -229,14 +232,14 @@ class _Connection:
                 await self._stop.wait()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(self._failed_start(error))
+                ready.set_exception(self._start_error(error))
             elif not isinstance(error, Exception):
                 raise
             else:
                 _log.info("mcp server %s ended: %s", self._name, _describe(error))
 
-    def _failed_start(self, error: BaseException) -> Exception:
-        first = _first(error)
+    def _start_error(self, error: BaseException) -> Exception:
+        first = _first_error(error)
         if isinstance(first, StartError):
             return first
         if (failure := machine_failure(first)) is not None:
@@ -254,7 +257,8 @@ class _Connection:
 
         async def on_message(message: Any) -> None:
             if isinstance(message, Exception):
-                if _TOO_DEEP in str(message):  # perhaps an answer, which will never come
+                if _TOO_DEEP in str(message):
+                    # It may have been the answer to a call, which would then wait for ever.
                     self.is_broken = self.is_too_deep = True
                     self._kill()
                     self._stop.set()
@@ -272,14 +276,14 @@ class _Connection:
         from mcp.client.streamable_http import streamable_http_client
 
         headers = {
-            header: _variable(name, self._name) for header, name in self._server.headers_env.items()
+            header: _require(name, self._name) for header, name in self._server.headers_env.items()
         }
-        headers |= {name: self._expanded(text) for name, text in self._server.headers.items()}
+        headers |= {name: self._expand(text) for name, text in self._server.headers.items()}
         # The tool's deadline limits a call.
         timeout = httpx2.Timeout(30.0, read=None)
         http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
         url = str(self._server.url)
-        url = self._expanded(url) if self._server.expands else url
+        url = self._expand(url) if self._server.expands else url
         return streamable_http_client(url, http_client=http)
 
     async def _stdio(self, stack: AsyncExitStack) -> Any:
@@ -289,8 +293,8 @@ class _Connection:
         # The SDK logs a traceback for every line that is not a message; we count them instead.
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        environment |= {name: _variable(name, self._name) for name in self._server.env_from}
-        environment |= {name: self._put_in(text) for name, text in self._server.env.items()}
+        environment |= {name: _require(name, self._name) for name in self._server.env_from}
+        environment |= {name: self._fill_workspace(text) for name, text in self._server.env.items()}
         launcher = Path(__file__).with_name("mcp_launcher.py")
         parameters = StdioServerParameters(
             command=sys.executable,
@@ -300,30 +304,30 @@ class _Connection:
                 str(launcher),
                 str(os.getpid()),
                 ",".join(environment),
-                *map(self._put_in, self._server.argv),
+                *map(self._fill_workspace, self._server.argv),
             ],
             env=environment,
-            cwd=None if self._server.cwd is None else self._put_in(self._server.cwd),
+            cwd=None if self._server.cwd is None else self._fill_workspace(self._server.cwd),
         )
         stderr = await stack.enter_async_context(self._stderr)
         return stdio_client(parameters, errlog=stderr)
 
-    def _put_in(self, text: str) -> str:
-        text = self._expanded(text) if self._server.expands else text
+    def _fill_workspace(self, text: str) -> str:
+        text = self._expand(text) if self._server.expands else text
         return text.replace(WORKSPACE, str(self._workspace))
 
-    def _expanded(self, text: str) -> str:
-        return expand(text, lambda name: _variable(name, self._name), os.environ)
+    def _expand(self, text: str) -> str:
+        return expand(text, lambda name: _require(name, self._name), os.environ)
 
 
 class _Stderr(asyncio.Protocol):
     """Reads the standard error of a server, and keeps its beginning and end.
 
-    The first line, which the launcher writes, is the process id.
+    The launcher writes the process id as the first line.
     """
 
     def __init__(self) -> None:
-        self._first = b""
+        self._first_error = b""
         self._output = HeadTail(_STDERR_BYTES)
         self.pid: int | None = None
 
@@ -342,8 +346,8 @@ class _Stderr(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.pid is None:
-            self._first += data
-            line, end, data = self._first.partition(b"\n")
+            self._first_error += data
+            line, end, data = self._first_error.partition(b"\n")
             if not end:
                 return
             self.pid = int(line)
@@ -353,14 +357,14 @@ class _Stderr(asyncio.Protocol):
         return output_text(*self._output.kept(), self._output.total)
 
 
-def _variable(name: str, server: str) -> str:
+def _require(name: str, server: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise StartError(f"the server {server!r} needs the environment variable {name}; set it")
     return value
 
 
-def _listed(tool: Any) -> ListedTool:
+def _read_listed(tool: Any) -> ListedTool:
     hints = tool.annotations
     is_read_only = bool(hints and hints.read_only_hint)
     return ListedTool(
@@ -382,13 +386,13 @@ def _is_answer(error: Exception) -> bool:
     return isinstance(error, RuntimeError)
 
 
-def _first(error: BaseException) -> BaseException:
-    """The first error inside exception groups."""
+def _first_error(error: BaseException) -> BaseException:
+    """Return the first error inside exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def _describe(error: BaseException) -> str:
-    first = _first(error)
+    first = _first_error(error)
     return " ".join(str(first).split()) or type(first).__name__

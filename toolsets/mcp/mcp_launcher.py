@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def main() -> None:
-    """Become the server."""
+    """Become the server, or its parent."""
     parent, names, *command = sys.argv[1:]
     os.write(2, b"%d\n" % os.getpid())
     if sys.platform == "linux":
@@ -72,7 +72,7 @@ def _wait_for(server: int, signals: set[signal.Signals]) -> None:
 
 
 def _kill_the_rest() -> None:
-    """Kill all descendants: as a subreaper, this process becomes the parent of each in turn."""
+    """Kill and reap all descendants. As a subreaper, this process adopts each of them."""
     own = Path(f"/proc/self/task/{os.getpid()}/children")
     with contextlib.suppress(ChildProcessError):
         while True:

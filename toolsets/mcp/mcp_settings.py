@@ -32,7 +32,7 @@ _TYPES: Mapping[str, str] = {
     "stdio": "command",
     **dict.fromkeys(("http", "streamable-http", "streamable_http", "streamableHttp"), "url"),
 }
-"""What published settings call the kinds of servers that can be used, and the key that each has."""
+"""The kinds of servers in published settings, each with the key that it requires."""
 
 
 def _as_list(value: Any) -> Any:
@@ -44,7 +44,7 @@ class McpError(ValueError):
 
 
 class McpServer(BaseModel):
-    """How to reach or start a server, and how often to restart it."""
+    """The command or address of a server, its environment, and limits on its restarts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -55,7 +55,7 @@ class McpServer(BaseModel):
     env: dict[VariableName, str] = Field(default_factory=dict)
     """The server's environment, in addition to PATH, HOME and LANG."""
     env_from: tuple[VariableName, ...] = ()
-    """Variables that it gets from the environment of this program, such as keys."""
+    """Names of variables that are copied from the environment of this program, such as keys."""
     cwd: str | None = None
     url: str | None = None
     """A server over streamable HTTP: its endpoint. Either this or `command`."""
@@ -68,21 +68,21 @@ class McpServer(BaseModel):
     per_task: bool | None = None
     """Each conversation starts its own server. None: if the settings mention the workspace."""
     effects: Literal["workspace", "elsewhere"] = "elsewhere"
-    """Where its tools have effects; see `Tool.effects`. Those that only read have none."""
+    """The place of its tools' effects; see `Tool.effects`. Tools that only read have none."""
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10
-    """How often it is restarted, per worker or, with `per_task`, per conversation."""
+    """Maximum number of restarts, per worker or, with `per_task`, per conversation."""
     restart_pause_s: Annotated[float, Field(ge=0, le=60)] = 1.0
-    """Before the first restart; doubled for each further one, up to 30 s."""
+    """Seconds before the first restart; doubled for each further one, up to 30 s."""
 
     _listed: tuple[ListedTool, ...] | None = PrivateAttr(None)
 
     @model_validator(mode="before")
     @classmethod
     def _read_published(cls, given: Any, info: ValidationInfo) -> Any:
-        """Add `expands` to published settings, and take out `type`.
+        """Add `expands` to published settings, and remove `type`, which other keys imply.
 
-        The type follows from the other keys, or is refused.
+        Raises `ValueError` if the type does not fit.
         """
         if not isinstance(given, dict):
             return given
@@ -144,22 +144,22 @@ class McpServer(BaseModel):
 
     @property
     def listed(self) -> tuple[ListedTool, ...] | None:
-        """The tools that the server listed; None if it has not been asked."""
+        """The tools that the server listed; None if it was not asked."""
         return self._listed
 
     def with_listed(self, tools: tuple[ListedTool, ...]) -> McpServer:
-        """A copy with the tools that the server listed."""
+        """Return a copy with the tools that the server listed."""
         server = self.model_copy()
         server._listed = tools
         return server
 
     def mentions_workspace(self) -> bool:
-        """Whether its settings have the placeholder of the workspace."""
+        """Whether the settings contain the placeholder of the workspace."""
         return any(WORKSPACE in part for part in (*self.argv, *self.env.values(), self.cwd or ""))
 
 
 def read_servers(entries: dict[str, Any]) -> dict[str, McpServer]:
-    """The `mcp` entries of a config by name; also what other programs publish as `.mcp.json`.
+    """Read the `mcp` entries of a config, or those of a published `.mcp.json`, by name.
 
     Raises `ValueError`.
     """
@@ -179,18 +179,19 @@ def _is_wrapped(entries: Mapping[str, Any], name: str) -> bool:
 
 
 def expand(text: str, variable: Callable[[str], str], environment: Mapping[str, str]) -> str:
-    """The text with the values of variables; `variable` gives, or refuses, one without a default.
+    """Replace variables in a text by their values, as a shell does.
 
-    As in a shell, the default also stands for an empty value.
+    `variable` is called for a variable without a value and default; it returns a value or raises. A
+    default also replaces an empty value.
     """
 
-    def value_of(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         name, default = match[1], match[2]
         if default is not None:
             return environment.get(name) or default
         return variable(name)
 
-    return _VARIABLE.sub(value_of, text)
+    return _VARIABLE.sub(replacement, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,6 @@ class ListedTool:
     is_read_only: bool
     is_idempotent: bool
 
-    def name_in(self, server: str) -> str:
-        """Its name for models, in characters that every endpoint accepts: `server__tool`."""
+    def full_name(self, server: str) -> str:
+        """Return the name for models, `server__tool`, in characters that every endpoint accepts."""
         return re.sub(r"[^A-Za-z0-9_-]", "_", f"{server}__{self.name}")

@@ -34,7 +34,7 @@ async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer 
         missing = McpError(f"mcp: the MCP SDK is missing: {install('mcp')}")
         return dict.fromkeys(servers, missing)
     starts = asyncio.Semaphore(_STARTS_AT_A_TIME)
-    tasks = [_list(name, server, starts) for name, server in servers.items()]
+    tasks = [_probe(name, server, starts) for name, server in servers.items()]
     return dict(zip(servers, await asyncio.gather(*tasks), strict=True))
 
 
@@ -49,7 +49,7 @@ class McpServers(PerLoop["_Links"]):
         self._servers = servers
 
     def toolsets(self) -> tuple[Toolset, ...]:
-        """One toolset per server; without tools if the server was not asked for them.
+        """Return one toolset per server; it is empty if the server was not asked for its tools.
 
         Raises `McpError` for tools that cannot be offered.
         """
@@ -64,7 +64,7 @@ class McpServers(PerLoop["_Links"]):
         return Toolset(name, f"Tools of the MCP server {name}.", tools)
 
     def _tool(self, name: str, server: McpServer, listed: ListedTool) -> Tool:
-        tool_name = listed.name_in(name)
+        tool_name = listed.full_name(name)
         if not TOOL_NAME.fullmatch(tool_name):
             raise McpError(
                 f"mcp: server {name!r}: the tool name {clip(tool_name, max_chars=100)!r} is too "
@@ -76,7 +76,7 @@ class McpServers(PerLoop["_Links"]):
             if not server.is_per_task:
                 return _as_result(await link.call(listed.name, arguments))
             await asyncio.to_thread(context.workspace.make)
-            result = await link.call(listed.name, _translated(arguments, context))
+            result = await link.call(listed.name, _translate(arguments, context))
             return _as_result(result, roots=_roots(context), home=context.home)
 
         return Tool(
@@ -95,11 +95,11 @@ class McpServers(PerLoop["_Links"]):
         links = self.shared()
         if server.is_per_task:
             key = f"mcp:{name}"
-            held = context.held.get(key)
-            if not isinstance(held, Link):
-                held = Link(name, server, starts=links.starts, workspace=context.workspace.root)
-                context.held[key] = held
-            return held
+            link = context.held.get(key)
+            if not isinstance(link, Link):
+                link = Link(name, server, starts=links.starts, workspace=context.workspace.root)
+                context.held[key] = link
+            return link
         if name not in links.shared:
             links.shared[name] = Link(name, server, starts=links.starts, workspace=None)
         return links.shared[name]
@@ -117,7 +117,7 @@ async def _close_links(links: _Links) -> None:
     await asyncio.gather(*(link.close() for link in links.shared.values()))
 
 
-async def _list(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpServer | McpError:
+async def _probe(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpServer | McpError:
     with tempfile.TemporaryDirectory(prefix="mcp-") as directory:
         link = Link(name, server, starts=starts, workspace=Path(directory))
         try:
@@ -141,24 +141,24 @@ def _without_path(tool: ListedTool, directory: str) -> ListedTool:
 
 
 def _roots(context: ToolContext) -> tuple[str, ...]:
-    """The paths of the workspace that a server may write, the longest first."""
+    """Return the paths of the workspace that a server may print, the longest first."""
     root = context.workspace.root
     return tuple(sorted({str(root), str(root.resolve())}, key=len, reverse=True))
 
 
-def _translated(value: Any, context: ToolContext) -> Any:
-    """Arguments with the workspace path that the model sees replaced by the real path."""
+def _translate(value: Any, context: ToolContext) -> Any:
+    """Replace the workspace path that the model sees by the real path in all arguments."""
     if isinstance(value, dict):
-        return {key: _translated(inner, context) for key, inner in value.items()}
+        return {key: _translate(inner, context) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_translated(inner, context) for inner in value]
+        return [_translate(inner, context) for inner in value]
     if isinstance(value, str) and (value == context.home or value.startswith(f"{context.home}/")):
         return str(context.workspace.root) + value[len(context.home) :]
     return value
 
 
 def _as_result(result: Any, *, roots: tuple[str, ...] = (), home: str = "") -> ToolResult:
-    """A result of the SDK as a `ToolResult`: its texts, and a mark for everything else."""
+    """Convert a result of the SDK: its texts, and a mark for other content."""
     parts = [_as_text(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -182,20 +182,20 @@ def _as_text(block: Any) -> str:
 _MAX_PROBLEMS = 10
 _MAX_PROBLEM_CHARS = 300
 _PATTERN_TIMEOUT_S = 0.2
-"""All conversations of the worker wait for a search."""
+"""Maximum duration of a search, for which all conversations of the worker wait."""
 _CHECK_TIMEOUT_S = 1.0
-"""Of all arguments of a call."""
+"""Maximum duration of the check of all arguments of a call."""
 
 
-class _TooLong(Exception):
-    """A check takes longer than it may."""
+class _CheckTimeoutError(Exception):
+    """A check takes longer than its time limit."""
 
 
 def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
-    """A check of arguments against a server's schema; raises `McpError` for an invalid schema.
+    """Return a check of arguments by a server's schema; raises `McpError` if it is invalid.
 
-    What cannot be checked here is left to the server: references to other documents, and what
-    takes too long: patterns, and references that double with each level.
+    The server itself must check references to other documents, and patterns and references that
+    take too long.
     """
     import jsonschema
     from referencing import Registry
@@ -224,7 +224,7 @@ def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, A
         limit.until = time.monotonic() + _CHECK_TIMEOUT_S
         try:
             problems = sorted(validator.iter_errors(arguments), key=lambda error: error.json_path)
-        except (Unresolvable, _TooLong):
+        except (Unresolvable, _CheckTimeoutError):
             return
         except RecursionError:
             raise ArgumentsError("the JSON is nested too deeply") from None
@@ -240,37 +240,35 @@ def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, A
 
 
 class _Limit:
-    """The end of the time for a check, which each keyword of JSON Schema looks at."""
+    """The time limit of a check; each keyword of JSON Schema compares the clock with it."""
 
     def __init__(self) -> None:
         self.until = 0.0
 
     def keywords(self, unlimited: Mapping[str, Any]) -> dict[str, Any]:
-        """Functions of jsonschema that raise `_TooLong` after the end."""
+        """Return functions of jsonschema that raise `_CheckTimeoutError` after the time limit."""
         return {name: self._limited(function) for name, function in unlimited.items()}
 
     def _limited(self, function: Any) -> Any:
         def keyword(*arguments: Any) -> Any:
             if time.monotonic() > self.until:
-                raise _TooLong
+                raise _CheckTimeoutError
             return function(*arguments)
 
         return keyword
 
 
 class _Patterns:
-    """The keywords of JSON Schema that search with patterns, with a time limit.
-
-    A server can write patterns that search for ever, and jsonschema has no limit.
-    """
+    """The keywords of JSON Schema that search with patterns, with a time limit."""
 
     def __init__(self, keywords: Mapping[str, Any]) -> None:
-        """`keywords` are those of jsonschema."""
+        """`keywords` are the functions of jsonschema."""
+        # A server can write patterns that search for ever, and jsonschema has no limit.
         self._unlimited = keywords
         self._unusable: set[str] = set()
 
     def keywords(self) -> dict[str, Any]:
-        """Functions in the form of jsonschema."""
+        """Return the functions for `jsonschema.validators.extend`."""
         return {
             "pattern": self._pattern,
             "patternProperties": self._pattern_properties,
@@ -279,7 +277,7 @@ class _Patterns:
         }
 
     def _matches(self, pattern: str, text: str) -> bool | None:
-        """Whether a pattern is found; None for one that cannot be used."""
+        """Whether a pattern is found; None if the pattern cannot be used."""
         import regex
 
         if pattern in self._unusable:
@@ -311,7 +309,7 @@ class _Patterns:
     ) -> Iterator[Any]:
         patterns = schema.get("patternProperties", {})
         if validator.is_type(value, "object"):
-            # Without those that match, or may match, nothing is left to be searched.
+            # Leave out keys that match or may match, so that jsonschema does not search them.
             value = {
                 key: inner
                 for key, inner in value.items()

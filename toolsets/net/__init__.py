@@ -1,1 +1,1 @@
-"""What web tools and the browser may reach."""
+"""The addresses that web tools and the browser may reach."""

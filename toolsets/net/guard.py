@@ -1,7 +1,7 @@
-"""Which URLs the web tools accept, and which addresses they may connect to.
+"""Decides which URLs the web tools accept, and to which addresses they may connect.
 
-A page or a model can name any URL, and any name can resolve to any address. The check is therefore
-made on the address itself, when a socket connects to it; see `toolsets.web.http`.
+A page or a model can name any URL, and any name can resolve to any address. So the address itself
+is checked when a socket connects to it; see `toolsets.web.http`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Guard:
     def __init__(self, allow: Iterable[str]) -> None:
         """`allow` holds HOST, HOST:PORT or NETWORK/BITS; IPv6 with a port is `[ADDRESS]:PORT`.
 
-        Raises `ValueError` naming an invalid entry.
+        Raises `ValueError` for an invalid entry.
         """
         self._hosts: set[tuple[str, int | None]] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         for entry in allow:
             if "/" in entry:
-                self._networks.append(_network(entry))
+                self._networks.append(_parse_network(entry))
             else:
-                self._hosts.add(_host_and_port(entry))
+                self._hosts.add(_parse_host(entry))
 
     def permits(self, host: str, port: int, address: str) -> bool:
         """Whether a socket may connect to `address` for a URL with this `host` and `port`."""
-        name = _plain(host)
+        name = _canonical_host(host)
         if (name, None) in self._hosts or (name, port) in self._hosts:
             return True
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -53,27 +53,27 @@ class Guard:
 
 
 def _is_public(ip: IPAddress) -> bool:
-    if isinstance(ip, ipaddress.IPv6Address) and (inner := _embedded(ip)) is not None:
+    if isinstance(ip, ipaddress.IPv6Address) and (inner := _ipv4_inside(ip)) is not None:
         return _is_public(inner)
     is_special = ip.is_multicast or ip.is_reserved or any(ip in network for network in _SPECIAL)
     return ip.is_global and not is_special
 
 
-def _embedded(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that `ip` maps to, if it does."""
+def _ipv4_inside(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """Return the IPv4 address that `ip` contains; None if it contains none."""
     if ip in _NAT64:
         return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     return ip.ipv4_mapped or ip.sixtofour
 
 
-def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+def _parse_network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(entry)
     except ValueError as error:
         raise ValueError(f"web_allow: {entry!r} is not a network: {error}") from None
 
 
-def _host_and_port(entry: str) -> tuple[str, int | None]:
+def _parse_host(entry: str) -> tuple[str, int | None]:
     host, port = entry, ""
     if entry.startswith("["):
         host, bracket, rest = entry[1:].partition("]")
@@ -87,11 +87,11 @@ def _host_and_port(entry: str) -> tuple[str, int | None]:
     is_valid &= not port or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
     if not is_valid:
         raise ValueError(f"web_allow: {entry!r} must be HOST, HOST:PORT or NETWORK/BITS")
-    return _plain(host), int(port) if port else None
+    return _canonical_host(host), int(port) if port else None
 
 
-def _plain(host: str) -> str:
-    """A host in its canonical form: lower case, no dot at the end, short IPv6."""
+def _canonical_host(host: str) -> str:
+    """Return a host in its canonical form: lower case, no dot at the end, short IPv6."""
     host = host.lower().rstrip(".")
     try:
         return str(ipaddress.ip_address(host))
@@ -99,8 +99,8 @@ def _plain(host: str) -> str:
         return host
 
 
-def checked(url: str) -> URL:
-    """`url` in canonical form, without its fragment. Raises `ToolError` if it is not allowed."""
+def check_url(url: str) -> URL:
+    """Return `url` in canonical form, without its fragment. Raises `ToolError` if it is refused."""
     shown = clip(url, max_chars=200)
     try:
         parsed = URL(url.strip())

@@ -1,4 +1,4 @@
-"""Settings of the web tools: how to search, what they may reach, where pages are cached."""
+"""Settings of the web tools: the search provider, permitted addresses, and the cache."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from toolsets.net.guard import Guard
 KEY_VARIABLES: Mapping[str, str | None] = MappingProxyType(
     {"brave": "BRAVE_API_KEY", "ddgs": None, "tavily": "TAVILY_API_KEY"}
 )
-"""The search providers, each with the environment variable of its key if it needs one."""
+"""The environment variable of the key for each search provider; None if it needs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """Settings of the web tools, without secrets: keys are read from the environment when used.
+    """Settings of the web tools, without secrets: keys are read from the environment.
 
     Raises `ValueError` for invalid settings.
     """
 
     cache_dir: Path | None = None
-    """Where pages and search results are cached; None: no cache."""
+    """The directory of cached pages and search results; None: no cache."""
     provider: str = "ddgs"
     """The search provider; one of `KEY_VARIABLES`."""
     search_url: str | None = None
-    """The provider's address, if not its usual one; not for ddgs."""
+    """An address of the provider other than its usual one; not for ddgs."""
     allow: tuple[str, ...] = ()
     """Addresses that are allowed besides public ones: HOST, HOST:PORT or NETWORK/BITS."""
     timeout_s: float = 30.0
-    """Deadline of one download with all its redirects, and of one search."""
+    """Time limit in seconds of a download with all its redirects, and of a search."""
     max_bytes: int = 5 * 1024 * 1024
-    """Maximum size of a body, decompressed."""
+    """Maximum size of a body after decompression."""
     cache_bytes: int = 1024**3
     """Maximum size of the cache; the oldest entries are removed first."""
 
@@ -54,7 +54,7 @@ class WebSettings:
         Guard(self.allow)
 
     def problem(self) -> str | None:
-        """Why searches cannot work here with these settings, and what to do; None if they can."""
+        """Return why searches cannot work with these settings, and what to do; None if they can."""
         variable = KEY_VARIABLES[self.provider]
         if variable is None or os.environ.get(variable):
             return None

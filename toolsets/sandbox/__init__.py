@@ -1,10 +1,10 @@
-"""Where commands run."""
+"""The sandboxes in which commands run."""
 
 from typing import NamedTuple
 
 
 class SandboxPlaces(NamedTuple):
-    """Where the classes of a sandbox are, each as "module:class"."""
+    """The classes of a sandbox, each as "module:class"."""
 
     sandbox: str
     """A subclass of `Sandbox`."""
@@ -22,4 +22,4 @@ SANDBOXES = {
     ),
     "local": SandboxPlaces("toolsets.sandbox.local:LocalSandbox"),
 }
-"""Our sandboxes by name. Packages add others, see `factory`."""
+"""The sandboxes of this program by name; packages add others, see `factory`."""

@@ -1,4 +1,4 @@
-"""What running a command takes and gives, whichever sandbox runs it."""
+"""The interface of all sandboxes: their limits and settings, how to run a command, its result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Engine = Literal["docker", "podman"]
 """A program that runs containers."""
 
 Pull = Literal["never", "missing"]
-"""Whether images that the engine lacks are pulled."""
+"""The rule for pulling images: never, or only images that the engine does not have."""
 
 SessionKind = Literal["shell", "python"]
-"""What a task has one of, with a state that lasts from call to call."""
+"""A session: a shell or an interpreter whose state lasts from call to call; one each per task."""
 
 
 class SandboxError(ToolError):
@@ -30,49 +30,49 @@ class Limits:
     """Limits on every command that a sandbox runs."""
 
     timeout_s: float = 120.0
-    """Longest time one call may take; a call may ask for less, never for more."""
+    """Maximum duration of a call in seconds; a call may ask for less, not for more."""
     memory_mb: int = 2048
-    """Private memory of each process."""
+    """Maximum private memory of each process."""
     cpus: float | None = None
     """CPUs that all commands together may use; None: all. Not enforced without a control group."""
     processes: int = 512
-    """Processes and threads of the task at a time, where the system can limit them."""
+    """Maximum number of processes and threads of the task, if the system can limit them."""
     file_mb: int = 512
-    """Largest single file a command may write."""
+    """Maximum size of each file that a command writes."""
     workspace_mb: int = 4096
-    """Size of the workspace. It is measured while calls run and after them, so what writes fast
-    gets beyond it for a second or so."""
+    """Maximum size of the workspace. The size is measured during and after calls, so a fast writer
+    can exceed the limit for about a second."""
     output_bytes: int = 64 * 1024
-    """Kept of each output stream: its head and its tail."""
+    """Maximum number of bytes that are kept of each output stream: its head and its tail."""
     tmp_mb: int = 256
-    """Size of /tmp, and of /dev/shm, where the sandbox has its own."""
+    """Size of /tmp and of /dev/shm, if the sandbox has its own."""
     network: bool = False
     """Commands may reach the network."""
 
     def command_timeout_s(self, asked_s: float | None) -> float:
-        """Return the time a call may take that asked for `asked_s`."""
+        """Return the time limit of a call in seconds; `asked_s` None: the call asked for none."""
         return self.timeout_s if asked_s is None else min(asked_s, self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a sandbox has besides workspace and system, for a program that the user installed.
+    """Files and a home for a program that the user installed, beside workspace and system.
 
-    Sandboxes without isolation see everything of the machine anyway.
+    Sandboxes without isolation show the whole machine anyway.
     """
 
     binds: Mapping[str, str] = field(default_factory=dict)
-    """Files and directories of the machine by their path in the sandbox, read-only."""
+    """Files and directories of the machine by their path in the sandbox; read-only."""
     home: str | None = None
-    """A directory that is empty and writable at first and gone with the sandbox; not in images."""
+    """A writable directory, empty at first and removed with the sandbox; ignored in images."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """How one call ended and what it printed."""
+    """The result of one call: how it ended and what it printed."""
 
     exit_code: int | None
-    """128 + N for a process ended by signal N, as shells report it; None if it was stopped."""
+    """128 + N for a process that signal N ended, as in shells; None if the call was stopped."""
     stdout: str
     stderr: str
     timed_out: bool
@@ -80,32 +80,32 @@ class ExecResult:
     """The middle of an output stream was cut."""
     duration_s: float
     full_mb: int | None = None
-    """The size of the workspace where it is over its limit."""
+    """The size of the workspace, if it is over its limit; else None."""
     was_filling: bool = False
-    """The call was stopped because it made a workspace larger that was over its limit."""
+    """The call was stopped because it added to a workspace that was over its limit."""
     value: str | None = None
-    """The `repr` of a cell's last expression, where it is not None."""
+    """The `repr` of a cell's last expression; None if there is none or its value is None."""
     plots: tuple[str, ...] = ()
-    """Files that figures were saved in."""
+    """Paths of the files in which a cell's figures were saved."""
     last_pid: int | None = None
-    """The process that the shell started last in the background."""
+    """The process id of the latest background job of the shell; None without one."""
     ended: bool = False
-    """The session is gone with all that it held; the next call begins a new one."""
+    """The session has ended and its state is lost; the next call begins a new session."""
     lost: str | None = None
-    """Why the session had lost what it held, before this call."""
+    """The reason for which the session had lost its state before this call; None if it had not."""
     is_first: bool = False
-    """No call was made to this session before."""
+    """This is the first call to this session."""
     running: int | None = None
-    """How many processes, and threads of the interpreter, ran on after the call besides the
-    sessions; None where that is unknown."""
+    """Number of processes, and threads of the interpreter, that run on after the call besides the
+    sessions; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSettings:
-    """What the options of a run say about its sandboxes; each sandbox uses what it needs."""
+    """The options of a run about its sandboxes; each sandbox uses those that it needs."""
 
     image: str | None = None
-    """`--docker_image`, or the image of a row."""
+    """The value of `--docker_image`, or the image of a row; None if there is none."""
     engine: Engine = "docker"
     runtime: str | None = None
     """The OCI runtime of the engine's containers; None: the engine's own choice."""
@@ -116,19 +116,19 @@ class SandboxSettings:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpec:
-    """A container image and what a row or an option says about working in it.
+    """A container image, and settings of a row or an option for it.
 
-    What is None or empty is as the image's own configuration has it.
+    Settings that are None or empty are taken from the image's own configuration.
     """
 
     reference: str
     """A name as `docker.io/org/name:tag`, or a digest as `sha256:...`."""
     workdir: str | None = None
-    """The directory of the image that is the workspace, an absolute path."""
+    """The absolute path of the directory in the image that is the workspace."""
     user: str | None = None
     """`name`, `uid`, `name:group` or `uid:gid`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the image's."""
+    """Variables that are added to the image's."""
     network: bool = False
     """Commands may reach the network."""
     starts_entrypoint: bool = True
@@ -136,41 +136,42 @@ class ImageSpec:
 
 
 class Sandbox(ABC):
-    """A place that runs commands beside one workspace, for one task.
+    """Runs commands in the workspace of one task.
 
-    It is started by the first call, so making one is cheap, and kept until it is stopped. Calls
-    wait for each other. A subclass is registered by its name, see `toolsets.sandbox.factory`; most
-    derive from `toolsets.sandbox.served.ServedSandbox`, which needs only `home` and `launch`.
+    The first call starts it, so creating one is cheap; it runs until it is stopped. Calls wait for
+    each other. A subclass is registered by its name, see `toolsets.sandbox.factory`. Most
+    subclasses derive from `toolsets.sandbox.served.ServedSandbox`, which needs only `home` and
+    `launch`.
     """
 
     name: ClassVar[str]
-    """What `--sandbox` calls it."""
+    """The value of `--sandbox` that selects this kind of sandbox."""
     is_isolated: ClassVar[bool] = True
-    """Commands have files and processes of their own, and no network unless `Limits` give it."""
+    """Commands have their own files and processes, and a network only if `Limits` allow it."""
     needs_image: ClassVar[bool] = False
-    """It starts from `SandboxSettings.image`."""
+    """The sandbox starts from `SandboxSettings.image`."""
     limits_itself: ClassVar[bool] = False
-    """It limits memory, processes and CPUs without a control group of ours."""
+    """The sandbox limits memory, processes and CPUs itself and needs no control group."""
     lies_in_workspace: ClassVar[bool] = True
-    """What lasts until the next sandbox of a conversation lies in the workspace's directory."""
+    """All files that outlive a sandbox are in the workspace's directory."""
     takes_extras: ClassVar[bool] = False
-    """It can show `Extras`, so that agents that are commands run in it."""
+    """The sandbox can provide `Extras`, so agents that are commands can run in it."""
     has_own_loopback: ClassVar[bool] = False
-    """Its 127.0.0.1 is not this machine's, even where it has a network."""
+    """The sandbox's 127.0.0.1 is not this machine's, even if it has a network."""
 
     @classmethod
     def problem(cls, settings: SandboxSettings) -> str | None:
-        """Why it does not work here and what to do, in one sentence; None if it works.
+        """Return why the sandbox does not work here and what to do; None if it works.
 
-        It begins with "sandbox NAME: ". Asked at the start of a run, and by `ServedSandbox` for
-        each sandbox, so what takes long is to be remembered (`functools.cache`).
+        The text is one sentence that begins with "sandbox NAME: ". It is asked for at the start of
+        a run and by `ServedSandbox` for each sandbox, so cache slow checks (`functools.cache`).
         """
         del settings
         return None
 
     @classmethod  # noqa: B027 - most have nothing to prepare
     def prepare(cls) -> None:
-        """Do what is to be done once in each process that will make such sandboxes."""
+        """Prepare a process that will make such sandboxes; called once per process."""
 
     @classmethod
     @abstractmethod
@@ -181,7 +182,7 @@ class Sandbox(ABC):
         settings: SandboxSettings,
         extras: Extras | None = None,
     ) -> Sandbox:
-        """Return the sandbox of one task; raises `SandboxError`. Blocks no longer than a file."""
+        """Return the sandbox of one task; must not block for long. Raises `SandboxError`."""
 
     @property
     @abstractmethod
@@ -192,9 +193,9 @@ class Sandbox(ABC):
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
     ) -> ExecResult:
-        """Run one command apart from all sessions; what it starts is killed when it ends.
+        """Run one command outside of all sessions; kill its processes when it ends.
 
-        Raises `SandboxError` if it could not be started.
+        Raises `SandboxError` if the command could not be started.
         """
 
     @abstractmethod
@@ -209,10 +210,10 @@ class Sandbox(ABC):
         """Run a command in the task's shell, or a cell in its interpreter.
 
         With `output_file`, a path in the sandbox, the shell starts the command in the background,
-        in a process group of its own, and lets it print into that file. Raises `SandboxError` if
-        the session could not be started.
+        in its own process group, with its output in that file. Raises `SandboxError` if the session
+        could not be started.
         """
 
     @abstractmethod
     async def stop(self) -> None:
-        """End all that runs; may be called again, and without any call before."""
+        """End all processes of the sandbox; may be repeated, and needs no call before."""

@@ -1,4 +1,7 @@
-"""Commands run in namespaces of their own by bubblewrap: no network, no host files, no secrets."""
+"""Runs commands in namespaces of their own by bubblewrap: no network, no host files, no secrets.
+
+If this process dies, the kernel ends every process of its sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ _UNSHARE = [
     "--unshare-user",
     "--die-with-parent",
     "--new-session",
-    # Our server is process 1 itself: nothing in the sandbox can kill it or look into it, and the
-    # bwrap outside waits for it, so that no process is left for others to collect.
+    # Our server is process 1 itself: nothing in the sandbox can kill it or look into it. The bwrap
+    # outside waits for it, so no ended process is left over.
     "--as-pid-1",
     "--hostname",
     "sandbox",
@@ -46,13 +49,13 @@ _UNSHARE = [
     "ALL",
 ]
 _USER = ["--uid", "1000", "--gid", "1000"]
-# Root of its own user namespace, or it could not mount /dev/pts; and what
-# `toolsets.sandbox.inside.namespaces` takes: mounts, the loopback device, a map of users.
+# Root of its own user namespace, so that it can mount /dev/pts. The capabilities are those that
+# `toolsets.sandbox.inside.namespaces` needs: mounts, the loopback device, a map of users.
 FORK_SERVER = ["--uid", "0", "--gid", "0"]
 for _capability in ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SETFCAP"):
     FORK_SERVER += ["--cap-add", _capability]
 _MARK = {"BATCH_TRAJECTORIES": "sandbox"}
-"""The environment of bwrap itself, so that `end_orphans` knows those of ours."""
+"""The environment of bwrap itself, by which `end_orphans` recognizes our processes."""
 _COMM = b"bwrap\n"
 _PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
 _GROUP = b"root:x:0:\nuser:x:1000:\n"
@@ -64,14 +67,14 @@ _ETC_NETWORK = ["resolv.conf", "hosts", "ssl/certs", "ssl/openssl.cnf", "pki/tls
 class BwrapSandbox(ServedSandbox):
     """Runs a task's commands in namespaces of their own around the workspace.
 
-    A command sees /usr and the running Python read-only, the workspace at /workspace, a /tmp of
-    the task's own, and nothing else of the machine; the kernel refuses it what tasks do not need
-    (`inside.system_calls`). When the sandbox is stopped and when this process dies, the kernel ends
-    every process in it, whatever it did to get away.
+    A command sees /usr and the running Python read-only, the workspace at /workspace, a /tmp of the
+    task's own, and nothing else of the machine. The kernel refuses system calls that tasks do not
+    need (`inside.system_calls`). When the sandbox is stopped or this process dies, the kernel ends
+    every process in it.
 
-    The server inside is process 1, out of reach of commands; they can forge only the result of
-    their own task. It is forked by a server that runs in bubblewrap itself, and then separates
-    itself from all other sandboxes, so that it is what bubblewrap alone would make
+    The server inside is process 1, which commands cannot reach; they can only forge the result of
+    their own task. A fork server in bubblewrap forks it, and it then separates itself from all
+    other sandboxes. The result equals a sandbox that bubblewrap alone makes
     (`tests/toolsets/test_sandbox_siblings.py` compares them). Forked sandboxes share memory that
     none of them can write: the addresses and the hash seed of their server and interpreter.
     """
@@ -90,14 +93,15 @@ class BwrapSandbox(ServedSandbox):
 
     @classmethod
     def prepare(cls) -> None:
-        """See `Sandbox`: probe before there is a loop to block, and end what others left."""
+        """Try bwrap before an event loop runs, and end sandboxes that dead processes left."""
         if bwrap_problem() is None:
             end_orphans()
 
     @property
     def max_processes(self) -> int | None:
-        """Since Linux 5.14 processes are counted per user namespace; root's never are."""
-        is_counted = os.getuid() != 0 and _release() >= (5, 14)
+        """The limit on processes; None if the kernel cannot count them per sandbox."""
+        # Linux counts processes per user namespace from 5.14 on, but never those of root.
+        is_counted = os.getuid() != 0 and _kernel_version() >= (5, 14)
         return self._limits.processes if is_counted else None
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
@@ -116,16 +120,14 @@ class BwrapSandbox(ServedSandbox):
         return launch(argv, stack, self._limits.network, options, str(self._workspace.root))
 
     def template(self) -> SandboxTemplate | None:
-        """See `ServedSandbox`.
-
-        The fork server has the workspaces of all at the place where each sandbox has its own.
-        """
+        """See `ServedSandbox`."""
         if self._extras is not None:
             return None
         root, network = self._workspace.root, self._limits.network
         return SandboxTemplate(
             key=("bwrap", root.parent, network),
             is_confined=True,
+            # The fork server mounts the directory of all workspaces as its own.
             launch=lambda argv, stack: launch(
                 argv, stack, network, [*FORK_SERVER, "--dir", "/tmp"], str(root.parent)
             ),
@@ -139,22 +141,21 @@ class BwrapSandbox(ServedSandbox):
 
 
 @cache
-def _release() -> tuple[int, ...]:
-    """The first two numbers of the kernel's version."""
+def _kernel_version() -> tuple[int, ...]:
+    """Return the first two numbers of the kernel's version."""
     return tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])
 
 
 def bwrap_problem() -> str | None:
-    """Return None where bwrap works, else what to do about it.
+    """Return None if bwrap works here, else what to do about it.
 
-    Raises `HostError` where no process is left to try it.
+    Raises `HostError` if the machine has no process left to try it.
     """
-    return _problem_with(os.environ.get("PATH"))
+    return _find_problem(os.environ.get("PATH"))
 
 
 @cache
-def _problem_with(path: str | None) -> str | None:
-    """`bwrap_problem` with that PATH; it is asked for each task."""
+def _find_problem(path: str | None) -> str | None:
     bwrap = shutil.which("bwrap", path=path)
     if bwrap is None:
         return f"sandbox bwrap: the program bwrap was not found; {_INSTALL}"
@@ -167,10 +168,8 @@ def _problem_with(path: str | None) -> str | None:
 
 
 def end_orphans() -> None:
-    """End what is left of sandboxes whose bwrap was killed while it started.
-
-    Its child then waits for it for ever: it asks to die with its parent only later.
-    """
+    """Kill processes of sandboxes whose bwrap was killed while it started."""
+    # A child of bwrap waits for bwrap at first, and asks to die with it only later.
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             handle = os.pidfd_open(int(process.name))
@@ -182,7 +181,7 @@ def end_orphans() -> None:
 
 
 def _is_orphan(process: Path) -> bool:
-    """Whether it is a bwrap of ours in a sandbox, without the bwrap outside of it."""
+    """Whether the process is a bwrap of ours inside a sandbox whose outer bwrap has ended."""
     if (process / "comm").read_bytes() != _COMM:
         return False
     status = (process / "status").read_text()
@@ -206,8 +205,8 @@ def _bwrap() -> str:
 def launch(
     argv: Sequence[str], stack: ExitStack, network: bool, options: Sequence[str], home: str
 ) -> Launch:
-    """How to start `argv` with what all sandboxes have, and a directory as /workspace."""
-    passwd, group = (stack.enter_context(_file_with(text)) for text in (_PASSWD, _GROUP))
+    """Return how to start `argv` in bwrap, with `home` as /workspace."""
+    passwd, group = (stack.enter_context(_make_file(text)) for text in (_PASSWD, _GROUP))
     options = [
         *_UNSHARE,
         *(["--share-net"] if network else []),
@@ -232,16 +231,16 @@ def launch(
     options += ["--bind", home, HOME, "--chdir", HOME]
     files = [passwd, group]
     if (refused := filter_program(platform.machine())) is not None:
-        files.append(stack.enter_context(_file_with(refused)))
+        files.append(stack.enter_context(_make_file(refused)))
         options += ["--seccomp", str(files[-1].fileno())]
-    # Last, because mounting needs directories to be made.
+    # Last, because the options before make directories.
     options += ["--remount-ro", "/dev", "--remount-ro", "/"]
-    # Not as arguments, since commands can see those of process 1: they hold paths of the host.
+    # In a file, because commands can see the arguments of process 1, with paths of the host.
     packed = b"".join(os.fsencode(option) + b"\0" for option in options)
-    args = stack.enter_context(_file_with(packed))
+    args = stack.enter_context(_make_file(packed))
     return Launch(
         argv=[_bwrap(), "--args", str(args.fileno()), "--", *argv],
-        # Of bwrap too, which outlives its start: clearing that of commands would not do.
+        # The environment of bwrap itself, which runs as long as the sandbox: it has no secrets.
         env=_MARK,
         cwd="/",
         pass_fds=[file.fileno() for file in (args, *files)],
@@ -280,7 +279,7 @@ def python_options() -> list[str]:
 
 @cache
 def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
-    """Return None if a sandbox can be made, else bwrap's complaint."""
+    """Try to make a sandbox; return bwrap's error message, or None if it works."""
     options = [*_UNSHARE, *_USER, *extra, *system_options(), "--proc", "/proc", "--dev", "/dev"]
     try:
         done = subprocess.run(
@@ -299,8 +298,7 @@ def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
 
 
 @contextlib.contextmanager
-def _file_with(content: bytes) -> Iterator[IO[bytes]]:
-    """An unnamed file, to be read from its start."""
+def _make_file(content: bytes) -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.seek(0)

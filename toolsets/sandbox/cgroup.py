@@ -1,7 +1,7 @@
-"""Limits on a task's processes and memory by control groups, where they can be made.
+"""Limits a task's processes, memory and CPUs by control groups, if groups can be made.
 
-What cannot be done is left undone: a group is an addition to a sandbox and never a reason for there
-to be none. A task without a group is limited by other means, as far as they reach.
+A limit that cannot be set is left out: a sandbox works without a group, limited by other means as
+far as they reach. Groups that a crash left are removed when the next process makes one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _PERIOD_US = 100_000
 """The period of CPU quotas, unless a group sets another."""
 _LEAST_QUOTA_US = 1000
 _MEMORY_SPARE = 64 << 20
-"""For the server and the shell: a process should reach its own limit first, and can report that."""
+"""Bytes for the server and the shell, so that a process reaches its own limit before the group."""
 
 
 class Group:
-    """The control group of one task, in each of the hierarchies that it is made in."""
+    """The control group of one task: a directory in each hierarchy of groups that is used."""
 
     def __init__(self, paths: Sequence[Path], *, limits_memory: bool) -> None:
         self.paths = paths
         self.limits_memory = limits_memory
         self._counters = [
-            counter for path in paths for counter in _counters(path, known=_files_of(path))
+            counter for path in paths for counter in _open_counters(path, known=_files_of(path))
         ]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
@@ -43,43 +43,44 @@ class Group:
         return ["/bin/sh", "-c", _JOIN, "sh", *map(str, self.paths), "--", *argv]
 
     def open(self) -> list[int]:
-        """Descriptors of files by which a process writes itself into the group."""
+        """Open the files by which a process enters the group; return their descriptors."""
         groups = []
         for path in self.paths:
-            # It can be gone: an older version that has another /proc takes it for a dead one's.
+            # The group may be gone: an older version of this program with another /proc may have
+            # taken it for the group of a dead process.
             with contextlib.suppress(FileNotFoundError):
                 groups.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         return groups
 
     def refusals(self) -> int:
-        """How often processes or memory were refused in it, by its own limit or an outer one."""
+        """Count refused processes and memory in the group, by its own limit or an outer one."""
         return sum(counter.value() for counter in self._counters)
 
     def was_full(self) -> bool:
-        """Whether it has ever held as many processes as it may."""
+        """Whether the group has ever had as many processes as its limit allows."""
         for path in self.paths:
-            if (limit := _number(path / "pids.max")) is None:
+            if (limit := _read_number(path / "pids.max")) is None:
                 continue
-            peak = _number(path / "pids.peak")  # which older systems do not know
-            now = _number(path / "pids.current") or 0
+            peak = _read_number(path / "pids.peak")  # older systems have no such file
+            now = _read_number(path / "pids.current") or 0
             return now >= 0.75 * limit if peak is None else peak >= limit
         return False
 
     def was_out_of_memory(self) -> bool:
-        """Whether something in it was killed because its own memory was used up."""
+        """Whether a process was killed because the group reached its own memory limit."""
         for path in self.paths:
-            if not _value(path / "memory.events", "oom_kill"):
-                if not _value(path / "memory.oom_control", "oom_kill"):
+            if not _read_value(path / "memory.events", "oom_kill"):
+                if not _read_value(path / "memory.oom_control", "oom_kill"):
                     continue
-                # The older kind does not say whose limit it was, but how near this one came.
-                limit = _number(path / "memory.max_usage_in_bytes") or 0
-                return limit >= 0.95 * (_number(path / "memory.limit_in_bytes") or 0)
-            # That of an outer group is counted there alone.
-            return _value(path / "memory.events", "oom") > 0
+                # Version 1 does not say whose limit it was: compare the peak with our own limit.
+                limit = _read_number(path / "memory.max_usage_in_bytes") or 0
+                return limit >= 0.95 * (_read_number(path / "memory.limit_in_bytes") or 0)
+            # The memory limit of an outer group is counted in that group alone.
+            return _read_value(path / "memory.events", "oom") > 0
         return False
 
     def stop_counting(self) -> None:
-        """Close what counts refusals."""
+        """Close the files that count refusals."""
         while self._counters:
             self._counters.pop().close()
 
@@ -105,11 +106,11 @@ class Group:
 def make_group(
     max_processes: int | None, memory_mb: int, cpus: float | None = None
 ) -> Group | None:
-    """Return a new group with these limits, as far as they can be set; None where none can."""
+    """Return a new group with those limits that can be set; None if none can."""
     memory = (memory_mb << 20) + _MEMORY_SPARE
     quota = None if cpus is None else max(_LEAST_QUOTA_US, round(cpus * _PERIOD_US))
     wanted = {
-        # First: if its group is another one than that of the memory, the process stays in the last.
+        # First, as a process stays in the last group that it enters, if they differ.
         "cpu": {} if quota is None else {"cpu.max": quota, "cpu.cfs_quota_us": quota},
         "pids": {} if max_processes is None else {"pids.max": max_processes},
         "memory": {"memory.max": memory, "memory.limit_in_bytes": memory},
@@ -125,11 +126,11 @@ def make_group(
         try:
             if path not in made:
                 path.mkdir()
-            limited = [_set(path, file, limit) for file, limit in limits.items()]
+            limited = [_set_limit(path, file, limit) for file, limit in limits.items()]
             if controller == "memory":
                 limits_memory = any(limited)
-                _set(path, "memory.swap.max", 0)
-                _set(path, "memory.memsw.limit_in_bytes", memory)
+                _set_limit(path, "memory.swap.max", 0)
+                _set_limit(path, "memory.memsw.limit_in_bytes", memory)
         except OSError:
             if path not in made:
                 with contextlib.suppress(OSError):
@@ -140,8 +141,8 @@ def make_group(
     return Group(made, limits_memory=limits_memory) if made else None
 
 
-def _set(group: Path, file: str, limit: int) -> bool:
-    """Set a limit, if this kind of group has it, and return whether it has."""
+def _set_limit(group: Path, file: str, limit: int) -> bool:
+    """Set a limit; return False if this kind of group does not have it."""
     if file not in _files_of(group):
         return False
     fd = os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC)
@@ -153,23 +154,23 @@ def _set(group: Path, file: str, limit: int) -> bool:
 
 
 _known_files: dict[Path, frozenset[str]] = {}
-"""By the directory that the groups are made in."""
+"""The names of the files in a group, by the directory in which groups are made."""
 
 
 def _files_of(group: Path) -> frozenset[str]:
-    """The files of a group: those of the first one that was made in the same place."""
+    """Return the names of the files in a group: all groups in one directory have the same."""
     if (files := _known_files.get(group.parent)) is None:
         files = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())
     return files
 
 
 def can_limit_cpus() -> bool:
-    """Whether groups can be made here that limit CPU time."""
+    """Whether groups on this machine can limit CPU time."""
     return _parent("cpu") is not None
 
 
 def can_bound_memory() -> bool:
-    """Whether groups made here limit memory."""
+    """Whether groups on this machine can limit memory."""
     group = make_group(None, 1)
     if group is None:
         return False
@@ -181,50 +182,50 @@ def can_bound_memory() -> bool:
 
 
 def refusals_here() -> int:
-    """How often processes or memory were refused in the group of this process itself."""
-    return sum(counter.value() for counter in _own())
+    """Count refused processes and memory in the groups of this process itself."""
+    return sum(counter.value() for counter in _own_counters())
 
 
 class _Counter:
-    """A line of a file of counters, which stays open because it is read around each call."""
+    """A counter in a file of counters. The file stays open, as it is read around each call."""
 
-    def __init__(self, fd: int, begins: bytes) -> None:
-        self._fd, self._begins = fd, b"\n" + begins
-        self._said, self._count = b"", 0
+    def __init__(self, fd: int, prefix: bytes) -> None:
+        self._fd, self._prefix = fd, b"\n" + prefix
+        self._content, self._count = b"", 0
 
     def value(self) -> int:
         try:
-            said = os.pread(self._fd, 4096, 0)
+            content = os.pread(self._fd, 4096, 0)
         except OSError:  # the group is gone
             return 0
-        if said != self._said:  # which it nearly never is
-            self._said = said
-            _, begins, count = (b"\n" + said).partition(self._begins)
-            self._count = int(count.split(b"\n", 1)[0]) if begins else 0
+        if content != self._content:  # rare
+            self._content = content
+            _, prefix, count = (b"\n" + content).partition(self._prefix)
+            self._count = int(count.split(b"\n", 1)[0]) if prefix else 0
         return self._count
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-def _counters(group: Path, known: frozenset[str] | None = None) -> list[_Counter]:
-    """What counts refusals in a group, which has no other files than the `known`."""
+def _open_counters(group: Path, known: frozenset[str] | None = None) -> list[_Counter]:
+    """Open the counters of refusals in a group; `known`: the names of its files, None: ask."""
     counters = []
-    for names, begins in (
-        # With what is not local, newer systems count the groups beneath as well.
+    for names, prefix in (
+        # In the files without "local", newer systems also count the groups beneath.
         (("pids.events.local", "pids.events"), b"max "),
         (("memory.events.local", "memory.events", "memory.oom_control"), b"oom_kill "),
     ):
         for name in names if known is None else filter(known.__contains__, names):
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(f"{group}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-                counters.append(_Counter(fd, begins))
+                counters.append(_Counter(fd, prefix))
                 break
     return counters
 
 
-def _value(file: Path, name: str) -> int:
-    """The number of a name in a file of lines `name number`; 0 without such a line."""
+def _read_value(file: Path, name: str) -> int:
+    """Return the number after `name` in a file of lines `name number`; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             if line.partition(" ")[0] == name:
@@ -232,8 +233,8 @@ def _value(file: Path, name: str) -> int:
     return 0
 
 
-def _number(file: Path) -> int | None:
-    """The number that a file begins with: that of cpu.max has two."""
+def _read_number(file: Path) -> int | None:
+    """Return the first number in a file, as `cpu.max` has two; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text().partition(" ")[0])
     return None
@@ -241,10 +242,10 @@ def _number(file: Path) -> int | None:
 
 @cache
 def _parent(controller: str) -> Path | None:
-    """The directory in which groups are made; what dead workers left there is ended."""
+    """Return the directory in which groups are made; end there what dead workers left."""
     for path in _candidates(controller):
         if os.access(path, os.W_OK):
-            # Of its own namespace only: elsewhere the same number is another process.
+            # Only groups of this PID namespace: elsewhere the same number is another process.
             for left in path.glob(f"{_PREFIX}-{_process_namespace()}-*-*"):
                 owner = left.name.split("-")[2]
                 if owner.isdigit() and not Path("/proc", owner).exists():
@@ -256,7 +257,7 @@ def _parent(controller: str) -> Path | None:
 
 
 def _process_namespace() -> int:
-    """The number of the namespace in which this process has its id, 0 where there is none."""
+    """Return the number of the PID namespace of this process; 0 if it is unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/self/ns/pid").stat().st_ino
     return 0
@@ -272,7 +273,10 @@ def _kill_all(group: Path) -> None:
 
 
 def _memberships() -> Iterator[tuple[str, str]]:
-    """The controllers of each hierarchy, "" for the one that has them all, and our group in it."""
+    """Yield the controllers of each hierarchy and the group of this process in it.
+
+    The controllers are "" for the hierarchy of version 2, which has them all.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
@@ -280,7 +284,10 @@ def _memberships() -> Iterator[tuple[str, str]]:
 
 
 def _candidates(controller: str) -> Iterator[Path]:
-    """Where groups may be made, our own first: never where they leave a limit that holds us."""
+    """Yield directories in which groups may be made, the group of this process first.
+
+    Stops at a group with a limit: a group beyond it would escape that limit.
+    """
     for controllers, own in _memberships():
         if controller in controllers.split(","):
             at = _ROOT / controller / own
@@ -292,13 +299,13 @@ def _candidates(controller: str) -> Iterator[Path]:
                 control = path / "cgroup.subtree_control"
                 if control.is_file() and controller in control.read_text().split():
                     yield path
-                if _number(path / f"{controller}.max") is not None:
+                if _read_number(path / f"{controller}.max") is not None:
                     return
 
 
 @cache
-def _own() -> tuple[_Counter, ...]:
-    """What counts refusals in the groups of this process."""
+def _own_counters() -> tuple[_Counter, ...]:
+    """Return the counters of refusals in the groups of this process."""
     groups = []
     for controllers, own in _memberships():
         for controller in ("pids", "memory"):
@@ -308,4 +315,4 @@ def _own() -> tuple[_Counter, ...]:
         if not controllers:
             at = _ROOT / own
             groups.append(at if at.is_dir() else _ROOT)
-    return tuple(counter for path in dict.fromkeys(groups) for counter in _counters(path))
+    return tuple(counter for path in dict.fromkeys(groups) for counter in _open_counters(path))

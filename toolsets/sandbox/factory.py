@@ -1,6 +1,6 @@
-"""The sandboxes by name: ours, and those of installed packages.
+"""Finds sandboxes by name: those of this program and of installed packages.
 
-A sandbox that does not work is refused; another never replaces it.
+A sandbox that does not work is refused; no other sandbox replaces it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ NO_AGENTS = (
 
 @cache
 def sandbox_kind(name: str) -> type[Sandbox]:
-    """The sandbox of this name; imports only its own module. Raises `SandboxError`."""
+    """Return the class of the sandbox with this name. Raises `SandboxError`.
+
+    Imports no module but that of the sandbox.
+    """
     if name in SANDBOXES:
         kind: type[Sandbox] = resolve_name(SANDBOXES[name].sandbox)
         return kind
@@ -80,9 +83,9 @@ def _distribution(entry: metadata.EntryPoint) -> str:
 
 
 def image_sandboxes(name: str, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes | None:
-    """Return what makes a run's sandboxes in images; None if this sandbox cannot work in images.
+    """Return the maker of a run's sandboxes in images; None if there is none.
 
-    Imports only its own module. Raises `SandboxError` if there is no sandbox of this name.
+    Imports no module but that of the sandbox. Raises `SandboxError` for an unknown name.
     """
     if name not in SANDBOXES:
         sandbox_kind(name)

@@ -1,4 +1,4 @@
-"""The first process of a sandbox, which was launched by this process or forked by a fork server."""
+"""Ends the first process of a sandbox: a child of this process or of a fork server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHECK_S = 0.002
 
 
 def proc_problem() -> str | None:
-    """What is wrong with /proc, by which the processes of a sandbox are found."""
+    """Return why processes of sandboxes cannot be found in /proc; None if they can."""
     if sys.platform != "linux":
         return None
     try:
@@ -40,10 +40,10 @@ def proc_problem() -> str | None:
 
 
 class FirstProcess(Protocol):
-    """A process to be ended with all beneath it."""
+    """A process that can be ended together with its descendants."""
 
     async def end(self, grace_s: float) -> None:
-        """Wait until it has ended by itself, and after `grace_s` end it by force."""
+        """Wait until the process has ended; after `grace_s` seconds kill it."""
 
 
 class LaunchedProcess:
@@ -60,12 +60,12 @@ class LaunchedProcess:
                 await asyncio.sleep(_CHECK_S)
         finally:
             if self._process.poll() is None:
-                self._end_by_force()
+                self._kill()
 
-    def _end_by_force(self) -> None:
+    def _kill(self) -> None:
         pid = self._process.pid
-        _kill_beneath(pid)
-        # One that a command has stopped cannot wait for its own.
+        _kill_descendants(pid)
+        # A command may have stopped the process, which could then not wait for its children.
         os.kill(pid, signal.SIGCONT)
         try:
             self._process.wait(_LAST_WAIT_S)
@@ -76,7 +76,7 @@ class LaunchedProcess:
 
 
 class ForkedProcess:
-    """A child of a fork server, known by a handle: its number could be that of another by now."""
+    """A child of a fork server, known by a handle, as its number may be reused."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -89,12 +89,12 @@ class ForkedProcess:
                     await until_ready(self._handle)
         finally:
             if not self._has_ended(0):
-                self._end_by_force()
+                self._kill()
             os.close(self._handle)
 
-    def _end_by_force(self) -> None:
+    def _kill(self) -> None:
         if (pid := self._pid()) > 0:
-            _kill_beneath(pid)
+            _kill_descendants(pid)
         for number in (signal.SIGCONT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
@@ -108,9 +108,9 @@ class ForkedProcess:
         return bool(poll.poll(None if within_s is None else within_s * 1000))
 
     def _pid(self) -> int:
-        """The number of the process here; -1 when it has ended."""
-        shown = Path(f"/proc/self/fdinfo/{self._handle}").read_text()
-        return int(shown.partition("\nPid:")[2].split()[0])
+        """Return the process id on this machine; -1 after the process has ended."""
+        info = Path(f"/proc/self/fdinfo/{self._handle}").read_text()
+        return int(info.partition("\nPid:")[2].split()[0])
 
 
 async def until_ready(fd: int, *, for_writing: bool = False) -> None:
@@ -129,8 +129,8 @@ async def until_ready(fd: int, *, for_writing: bool = False) -> None:
         (loop.remove_writer if for_writing else loop.remove_reader)(fd)
 
 
-def _kill_beneath(pid: int) -> None:
-    """Kill what a process has started, from below, so that each is still waited for."""
+def _kill_descendants(pid: int) -> None:
+    """Kill the descendants of a process; it still waits for each of them."""
     for _ in range(_KILL_ROUNDS):
         children = [child for child, _ in descendants(pid)]
         for child in children:

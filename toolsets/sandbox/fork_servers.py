@@ -1,7 +1,7 @@
-"""Processes that fork sandboxes, so that each sandbox starts warm; see `inside.fork_server`.
+"""Processes that fork sandboxes, so that each sandbox starts fast; see `inside.fork_server`.
 
-An event loop has one for each kind of sandbox that it uses, from the first user to the last. Where
-a trial shows that forked sandboxes do not work, each is launched by itself instead.
+Each event loop has one such process per kind of sandbox, as long as a sandbox uses it. If a trial
+shows that forked sandboxes do not work, each sandbox is launched by itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SandboxTemplate:
-    """What the fork server of a kind of sandbox is started with, and asked for."""
+    """The command of a fork server, and the request for one of its sandboxes."""
 
     key: tuple[object, ...]
-    """Sandboxes with the same come from one server."""
+    """Sandboxes with equal keys come from the same server."""
     is_confined: bool
-    """The server runs inside bubblewrap, and separates the sandboxes that it forks."""
+    """The server runs inside bubblewrap and separates the sandboxes that it forks."""
     launch: Callable[[Sequence[str], ExitStack], Launch] = field(compare=False)
     request: Mapping[str, Any] = field(compare=False)
-    """What a sandbox is to be."""
+    """The properties of one sandbox, as `inside.fork_server` takes them."""
     is_tried: bool = True
-    """Whether a first sandbox shows if forking works; it must not meet what commands left."""
+    """Whether the server first forks a sandbox on trial. The trial must not meet leftovers of
+    commands."""
 
 
 class _Servers:
@@ -57,10 +58,10 @@ class _Servers:
         *,
         output_bytes: int,
     ) -> tuple[Channel, Reply] | None:
-        """Have a sandbox forked that serves on these terms; None where this kind cannot be.
+        """Fork a sandbox that serves on these terms; None if this kind cannot be forked.
 
-        Returns the channel to it, and its first reply. Raises `HostError`, and `SandboxError`
-        where the sandbox did not start.
+        Returns the channel to the sandbox and its first reply. Raises `HostError`, and
+        `SandboxError` if the sandbox did not start.
         """
         for _ in range(2):
             if (starting := self._starting.get(template.key)) is None:
@@ -77,18 +78,18 @@ class _Servers:
             try:
                 return channel, await channel.fork(server, {**template.request, "terms": terms})
             except Gone:
-                # It has ended, or is about to. Sandboxes that it still has can be in use.
+                # The server has ended or soon will. Its other sandboxes may still be in use.
                 self._forget(template, starting)
                 self._replaced.add(server)
         raise HostError("a sandbox did not start: the process that forks it has ended twice")
 
     def _forget(self, template: SandboxTemplate, starting: asyncio.Task[Channel | None]) -> None:
-        """Have the next sandbox start a new server."""
+        """Forget a server, so that the next sandbox starts a new one."""
         if self._starting.get(template.key) is starting:
             del self._starting[template.key]
 
     async def close(self) -> None:
-        """End all servers, with what is left of the sandboxes that they forked."""
+        """End all servers, and the sandboxes that they forked."""
         replaced = [partial(server.close, grace_s=0) for server in self._replaced]
         latest = [partial(_end, starting) for starting in self._starting.values()]
         await close_all(*replaced, *latest)
@@ -98,7 +99,7 @@ FORK_SERVERS = PerLoop(_Servers, _Servers.close)
 
 
 async def _end(starting: asyncio.Task[Channel | None]) -> None:
-    """End a server, also one that is being started."""
+    """End a server, even while it is being started."""
     starting.cancel()
     try:
         await asyncio.wait({starting})  # raises the cancellation of this task, and no other
@@ -110,7 +111,7 @@ async def _end(starting: asyncio.Task[Channel | None]) -> None:
 
 
 async def _start(template: SandboxTemplate) -> Channel | None:
-    """The channel to a new fork server; None where what it forks does not work."""
+    """Start a fork server and return its channel; None if sandboxes cannot be forked."""
     channel = Channel(None, output_bytes=0)
     try:
         with ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Commands run in an unpacked image, in namespaces of their own by bubblewrap.
+"""Runs commands in an unpacked image, in namespaces of their own by bubblewrap.
 
-All conversations share the image's tree; what one changes is in a directory of its own above it
-(an overlay), which lasts until the workspace is removed. Where the kernel mounts no overlays, each
-conversation gets a copy of the tree.
+All conversations share the image's tree. Changes of a conversation are in a directory of its own
+above the tree (an overlay) and last until the workspace is removed. If the kernel mounts no
+overlays, each conversation gets a copy of the tree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
-from toolsets.sandbox.inside.boot import BOOT, framed
+from toolsets.sandbox.inside.boot import BOOT, make_frame
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
 from toolsets.workspace.removal import remove_tree
@@ -46,9 +46,9 @@ Layering = Literal["overlay", "copy"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHOWN = "/shown"
-"""Where a fork server has what of the machine its sandboxes show."""
+"""The directory in which a fork server has the files of the machine that its sandboxes see."""
 _MAX_MARKED = 20_000
-"""Files of a layer; a comparison takes not much longer."""
+"""Maximum number of files of a layer that are marked; a comparison takes not much longer."""
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _TRYING = Lock()
@@ -56,23 +56,23 @@ _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 
 
 class BwrapImages(ImageSandboxes):
-    """See `ImageSandboxes`: images of a directory."""
+    """Sandboxes in the images of a directory; see `ImageSandboxes`."""
 
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
-        """Without a directory of images only `problem` may be asked."""
-        self._of_run = None if settings.images is None else ImageStore(settings.images)
+        """Without `settings.images` only `problem` may be called."""
+        self._image_store = None if settings.images is None else ImageStore(settings.images)
         self._run_dir = run_dir
 
     @property
     def _store(self) -> ImageStore:
-        assert self._of_run is not None
-        return self._of_run
+        assert self._image_store is not None
+        return self._image_store
 
     def problem(self) -> str | None:
         """See `ImageSandboxes`."""
         if problem := BwrapSandbox.problem(SandboxSettings()):
             return problem
-        if self._of_run is None:
+        if self._image_store is None:
             return (
                 "--workspace=image with --sandbox=bwrap needs --images=DIR, the images' directory"
             )
@@ -114,7 +114,7 @@ class BwrapImages(ImageSandboxes):
         return BwrapImageSandbox(workspace, limits, image=image, spec=spec, extras=extras)
 
     def remove_leftovers(self) -> int:
-        """See `ImageSandboxes`: here what several conversations began with."""
+        """Remove bases that no conversation uses; returns 0, as there are no containers."""
         if (layers := self._run_dir / "workspaces").exists():
             remove_bases(layers)
         return 0
@@ -144,7 +144,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         spec: ImageSpec,
         extras: Extras | None = None,
     ) -> None:
-        """`workspace` keeps what the conversation changes. Raises `ImageError`.
+        """`workspace` keeps the changes of the conversation. Raises `ImageError`.
 
         HOME is that of the image's user, whatever `extras` say.
         """
@@ -176,11 +176,11 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
 
     @property
     def measured(self) -> str:
-        """What the conversation has changed: the image itself does not count."""
+        """The directory with the changes of the conversation; the image itself does not count."""
         return f"/proc/self/fd/{MEASURED}"
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
-        """Images only run in sandboxes that are forked."""
+        """Raise `HostError`: sandboxes in images are always forked."""
         raise HostError("sandboxes cannot be forked here, which images need; see run.log")
 
     def is_kept(self) -> bool:
@@ -191,7 +191,8 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
 
     @property
     def shares_bases(self) -> bool:  # type: ignore[override]
-        """See `ImageSandbox`: an entrypoint changes files at its start, for each conversation."""
+        """See `ImageSandbox`."""
+        # An entrypoint changes files at its start, for each conversation.
         return not self.entrypoint and self._layering == "overlay"
 
     def begin_above(self, base: str) -> bool:
@@ -215,17 +216,17 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
             _copy(self._image.rootfs, self._workspace.root)
 
     def discard(self) -> None:
-        """See `ImageSandbox`: what is kept is in the workspace's directory."""
+        """Remove what the kernel left beside the layer; see `ImageSandbox`."""
         remove_work(self._workspace.root)
 
     def layer_mark(self, path: str) -> str | None:
-        """See `ImageSandbox`: of files in the layer, what only a change of them changes."""
+        """See `ImageSandbox`."""
         if self._layering == "copy":
             return None
         digest = hashlib.sha256()
         try:
             upper = self._workspace.root / "upper"
-            if upper.exists():  # or no sandbox has begun
+            if upper.exists():  # else no sandbox has begun
                 _mark_layer(upper, path, digest.update)
         except OSError:
             return None
@@ -256,7 +257,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         layers, network = self._workspace.root.parent, self._network
         images = self._image.path.parent
         binds = {} if self._extras is None else self._extras.binds
-        # What lies beside a layer is its conversation's own, and every fork server has all layers.
+        # Files beside a layer belong to its conversation. Every fork server sees all layers.
         own = {at for at, path in binds.items() if Path(path).parent == layers}
         shown = tuple((at, path) for at, path in binds.items() if at not in own)
         return SandboxTemplate(
@@ -286,32 +287,33 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
 
 
 def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
-    """Add what a layer has beneath a directory of its image; raises `OSError`.
+    """Add the state of the files that a layer has in a directory; raises `OSError`.
 
-    Status changes (ctime) can be set by no command. No link is followed.
+    No link is followed.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     left = _MAX_MARKED
     with ExitStack() as stack:
 
-        def opened(name: str, parent: int | None) -> int:
+        def open_directory(name: str, parent: int | None) -> int:
             fd = os.open(name, flags, dir_fd=parent)
             stack.callback(os.close, fd)
             return fd
 
-        fd = opened(str(upper), None)
+        fd = open_directory(str(upper), None)
         for name in filter(None, path.split("/")):
             try:
-                fd = opened(name, fd)
+                fd = open_directory(name, fd)
             except FileNotFoundError:
                 return
-            # Beneath a directory that was made anew there is nothing of the image.
+            # The mark of a directory that was made anew: it hides the image's.
             with suppress(OSError):
                 add(b"opaque" + os.getxattr(fd, OPAQUE))
         for root, directories, names, at in os.fwalk(".", dir_fd=fd):
             directories[:] = sorted(name for name in directories if name != ".git")
             for name in (*directories, *sorted(names)):
                 status = os.lstat(name, dir_fd=at)
+                # No command can set the time of the status (ctime).
                 numbers = (*status[:2], status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 add(repr((root, name, numbers)).encode())
                 left -= 1
@@ -320,7 +322,7 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
 
 
 def layering_of(layers: Path, images: Path) -> Layering:
-    """How conversations that keep their changes in `layers` share the trees in `images`."""
+    """Return how conversations with changes in `layers` share the trees in `images`."""
     with _TRYING:  # all conversations of a worker ask at once
         return _layering_of(layers, images)
 
@@ -331,16 +333,16 @@ def _layering_of(layers: Path, images: Path) -> Layering:
 
 
 def overlay_problem(layers: Path, images: Path) -> str | None:
-    """Why the kernel mounts no overlay there, found by mounting one; None where it does."""
-    # No fuse-overlayfs instead: the root of its process would become the file system that it
-    # serves, so a command that sets an attribute of a file would hang.
+    """Try to mount an overlay; return why that fails, or None if it works."""
+    # fuse-overlayfs is no alternative: its own root would become the file system that it serves, so
+    # a command that sets an attribute of a file would hang.
     with ExitStack() as stack:
         try:
             tree = images / _PROBE
             tree.mkdir(mode=0o700, exist_ok=True)
             layer = Path(tempfile.mkdtemp(dir=layers, prefix=TEMPORARY))
             stack.callback(remove_tree, layer)
-            tried = _launch(
+            probe = _launch(
                 ["python3", "-I", "-S", "-c", BOOT, "0", tree.name, layer.name],
                 stack,
                 False,
@@ -348,19 +350,21 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
                 images,
             )
             done = subprocess.run(
-                tried.argv,
-                env=dict(tried.env),
-                cwd=tried.cwd,
-                pass_fds=tuple(tried.pass_fds),
-                input=framed(program("namespaces")),
+                probe.argv,
+                env=dict(probe.env),
+                cwd=probe.cwd,
+                pass_fds=tuple(probe.pass_fds),
+                input=make_frame(program("namespaces")),
                 capture_output=True,
                 timeout=_PROBE_TIMEOUT_S,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired, SandboxError) as error:
             return str(error)
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    return None if done.returncode == 0 else (said or ["it failed without a message"])[-1][:300]
+    if done.returncode == 0:
+        return None
+    errors = done.stderr.decode(errors="replace").strip().splitlines()
+    return (errors or ["it failed without a message"])[-1][:300]
 
 
 def _launch(
@@ -380,7 +384,7 @@ def _launch(
 
 
 def _workdir(image: UnpackedImage, given: str | None) -> str:
-    """The workspace; raises `ImageError` where it cannot be a directory."""
+    """Return the path of the workspace; raises `ImageError` if it cannot be a directory."""
     workdir = given or image.workdir
     names = [name for name in workdir.split("/") if name not in ("", ".")]
     if not workdir.startswith("/") or ".." in names or "\0" in workdir:
@@ -392,7 +396,7 @@ def _workdir(image: UnpackedImage, given: str | None) -> str:
 
 
 def _copy(tree: Path, layer: Path) -> None:
-    """Give a conversation a tree of its own, complete or not at all."""
+    """Copy the tree of an image for one conversation, completely or not at all."""
     if (layer / "upper").exists():
         return
     making = layer / "copying"

@@ -1,4 +1,4 @@
-"""The files of a conversation that works in an image, through the server in its sandbox."""
+"""The files of a conversation that works in an image, read and written by the server inside."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _PART_BYTES = 512 << 10
 _PROBE_BYTES = 64 << 10
 _BATCH = 500
 _MAX_SEARCHED_BYTES = 32 << 20
-"""Of one request, so that others need not wait long."""
-_FORBIDDEN = "the sandbox said what it may not"
+"""Maximum number of bytes that one request searches, so that others need not wait long."""
+_INVALID_REPLY = "the sandbox said what it may not"
 
 Answer = TypeVar("Answer")
 
 
 class ImageSandbox(Sandbox):
-    """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
+    """A sandbox in an image. Changes of the image's files last until they are discarded."""
 
     lies_in_workspace = False
     image_digest: str
-    """Of the image's configuration, which names its layers: for all sandboxes the same."""
+    """Digest of the image's configuration, which names its layers. Equal in all sandboxes."""
     memory_dir: str | None = None
-    """A directory inside whose files are in memory, of this sandbox alone."""
+    """A directory inside whose files are in memory and belong to this sandbox; None without one."""
     shares_bases = False
-    """Whether it can begin above what others began with: see `begin_above`."""
+    """Whether conversations can begin above a common base; see `begin_above`."""
     user_home: str | None
-    """HOME of the user that commands run as; None where only the engine knows it."""
+    """HOME of the user that runs commands; None if only the engine knows it."""
 
     @property
     @abstractmethod
@@ -57,7 +57,7 @@ class ImageSandbox(Sandbox):
 
     @abstractmethod
     def is_kept(self) -> bool:
-        """Whether what an earlier sandbox of this conversation changed is still there."""
+        """Whether the changes by an earlier sandbox of this conversation still exist."""
 
     @property
     def is_made_at_once(self) -> bool:
@@ -66,41 +66,44 @@ class ImageSandbox(Sandbox):
 
     @abstractmethod
     def make(self) -> None:
-        """Prepare what is kept, where that takes time; may be repeated."""
+        """Prepare the storage of the changes, if that takes time; may be repeated."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove what is kept; the sandbox must have been stopped."""
+        """Remove the changes; the sandbox must have been stopped."""
 
     def begin_above(self, base: str) -> bool:
-        """Before its first call, take over what `keep_as` kept; False where nothing is kept."""
+        """Begin above a base that `keep_as` made; call it before the first command.
+
+        Returns False if there is no such base.
+        """
         del base
         return False
 
     def keep_as(self, base: str) -> None:
-        """Keep what was changed for others under a name; the sandbox must have been stopped."""
+        """Keep the changes under a name, as a base; the sandbox must have been stopped."""
 
     def layer_mark(self, path: str) -> str | None:
-        """A text that stays the same as long as nothing beneath a directory is changed.
+        """Return a text that changes with any file beneath a directory, except in `.git`.
 
-        Directories `.git` do not count. None where only a comparison of all files can tell.
+        Returns None if only a comparison of all files can tell.
         """
         del path
         return None
 
     @property
     def origin(self) -> Hashable | None:
-        """What the workspace is made of, while nothing in it was changed and its sandbox may begin.
+        """The identity of an unchanged workspace: workspaces with equal origins have equal files.
 
-        Equal ones have equal files. None where that is not known.
+        None if the workspace was changed, cannot begin, or its origin is unknown.
         """
         return None
 
     @property
     def layers(self) -> Sequence[Path] | None:
-        """The directories out here that are merged into what commands see, the uppermost first.
+        """The directories of this machine that are merged into the sandbox's files.
 
-        None where they are not known, or there are none.
+        The uppermost is first. None if they are unknown or there are none.
         """
         return None
 
@@ -110,39 +113,39 @@ class ImageSandbox(Sandbox):
 
 
 class ImageSandboxes(ABC):
-    """Makes the sandboxes of the conversations of a run that work in images."""
+    """Makes the sandboxes of a run's conversations that work in images."""
 
     @abstractmethod
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
-        """`settings` are those of the run; nothing is looked at before a method is called."""
+        """Store the settings of the run; look at nothing before a method is called."""
 
     @abstractmethod
     def problem(self) -> str | None:
         """Return None if images can be used here, else one sentence that says what to do."""
 
     def problem_of_image(self, reference: str) -> str | None:
-        """Why there is no image of this name; None also where only a start can tell."""
+        """Return why there is no image of this name; None also if only a start can tell."""
         del reference
         return None
 
     @abstractmethod
     def digests(self, references: Collection[str]) -> dict[str, str]:
-        """The digests of those images that are here; see `ImageSandbox.image_digest`.
+        """Return the digests of available images by reference; see `ImageSandbox.image_digest`.
 
         Raises `SandboxError`.
         """
 
     def warning(self) -> str | None:
-        """What makes images slow here; None if nothing does."""
+        """Return why images are slow here; None if they are not."""
         return None
 
     @abstractmethod
     def make(
         self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
     ) -> ImageSandbox:
-        """Return the sandbox of one conversation; waits until its image is there.
+        """Return the sandbox of one conversation; waits until its image is available.
 
-        Raises `ImageError` where the image is missing, damaged or cannot be used, `HostError`, and
+        Raises `ImageError` if the image is missing, damaged or cannot be used; `HostError`; and
         `SandboxError`.
         """
 
@@ -155,16 +158,16 @@ class ImageSandboxes(ABC):
 
 
 class FileState(NamedTuple):
-    """What tells a file from what it was."""
+    """The state of a file, to see whether it was changed."""
 
     kind: str
-    """As in `FileEntry`."""
+    """The kind, as in `FileEntry`."""
     size: int
     mark: str
-    """The target of a link; of a file who may execute it, and the time of its contents; of a
-    directory `UNREADABLE` where its entries are not known."""
+    """The target of a link; who may execute a file, and the time of its contents; `UNREADABLE` for
+    a directory with unknown entries."""
     changed_ns: int = 0
-    """Of a file, when it or its status was changed (ctime), which no command can set."""
+    """The ctime of a file, which no command can set, in nanoseconds; else 0."""
 
     @property
     def is_executable(self) -> bool:
@@ -173,38 +176,38 @@ class FileState(NamedTuple):
 
     @property
     def is_for_others_only(self) -> bool:
-        """Whether a file may be run, but not by its owner, whose permission git looks at."""
+        """Whether others may run a file, but not its owner. git looks at the owner only."""
         return self.mark.startswith("o")
 
     @property
     def has_odd_target(self) -> bool:
-        """Whether it is a link whose target is not UTF-8."""
+        """Whether the file is a link whose target is not UTF-8."""
         return self.kind == "link" and UNNAMED in self.mark
 
     @property
     def is_closed(self) -> bool:
-        """Whether a directory has entries that are not known."""
+        """Whether the file is a directory with unknown entries."""
         return self.kind == "dir" and self.mark == UNREADABLE
 
 
 class FileSource(Protocol):
-    """Where files are copied from."""
+    """A tree of files to copy from."""
 
     def read_all(self, top: str, paths: Sequence[str]) -> dict[str, bytes]:
-        """The contents of small files beneath a directory. Raises `ToolError`."""
+        """Return the contents of small files beneath `top`. Raises `ToolError`."""
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
-        """Up to so many bytes of a file. Raises `ToolError`."""
+        """Return at most the first `max_bytes` of a file. Raises `ToolError`."""
 
     def checksums(self, top: str, paths: Sequence[str]) -> list[str]:
-        """Of files beneath a directory, by `checksum`; empty ones of those that cannot be read."""
+        """Return the `checksum` of each file beneath `top`; "" for a file that cannot be read."""
 
 
 class ImageFiles(FileSource):
-    """See `Files`. A request waits for a command that runs."""
+    """The files in an image; see `Files`. A request waits until a running command has ended."""
 
     def __init__(self, kept: Workspace, sandbox: ImageSandbox) -> None:
-        """`kept` is where what changes in the image is. To be made in the sandbox's event loop."""
+        """`kept` stores the changes in the image. Call this in the sandbox's event loop."""
         self._kept = kept
         self._sandbox = sandbox
         self._loop = asyncio.get_running_loop()
@@ -242,7 +245,7 @@ class ImageFiles(FileSource):
         return self._wait(self.read(path, max_bytes))
 
     async def read(self, path: str, max_bytes: int) -> bytes:
-        """As `read_bytes`, in the event loop."""
+        """Do the same as `read_bytes` in the event loop."""
         pieces: list[bytes] = []
         offset = 0
         while offset < max_bytes:
@@ -275,35 +278,35 @@ class ImageFiles(FileSource):
         return self._entries("walk", path)
 
     def tree(self, path: str, *, with_git: bool = False) -> dict[str, FileState]:
-        """All beneath a directory by its path in it; directories `.git` only on demand.
+        """Return the files beneath a directory by path; those in `.git` only with `with_git`.
 
-        Names are as `exact_text` has them.
+        Names are those of `exact_text`.
         """
-        entries = self._marked("tree", path, with_git=with_git)
+        entries = self._marked_entries("tree", path, with_git=with_git)
         return {entry.path: _state(entry, mark) for entry, mark in entries}
 
     def copy_from(self, source: FileSource, top: str, states: Mapping[str, FileState]) -> None:
-        """Copy files and links beneath a directory, with whether they may be executed."""
+        """Copy files and links of `source` beneath `top`, with their permission to execute."""
         group: list[str] = []
         size = 0
         for path, state in states.items():
             if size + state.size > _PART_BYTES or len(group) == _BATCH:
-                self._put(top, {path: states[path] for path in group}, source)
+                self._copy_group(top, {path: states[path] for path in group}, source)
                 group, size = [], 0
             group.append(path)
             size += state.size
-        self._put(top, {path: states[path] for path in group}, source)
+        self._copy_group(top, {path: states[path] for path in group}, source)
 
     def read_all(self, top: str, paths: Sequence[str]) -> dict[str, bytes]:
-        """See `FileSource`; they must fit into one reply."""
+        """See `FileSource`; the contents must fit into one reply."""
         try:
             reply = self._ask(top, op="read_all", paths=paths)
         except PathError:
-            for path in paths:  # the error of one names it
+            for path in paths:  # find the path with the error, and raise one that names it
                 self.read_bytes(f"{top}/{path}", 1)
             raise
         if [number for number, _ in reply.contents] != [*range(len(paths))]:
-            raise SandboxError(_FORBIDDEN)
+            raise SandboxError(_INVALID_REPLY)
         return {paths[number]: _content(content) for number, content in reply.contents}
 
     def checksums(self, top: str, paths: Sequence[str]) -> list[str]:
@@ -313,12 +316,12 @@ class ImageFiles(FileSource):
             some = paths[len(found) : len(found) + _BATCH]
             marks = self._ask(top, op="checksums", paths=some).marks
             if not 0 < len(marks) <= len(some):
-                raise SandboxError(_FORBIDDEN)
+                raise SandboxError(_INVALID_REPLY)
             found += marks
         return found
 
-    def _put(self, top: str, states: Mapping[str, FileState], source: FileSource) -> None:
-        """Copy what fits into one request, or one large file."""
+    def _copy_group(self, top: str, states: Mapping[str, FileState], source: FileSource) -> None:
+        """Copy as many small files as fit into one request, or one large file."""
         files = [path for path, state in states.items() if state.kind == "file"]
         small = [path for path in files if states[path].size <= _PART_BYTES]
         read = source.read_all(top, small) if small else {}
@@ -339,7 +342,7 @@ class ImageFiles(FileSource):
     def contents(
         self, path: str, is_wanted: Callable[[str], bool], *literals: bytes, max_bytes: int
     ) -> Iterator[tuple[str, bytes]]:
-        """See `Files`. The server leaves out binary files and those without a literal."""
+        """See `Files`. The server leaves out binary files and files without a literal."""
         wanted = [base64.b64encode(literal).decode() for literal in literals]
         paths = (e.path for e in self.walk(path) if e.kind == "file" and is_wanted(e.path))
         while batch := list(islice(paths, _BATCH)):
@@ -354,21 +357,20 @@ class ImageFiles(FileSource):
                 )
                 for number, encoded in reply.contents:
                     if not 0 <= number < len(batch):
-                        raise SandboxError(_FORBIDDEN)
-                    content = batch[number]
-                    large = encoded is None
-                    yield (
-                        content,
-                        self.read_bytes(content, max_bytes) if large else _content(encoded),
-                    )
+                        raise SandboxError(_INVALID_REPLY)
+                    file_path = batch[number]
+                    if encoded is None:  # too large for the reply
+                        yield file_path, self.read_bytes(file_path, max_bytes)
+                    else:
+                        yield file_path, _content(encoded)
                 if not 0 < reply.seen <= len(batch):
-                    raise SandboxError(_FORBIDDEN)
+                    raise SandboxError(_INVALID_REPLY)
                 batch = batch[reply.seen :]
 
     def _entries(self, op: str, path: str) -> Iterator[FileEntry]:
-        return (entry for entry, _ in self._marked(op, path))
+        return (entry for entry, _ in self._marked_entries(op, path))
 
-    def _marked(self, op: str, path: str, **more: Any) -> Iterator[tuple[FileEntry, str]]:
+    def _marked_entries(self, op: str, path: str, **more: Any) -> Iterator[tuple[FileEntry, str]]:
         after: str | None = None
         while True:
             reply = self._ask(path, op=op, after=after, **more)
@@ -377,9 +379,9 @@ class ImageFiles(FileSource):
             if not reply.more or not reply.entries:
                 return
             name, kind, _ = reply.entries[-1]
-            last = name + "/" * (kind == "dir")
+            last = f"{name}/" if kind == "dir" else name
             if after is not None and last <= after:
-                raise SandboxError(_FORBIDDEN)
+                raise SandboxError(_INVALID_REPLY)
             after = last
 
     def _ask(self, path: str, **request: Any) -> Reply:
@@ -397,7 +399,8 @@ class ImageFiles(FileSource):
         return reply
 
     def _error(self, number: int, path: str) -> Exception:
-        """The error from inside, with the caller's path."""
+        """Return the exception for an error number from inside."""
+        # A small file system inside may be full, and files in /proc fail as broken disks do.
         if number in HOST_ERRNOS and (failed := self._disk_failure()) is not None:
             return HostError(f"workspace: {describe(failed)}")
         if number == errno.ENOENT:
@@ -411,10 +414,7 @@ class ImageFiles(FileSource):
         return PathError(f"path {path!r}: {os.strerror(number)}")
 
     def _disk_failure(self) -> int | None:
-        """What is wrong with the disk of this machine: an error inside need not be its error.
-
-        A small file system inside may be full, and files of /proc fail as broken disks do.
-        """
+        """Write a file to this machine's disk; return the error number, or None if it works."""
         try:
             with tempfile.TemporaryFile(dir=self.root) as file:
                 file.write(bytes(_PROBE_BYTES))
@@ -430,11 +430,11 @@ def _state(entry: FileEntry, mark: str) -> FileState:
     try:
         return FileState(entry.kind, entry.size_bytes, mark, int(changed_ns or 0))
     except ValueError as error:
-        raise SandboxError(_FORBIDDEN) from error
+        raise SandboxError(_INVALID_REPLY) from error
 
 
 def _content(encoded: bytes | None) -> bytes:
     try:
         return binascii.a2b_base64(encoded or b"", strict_mode=True)
     except ValueError as error:
-        raise SandboxError(_FORBIDDEN) from error
+        raise SandboxError(_INVALID_REPLY) from error

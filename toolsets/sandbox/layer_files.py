@@ -1,9 +1,8 @@
-"""The files of a workspace that is stacked layers, read from outside of its sandbox.
+"""Reads the files of a workspace of stacked layers, an overlay, from outside of its sandbox.
 
-Such a workspace is an overlay: of the layers that have a path, the uppermost one counts
-(https://docs.kernel.org/filesystems/overlayfs.html). Two workspaces above one image differ only
-where one of their own layers has something, so that comparing them takes no walk of the image.
-Nothing may run in either.
+Of the layers that have a path, the uppermost one counts
+(https://docs.kernel.org/filesystems/overlayfs.html). Two workspaces above one image differ only in
+their own layers, so a comparison does not walk the image. No command may run in them meanwhile.
 """
 
 from __future__ import annotations
@@ -22,38 +21,38 @@ from toolsets.workspace.workspace import OPAQUE
 
 _MAX_COMPARED = 20_000
 _MAX_DEPTH = 255
-"""As `inside.file_requests` has it."""
+"""The same limit as in `inside.file_requests`."""
 _GIT = ".git"
 
 
 class NotComparable(Exception):
-    """Only the sandboxes themselves can tell what these workspaces have."""
+    """The workspaces cannot be compared from outside, only through their sandboxes."""
 
 
 class Differences(NamedTuple):
-    """What two workspaces have where they may differ, by the path in the directory compared."""
+    """The files at the paths where two workspaces may differ, by path in the directory compared."""
 
     ended: dict[str, FileState]
     begun: dict[str, FileState]
     files: LayerFiles
-    """The files of the first one."""
+    """The files of the first workspace."""
     before: LayerFiles
-    """The files of the second one."""
+    """The files of the second workspace."""
 
 
-class _Found(NamedTuple):
-    """What a workspace has at a path."""
+class _Entry(NamedTuple):
+    """A file or directory of a workspace."""
 
     state: FileState
     layers: tuple[str, ...]
-    """Of a directory, those that are merged; of a file, its own path."""
+    """The directories that are merged; for a file, its own path."""
 
 
 def differences(ended: Sequence[Path], begun: Sequence[Path], top: str) -> Differences:
-    """Compare a directory of two workspaces, each given by its layers, the uppermost first.
+    """Compare a directory of two workspaces, each given by its layers, uppermost first.
 
-    What is in directories called `.git` is left out. Raises `NotComparable`, also where the sandbox
-    itself could not read something, which it then does not have.
+    Leaves out the contents of directories called `.git`. Raises `NotComparable`, also if the
+    sandbox itself could not read a file.
     """
     try:
         sides = [_directory(layers, top) for layers in (ended, begun)]
@@ -70,7 +69,7 @@ class _Comparison:
         self._left = _MAX_COMPARED
 
     def compare(self, ended: tuple[str, ...], begun: tuple[str, ...], before: str) -> None:
-        """Add what differs in a directory, which has these layers on each side."""
+        """Add the differences in a directory, given by its layers on each side."""
         shared = 0
         while shared < min(len(ended), len(begun)) and ended[-1 - shared] == begun[-1 - shared]:
             shared += 1
@@ -84,13 +83,13 @@ class _Comparison:
                 raise NotComparable(f"{name!r} is not UTF-8")
             path = before + name
             layers = []
-            for side, of_side, files in (
+            for side, states, files in (
                 (ended, self.result.ended, self.result.files),
                 (begun, self.result.begun, self.result.before),
             ):
-                found = _found(side, name)
+                found = _find(side, name)
                 if found is not None:
-                    of_side[path] = found.state
+                    states[path] = found.state
                 layers.append(found.layers if found and found.state.kind == "dir" else ())
                 if found is not None and found.state.kind == "file":
                     files.paths[path] = found.layers[0]
@@ -99,12 +98,12 @@ class _Comparison:
 
 
 class LayerFiles(FileSource):
-    """Files of a workspace by their paths in a directory of it."""
+    """Files of a workspace, by path in one of its directories."""
 
     def __init__(self, top: str) -> None:
         self._top = top
         self.paths: dict[str, str] = {}
-        """Where each file is out here."""
+        """The path of each file on this machine."""
 
     def read_all(self, top: str, paths: Sequence[str]) -> dict[str, bytes]:
         """See `FileSource`."""
@@ -113,7 +112,7 @@ class LayerFiles(FileSource):
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """See `FileSource`."""
         try:
-            with self._opened(path.removeprefix(f"{self._top}/")) as file:
+            with self._open(path.removeprefix(f"{self._top}/")) as file:
                 return file.read(max_bytes)
         except OSError as error:
             raise SandboxError(f"{path}: {error.strerror}") from error
@@ -124,30 +123,30 @@ class LayerFiles(FileSource):
         found = []
         for path in paths:
             try:
-                with self._opened(path) as file:
+                with self._open(path) as file:
                     found.append(checksum(file))
             except OSError:
                 found.append("")
         return found
 
-    def _opened(self, path: str) -> BinaryIO:
+    def _open(self, path: str) -> BinaryIO:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.fdopen(os.open(self.paths[path], flags), "rb")
 
 
 def _directory(layers: Sequence[Path], path: str) -> tuple[str, ...]:
-    """The layers that are merged at a directory. Raises `NotComparable`, and `OSError`."""
+    """Return the layers that are merged at a directory. Raises `NotComparable` and `OSError`."""
     at = tuple(map(str, layers))
     for name in filter(None, path.split("/")):
-        found = _found(at, name)
+        found = _find(at, name)
         if found is None or found.state.kind != "dir":
             raise NotComparable(f"{path} is not a directory")
         at = found.layers
     return at
 
 
-def _found(directories: Sequence[str], name: str) -> _Found | None:
-    """What directories that are merged have under a name; None where that is nothing."""
+def _find(directories: Sequence[str], name: str) -> _Entry | None:
+    """Return the file or directory of that name in merged directories; None without one."""
     first: FileState | None = None
     merged: list[str] = []
     for directory in directories:
@@ -157,10 +156,10 @@ def _found(directories: Sequence[str], name: str) -> _Found | None:
         except FileNotFoundError:
             continue
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-            break  # a mark: it was removed here
+            break  # a whiteout: the name was removed in this layer
         if not stat.S_ISDIR(status.st_mode):
             if first is None:
-                return _Found(_state(path, status), (path,))
+                return _Entry(_state(path, status), (path,))
             break
         if status.st_mode & 0o500 != 0o500:
             raise NotComparable(f"{name!r} cannot be read")
@@ -171,11 +170,11 @@ def _found(directories: Sequence[str], name: str) -> _Found | None:
             if opaque != b"y":
                 raise NotComparable(f"{name!r} is marked as {opaque!r}")
             break
-    return None if first is None else _Found(first, tuple(merged))
+    return None if first is None else _Entry(first, tuple(merged))
 
 
 def _state(path: str, status: os.stat_result) -> FileState:
-    """As `inside.file_requests` says it of a file."""
+    """Return the state of a file as `inside.file_requests` does."""
     if stat.S_ISREG(status.st_mode):
         if not status.st_mode & 0o400:
             raise NotComparable(f"{path} cannot be read")

@@ -1,4 +1,4 @@
-"""Commands run as plain processes of this machine, only where that was chosen by name."""
+"""Runs commands as plain processes of this machine, only if that was chosen by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from toolsets.sandbox.served import ServedSandbox
 class LocalSandbox(ServedSandbox):
     """Runs commands without isolation, in a cleared environment and under resource limits.
 
-    A command can read and write all that this user can, use the network, see the processes of
-    this user and read their environment. When the sandbox is stopped and when this process dies,
-    every process that it started is killed, on Linux also those that started a session of their
-    own; unless a command killed the server that sees to it. /tmp is the machine's.
+    A command can read and write all files of this user, use the network, see the processes of this
+    user and read their environment. When the sandbox is stopped or this process dies, its server
+    kills every process that it started; on Linux also those in a session of their own. This fails
+    only if a command has killed the server. /tmp is the machine's.
     """
 
     name = "local"

@@ -1,4 +1,4 @@
-"""The programs that run inside a sandbox, as one text, and the Python that runs them."""
+"""Builds the programs that run inside a sandbox as one text each, and finds the Python for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolsets.sandbox.base import SandboxError
-from toolsets.sandbox.inside.boot import BOOT, framed
+from toolsets.sandbox.inside.boot import BOOT, make_frame
 
 _HOST = "/.host"
 _PT_INTERP = 3
@@ -37,7 +37,10 @@ main()
 
 @cache
 def program(main: str) -> str:
-    """The source of a program that runs `main` of that module, and has the others to import."""
+    """Return the source of a program that runs `main` of a module in `inside`.
+
+    It can import the other modules there.
+    """
     parents = [_PACKAGE.rsplit(".", dots)[0] for dots in range(_PACKAGE.count(".") + 1)]
     sources = dict.fromkeys(parents, "")
     for path in (Path(__file__).parent / "inside").glob("*.py"):
@@ -54,39 +57,40 @@ class Command(NamedTuple):
 
 
 def forwarding(terms: Mapping[str, Any], *, in_image: bool) -> Command:
-    """The command that starts another one and forwards its connections; see `inside.forward`.
+    """Return the command that starts another one and forwards its connections.
 
-    In an image it needs the mounts of `inside_python`.
+    See `inside.forward`. In an image the command needs the mounts of `inside_python`.
     """
-    text = framed(program("forward")) + framed(json.dumps(terms))
+    text = make_frame(program("forward")) + make_frame(json.dumps(terms))
     python = inside_python().command if in_image else ("python3",)
     return Command([*python, "-I", "-S", "-c", BOOT, "0"], text)
 
 
 def python_prefix() -> Path:
-    """Return where the running Python is installed, also when this is a virtual environment."""
+    """Return where the running Python is installed, even in a virtual environment."""
     return Path(sys.base_prefix)
 
 
 def python_bin() -> Path:
-    """Return the directory that holds that Python's `python3`."""
+    """Return the directory with the running Python's `python3`."""
     return python_prefix() / "bin"
 
 
 class InsidePython(NamedTuple):
-    """The Python of this machine in a container, which need not have one."""
+    """The command and the mounts that run this machine's Python in a container."""
 
     command: tuple[str, ...]
-    """How to start it, by its own loader and with its own libraries."""
+    """The command that starts Python, by its own loader and with its own libraries."""
     mounts: tuple[tuple[str, str], ...]
-    """Directories of this machine, and where the container needs them."""
+    """Directories of this machine, each with its path in the container."""
 
 
 @cache
 def inside_python() -> InsidePython:
-    """How a container runs this Python: its image may have another C library, or none."""
+    """Return how to run this machine's Python in a container."""
+    # With its own libraries: the image may have another C library, or none.
     prefix, binary = python_prefix().resolve(), Path(sys.executable).resolve()
-    loader = _loader_of(binary).resolve()
+    loader = _find_loader(binary).resolve()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     loaded = {Path(line.split(maxsplit=5)[5]).parent for line in maps if ".so" in line}
     libraries = {place for place in loaded if place.is_relative_to("/usr")}
@@ -99,8 +103,8 @@ def inside_python() -> InsidePython:
     return InsidePython(command, tuple(mounts))
 
 
-def _loader_of(binary: Path) -> Path:
-    """The loader that an ELF program of 64 bits names."""
+def _find_loader(binary: Path) -> Path:
+    """Return the loader that a 64-bit ELF program names."""
     raw = binary.read_bytes()
     start, size, count = (
         *struct.unpack_from("<Q", raw, 32),

@@ -1,8 +1,8 @@
-"""A sandbox that is kept for a whole task: what all kinds of it have in common.
+"""The base of all sandboxes that last for a whole task.
 
 A program of ours runs inside (`toolsets.sandbox.inside`) and holds the task's shell and
-interpreter. A sandbox that breaks its rules, is silent past a call's deadline, or whose caller is
-cancelled, is ended as a whole; the next call starts another, and says so.
+interpreter. The whole sandbox is ended if it breaks the protocol, does not answer by a call's
+deadline, or the caller is cancelled. The next call starts another sandbox and says so.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from toolsets.sandbox.base import (
     SessionKind,
 )
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
-from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
+from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decode_output
 from toolsets.sandbox.fork_servers import FORK_SERVERS, SandboxTemplate
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
 from toolsets.workspace.workspace import Workspace
 
 _REPLY_GRACE_S = 10.0
-"""For what the server does when the time is up; longer than all its own graces together."""
+"""Time for the server's reply after a call's time limit; longer than all graces of the server."""
 _FILES_TIMEOUT_S = 60.0
-# What shells, C programs and Python say of it. Others say the first of a lock or a socket, and a
-# command can print anything, so it only gives cause to count.
-_SAID = re.compile(r"Resource temporarily unavailable|can't start new thread|Cannot fork")
-_NEARLY = 0.9
-"""Some may have ended since."""
+# EAGAIN from fork() as shells, C programs and Python print it. Any program can print the same, so a
+# match only makes us count processes.
+_FORK_REFUSED = re.compile(r"Resource temporarily unavailable|can't start new thread|Cannot fork")
+_FULL_SHARE = 0.9
+"""Share of the process limit that counts as reached: some processes may have ended since."""
 _MAX_CODE_CHARS = 8 << 20
-_MAPPED = 4
-"""How many times the memory that it may use an installed program may map: runtimes with garbage
-collectors map far more than they use. The sum of what is used is limited all the same."""
+_MAP_FACTOR = 4
+"""An installed program may map so many times the memory that it may use."""
+# Runtimes with garbage collectors map far more than they use. Their use is limited all the same.
 
 Result = TypeVar("Result")
 
@@ -77,26 +77,27 @@ class ServedSandbox(Sandbox):
         self._extras = extras
         self._lock = asyncio.Lock()
         self._channel: Channel | None = None
-        self._taught: Channel | None = None
+        self._kernel_channel: Channel | None = None
         """The channel whose server has the program of the interpreter."""
         self._is_stopped = False
         self._uses_fork_servers = False
         self._calls = 0
-        self._opened: set[SessionKind] = set()
-        self._held: set[SessionKind] = set()
+        self._known_sessions: set[SessionKind] = set()
+        self._open_sessions: set[SessionKind] = set()
         self._lost: dict[SessionKind, str] = {}
+        """Sessions whose state is lost, with the reason; the next call of a session removes it."""
 
     @abstractmethod
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
-        """How to start `argv` in the sandbox, with its standard input and output for the server.
+        """Return how to start `argv` in the sandbox; the server uses its standard input and output.
 
-        `argv` starts `python3` of this machine. The process that is started ends when what it
-        started has ended, and takes that with it when it is killed. What is put on `stack` is kept
-        until the server has answered.
+        `argv` starts `python3` of this machine. The launched process must end when its children
+        have ended, and must end them when it is killed. Resources that `launch` puts on `stack`
+        are released when the server has answered.
         """
 
     def template(self) -> SandboxTemplate | None:
-        """How to have the sandbox forked; None for a kind that can only be launched."""
+        """Return what a fork server needs; None for a kind of sandbox that can only be launched."""
         return None
 
     @property
@@ -111,26 +112,29 @@ class ServedSandbox(Sandbox):
 
     @property
     def keeps_its_size(self) -> bool:
-        """Whether the size at the first start does not count: it is that of an image."""
+        """Whether the size at the first start does not count, because it is the image's."""
         return False
 
     @property
     def entrypoint(self) -> tuple[str, ...]:
-        """What is started before the first command, and runs beside all."""
+        """The command line that starts before the first command and runs beside all commands."""
         return ()
 
     @property
     def measured(self) -> str:
-        """The path inside of what counts as the workspace's size."""
+        """The directory, as seen inside, whose size counts as the size of the workspace."""
         return self.home
 
     @property
     def max_processes(self) -> int | None:
-        """The limit on processes that the sandbox is to set for itself, where that works."""
+        """The limit on processes that the server sets inside the sandbox; None: it sets none."""
         return None
 
     def group(self) -> Group | None:
-        """The control group that limits what the sandbox does not limit itself."""
+        """Make the control group for limits that the sandbox itself does not set.
+
+        Returns None if the sandbox sets all limits, or if no group can be made.
+        """
         if self.limits_itself:
             return None
         processes = None if self.max_processes else self._limits.processes
@@ -201,26 +205,26 @@ class ServedSandbox(Sandbox):
         read: Callable[[Reply, float], Result],
         session: SessionKind | None = None,
     ) -> Result:
-        """Make a request of the server, and `read` its reply and how long it took."""
+        """Ask the server; return what `read` makes of the reply and of its duration in seconds."""
         timeout_s = self._limits.command_timeout_s(asked_s)
         async with self._lock:
             begun = time.monotonic()
-            channel = await self._started()
+            channel = await self._start()
             self._calls += 1
-            if session == "python" and self.has_own_python and self._taught is not channel:
-                self._taught = channel
+            if session == "python" and self.has_own_python and self._kernel_channel is not channel:
+                self._kernel_channel = channel
                 request["program"] = program("kernel")
             request |= {"id": self._calls, "timeout_s": timeout_s}
-            before = self._refusals(channel)
+            before = self._count_refusals(channel)
             try:
                 try:
                     reply = await channel.ask(request, timeout_s + _REPLY_GRACE_S)
                 except (Gone, TimeoutError):
-                    self._look_into(channel, before)
+                    self._check_refusals(channel, before)
                     raise
-                self._look_into(channel, before)
+                self._check_refusals(channel, before)
                 if reply.stopped == "memory":
-                    raise Gone(self._took_too_much())
+                    raise Gone(self._out_of_memory())
                 if reply.refused == errno.EAGAIN:
                     if not self._is_at_its_limit(channel, reply):
                         raise HostError(f"cannot start a command: {describe(errno.EAGAIN)}")
@@ -237,26 +241,26 @@ class ServedSandbox(Sandbox):
                     f"the sandbox {why}, with all that ran in it; the next call starts a new one"
                 ) from error
             except asyncio.CancelledError:
-                # The command must not run on, and what it was is known only inside.
+                # The command must not run on, and only the server inside knows its processes.
                 await self._discard("was ended with a call that was cut off")
                 raise
 
-    def _refusals(self, channel: Channel) -> int:
-        """How often the system has refused processes or memory, here and in the sandbox."""
+    def _count_refusals(self, channel: Channel) -> int:
+        """Count refused processes and memory, here and in the sandbox."""
         return refusals_here() + (channel.group.refusals() if channel.group is not None else 0)
 
-    def _look_into(self, channel: Channel, before: int) -> None:
-        """Where something was refused during a call, find whose limit it was.
+    def _check_refusals(self, channel: Channel, before: int) -> None:
+        """Find whose limit it was, if the system refused processes or memory during a call.
 
-        Raises `Gone` where a task has used up its memory, and `HostError`: what commands made of a
-        refusal by other limits is not a result.
+        Raises `Gone` if the task has used up its memory, and `HostError` for limits of the machine.
         """
-        if self._refusals(channel) == before:
+        if self._count_refusals(channel) == before:
             return
         group = channel.group
         if group is not None and group.was_out_of_memory():
-            raise Gone(self._took_too_much())
+            raise Gone(self._out_of_memory())
         if group is None or not group.was_full():
+            # The output of a command that met such a refusal is no result.
             raise HostError(
                 "processes or memory were refused during a call, by the limits of this machine or "
                 "container; raise them (pids, memory), or run fewer conversations at a time "
@@ -264,24 +268,24 @@ class ServedSandbox(Sandbox):
             )
 
     def _is_at_its_limit(self, channel: Channel, reply: Reply) -> bool:
-        """Whether it was the task's own limit on processes that refused one."""
+        """Whether the task's own limit on processes refused a process, and not the machine's."""
         if channel.group is not None and channel.group.was_full():
             return True
-        # Some may have ended since; a machine that is full leaves a task far fewer.
+        # Some processes may have ended since. A full machine leaves a task far fewer.
         return reply.processes >= 0.75 * self._limits.processes
 
-    def _took_too_much(self) -> str:
+    def _out_of_memory(self) -> str:
         return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
 
     async def _discard(self, why: str, besides: SessionKind | None = None) -> None:
-        """End the sandbox, and remember for each session why it is lost."""
+        """End the sandbox; remember for each session, except `besides`, why its state is lost."""
         channel, self._channel = self._channel, None
-        self._lost |= dict.fromkeys(self._held - {besides}, f"the sandbox {why}")
-        self._held.clear()
+        self._lost |= dict.fromkeys(self._open_sessions - {besides}, f"the sandbox {why}")
+        self._open_sessions.clear()
         if channel is not None:
             await channel.close()
 
-    async def _started(self) -> Channel:
+    async def _start(self) -> Channel:
         if self._is_stopped:
             raise SandboxError("the sandbox of this task was stopped")
         if self._channel is not None:
@@ -291,9 +295,8 @@ class ServedSandbox(Sandbox):
         rlimits = {
             "RLIMIT_CORE": 0,
             "RLIMIT_FSIZE": limits.file_mb << 20,
-            # The data segment, not the address space, of which some runtimes reserve far more
-            # than they use.
-            "RLIMIT_DATA": limits.memory_mb * (1 if self._extras is None else _MAPPED) << 20,
+            # Limits the data segment: some runtimes reserve far more address space than they use.
+            "RLIMIT_DATA": limits.memory_mb * (1 if self._extras is None else _MAP_FACTOR) << 20,
         }
         if self.max_processes is not None:
             rlimits["RLIMIT_NPROC"] = self.max_processes
@@ -312,12 +315,12 @@ class ServedSandbox(Sandbox):
         is_limited = self.limits_itself or (group is not None and group.limits_memory)
         terms["memory_mb"] = 0 if is_limited else limits.memory_mb
         try:
-            begun = await self._forked(terms, group) or await self._launched(terms, group)
+            begun = await self._fork(terms, group) or await self._launch(terms, group)
         except BaseException as error:
             if group is not None:
                 await group.close()
             if isinstance(error, SandboxError) and not (self._calls or self.is_continued):
-                # Nothing of the task has run in it, so this is the machine's failure, not its own.
+                # No command of the task has run yet, so the machine failed and not the task.
                 raise HostError(str(error)) from error
             raise
         self._channel, reply = begun
@@ -325,10 +328,10 @@ class ServedSandbox(Sandbox):
             self._workspace.keep_baseline(reply.size)
         return self._channel
 
-    async def _forked(
+    async def _fork(
         self, terms: Mapping[str, Any], group: Group | None
     ) -> tuple[Channel, Reply] | None:
-        """A sandbox from a fork server; None where there is none for this kind."""
+        """Start the sandbox by a fork server; None if there is none for this kind of sandbox."""
         if (template := self.template()) is None:
             return None
         if not self._uses_fork_servers:
@@ -337,9 +340,7 @@ class ServedSandbox(Sandbox):
         servers = FORK_SERVERS.shared()
         return await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
 
-    async def _launched(
-        self, terms: Mapping[str, Any], group: Group | None
-    ) -> tuple[Channel, Reply]:
+    async def _launch(self, terms: Mapping[str, Any], group: Group | None) -> tuple[Channel, Reply]:
         channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
             channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
@@ -349,14 +350,18 @@ class ServedSandbox(Sandbox):
         if reply.refused is not None:
             raise _refusal(reply.refused)
         out, err = (
-            decoded(output, self._limits.output_bytes) for output in (reply.stdout, reply.stderr)
+            decode_output(output, self._limits.output_bytes)
+            for output in (reply.stdout, reply.stderr)
         )
-        is_first = session is not None and session not in self._opened
+        is_first = session is not None and session not in self._known_sessions
         lost = None
         if session is not None:
-            self._opened.add(session)
+            self._known_sessions.add(session)
             lost = self._lost.pop(session, None)
-            (self._held.discard if reply.ended else self._held.add)(session)
+            if reply.ended:
+                self._open_sessions.discard(session)
+            else:
+                self._open_sessions.add(session)
         return ExecResult(
             exit_code=reply.exit_code,
             stdout=output_text(*out),
@@ -396,15 +401,15 @@ def _refusal(number: int) -> Exception:
 
 def _is_user_full(*outputs: str) -> bool:
     """Whether a command says that it got no process, and this user really is at its limit."""
-    if not any(map(_SAID.search, outputs)):
+    if not any(map(_FORK_REFUSED.search, outputs)):
         return False
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit == resource.RLIM_INFINITY or os.getuid() == 0:  # the limit does not hold root
         return False
-    return _tasks_of(os.getuid()) >= _NEARLY * limit
+    return _count_tasks(os.getuid()) >= _FULL_SHARE * limit
 
 
-def _tasks_of(user: int) -> int:
+def _count_tasks(user: int) -> int:
     total = 0
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The encodings of the web, by the labels that pages and servers give them.
+"""Decodes pages by the encodings of the web, which pages and servers name by labels.
 
-The table is that of the Encoding Standard (WHATWG), as far as Python has a codec for it. No other
-codec of Python ever decodes a page: some of them take hours for a few megabytes.
+The table is that of the Encoding Standard (WHATWG), as far as Python has codecs. Other codecs of
+Python never decode a page: some of them take hours for a few megabytes.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ _LABELS: Mapping[str, str] = {
         csunicode iso-10646-ucs-2 ucs-2 unicode unicodefeff utf-16 utf-16le
     """,
 }
-"""The labels of each encoding, by the name that Python has for it."""
+"""The labels of each encoding, by the name of Python's codec."""
 
 _CODECS = {label: codec for codec, labels in _LABELS.items() for label in labels.split()}
 
 _MORE_LABELS = {"latin-1": "cp1252", "utf_8": "utf-8"}
-"""Labels that the standard lacks and that servers state."""
+"""Labels that servers use although the standard lacks them."""
 
 _MARKS = {
     codecs.BOM_UTF8: "utf-8",
@@ -148,21 +148,21 @@ _MARK = "\ufeff"
 
 
 def codec_of(label: str) -> str | None:
-    """Python's codec for an encoding of the web; None if the web has none of that name."""
+    """Return Python's codec for a label of the web; None for an unknown label."""
     label = label.strip("\t\n\f\r ").lower()
     return _CODECS.get(label) or _MORE_LABELS.get(label)
 
 
 def marked_codec(content: bytes) -> str | None:
-    """The codec that a byte order mark at the beginning says, None without one."""
+    """Return the codec that a byte order mark at the beginning names; None without one."""
     return next((codec for mark, codec in _MARKS.items() if content.startswith(mark)), None)
 
 
-def decoded(content: bytes, label: str | None) -> str:
-    """The text of a page, without its byte order mark; `label` is the stated encoding, or None.
+def decode_page(content: bytes, label: str | None) -> str:
+    """Return the text of a page, without its byte order mark.
 
-    A byte order mark wins over what is stated. Content that is not of its encoding but is UTF-8
-    is read as that. Bytes that mean nothing become U+FFFD.
+    `label` is the stated encoding, or None. A byte order mark overrides it. Content that does not
+    fit its encoding but is UTF-8 is read as UTF-8. Invalid bytes become U+FFFD.
     """
     if (codec := marked_codec(content)) is not None:
         return content.decode(codec, "replace").removeprefix(_MARK)

@@ -14,9 +14,9 @@ from yarl import URL
 
 from batch_trajectories.basics.errors import ToolError, machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
-from toolsets.net.guard import Guard, checked
+from toolsets.net.guard import Guard, check_url
 from toolsets.net.web_settings import WebSettings
-from toolsets.web.charsets import codec_of, decoded, marked_codec
+from toolsets.web.charsets import codec_of, decode_page, marked_codec
 
 MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -32,9 +32,9 @@ class Download(NamedTuple):
     """A downloaded page."""
 
     url: str
-    """Its address after redirects."""
+    """The address after redirects."""
     content_type: str
-    """Lower case, without parameters; "" if the server did not state it."""
+    """The type in lower case, without parameters; "" if the server did not state it."""
     charset: str | None
     body: bytes
 
@@ -46,7 +46,7 @@ class _Refused(OSError):
 async def download(
     url: str, settings: WebSettings, *, resolver: AbstractResolver | None = None
 ) -> Download:
-    """Get a page, following up to `MAX_REDIRECTS` redirects.
+    """Download a page; follow up to `MAX_REDIRECTS` redirects.
 
     A `Guard` checks every address when a socket connects to it; neither redirects nor DNS changes
     get around it. No proxy is used. `resolver` None: the system resolves names. Raises `ToolError`
@@ -54,7 +54,7 @@ async def download(
     """
     guard = Guard(settings.allow)
     cookies = aiohttp.CookieJar()
-    here = checked(url)
+    here = check_url(url)
     try:
         async with asyncio.timeout(settings.timeout_s):
             for _ in range(MAX_REDIRECTS + 1):
@@ -70,7 +70,7 @@ async def download(
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The decompressed body. Raises `ToolError` as soon as it is longer than `max_bytes`."""
+    """Return the decompressed body. Raises `ToolError` as soon as it exceeds `max_bytes`."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
@@ -80,7 +80,10 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 def request_error(error: aiohttp.ClientError, url: str) -> Exception:
-    """The exception to raise for a failed request: failures of this machine unchanged."""
+    """Return the exception to raise for a failed request.
+
+    A failure of this machine is returned unchanged.
+    """
     if machine_failure(error) is not None:
         return error
     match error:
@@ -106,7 +109,7 @@ async def _get(
     cookies: aiohttp.CookieJar,
     resolver: AbstractResolver | None,
 ) -> Download | URL:
-    """One request: the page, or where it redirects to."""
+    """Make one request; return the page, or the address that it redirects to."""
 
     def open_socket(info: Any) -> socket.socket:
         family, kind, protocol, _, address = info
@@ -145,7 +148,7 @@ def _redirected(url: URL, location: str) -> URL:
         target = url.join(URL(location))
     except ValueError:
         raise ToolError(f"{url}: redirects to an invalid URL") from None
-    return checked(str(target))
+    return check_url(str(target))
 
 
 _HTML = frozenset({"text/html", "application/xhtml+xml"})
@@ -165,14 +168,14 @@ _TEXT = frozenset(
     }
 )
 _UNKNOWN = frozenset({"", "application/octet-stream", "binary/octet-stream"})
-"""Types that servers also state for text whose type they do not know."""
+"""Types that servers state if they do not know the type; the body may be text."""
 
 _PROBE_BYTES = 8192
 _MAX_MARKDOWN_CHARS = 2 * 1024 * 1024
-"""Longer HTML becomes plain text: finding its main part takes seconds per million characters."""
+"""Longer HTML becomes plain text, as finding its main part takes seconds per million characters."""
 
 _MAX_ELEMENTS = 30_000
-"""A page of more becomes plain text, too: finding its main part takes minutes."""
+"""A page with more elements becomes plain text, as finding its main part takes minutes."""
 
 _LOOKS_LIKE_HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)\b", re.I)
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset=[\"']?([\w-]{1,40})", re.I)
@@ -193,11 +196,11 @@ _MORE_BLOCKS = (
     "section",
     "summary",
 )
-"""Elements that end a line and are newer than lxml's list."""
+"""Elements that end a line but are missing in lxml's older list."""
 
 
 class Page(NamedTuple):
-    """A page as the model sees it."""
+    """A page as title and text for the model."""
 
     title: str
     text: str
@@ -218,7 +221,7 @@ def refuse_unreadable(url: str, content_type: str) -> None:
 
 
 def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> Page:
-    """Extract the text of a downloaded page. Takes up to seconds: not for the event loop.
+    """Extract the text of a downloaded page. Takes up to seconds: call it in a thread.
 
     `charset` is the one that the server stated, or None. Raises `ToolError` for binary content.
     """
@@ -229,13 +232,13 @@ def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> 
     if charset is None and is_html and (declared := _META_CHARSET.search(body, 0, 2048)):
         charset = declared[1].decode("ascii", "replace")
         if codec_of(charset) in _CODECS_WITH_ZEROS:
-            charset = "utf-8"  # whoever could read the declaration did not read UTF-16
+            charset = "utf-8"  # the declaration could be read, so the page is not in UTF-16
     codec = marked_codec(body) or codec_of(charset or "")
     has_zeros = b"\0" in body[:_PROBE_BYTES] and codec not in _CODECS_WITH_ZEROS
     if has_zeros or body.startswith(b"%PDF-"):
         stated = content_type or "of no stated type"
         raise ToolError(f"{url}: its content is binary ({stated}), which cannot be read as text")
-    text = decoded(body, charset)
+    text = decode_page(body, charset)
     if not is_html:
         return Page("", valid_utf8(text))
     return _from_html(url, text)
@@ -245,7 +248,7 @@ def _from_html(url: str, html: str) -> Page:
     import lxml.html
     import trafilatura
 
-    # Its messages about unusual pages are of no use in the log of a run.
+    # trafilatura's messages about unusual pages are of no use in the log of a run.
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
     # We encode, or the parser would guess an encoding or believe a wrong declaration.
     parser = lxml.html.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
@@ -263,7 +266,7 @@ def _from_html(url: str, html: str) -> Page:
 
 
 def _plain_text(tree: Any) -> str:
-    """All text that a browser would show, line by line."""
+    """Return all text that a browser would show, line by line."""
     from lxml.html import defs
 
     for element in list(tree.iter(*_INVISIBLE)):

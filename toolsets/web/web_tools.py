@@ -22,9 +22,9 @@ from batch_trajectories.basics.errors import ToolError, install
 from batch_trajectories.basics.process import locked
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
+from toolsets.function_threads import in_thread
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.tool import ToolResult, tool
-from toolsets.toolbox import in_thread
 from toolsets.web.http import read_body, request_error
 
 _SHARDS = 16
@@ -33,21 +33,20 @@ _TEMPORARY = ".tmp"
 
 
 class WebCache:
-    """JSON values by key. It blocks on the disk: do not call it in the event loop.
+    """JSON values by key on disk. It blocks: do not call it in the event loop.
 
     Several processes may use one directory. The first one to store a key wins; the others get its
-    value. Temporary files that a crash left are removed by the next store in their shard. Entries
-    are not synced: one that a power loss damaged is unreadable, counts as missing and is stored
-    again.
+    value. The next store in a shard removes temporary files that a crash left there. Entries are
+    not synced: an entry that a power loss damaged counts as missing and is stored again.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        """The directory, of at most `max_bytes`, is created when something is stored."""
+        """The directory is created by the first store; it holds at most `max_bytes`."""
         self._directory = directory
         self._max_shard_bytes = max_bytes // _SHARDS
 
     def get(self, key: str) -> Any | None:
-        """The value of `key`; None if there is none."""
+        """Return the value of `key`; None if there is none."""
         try:
             entry = orjson.loads(self._path(key).read_bytes())
         except (FileNotFoundError, orjson.JSONDecodeError):
@@ -83,7 +82,7 @@ class WebCache:
         return self._directory / digest[0] / digest
 
     def _make_room(self, shard: Path, max_bytes: int) -> None:
-        """Remove the oldest entries of a locked shard until no more than `max_bytes` are left.
+        """Remove the oldest entries of a locked shard until it has at most `max_bytes`.
 
         Temporary files are removed, too: the holder of the lock has none yet.
         """
@@ -108,7 +107,7 @@ _MAX_CHARS = 80_000
 
 
 def web_problem() -> str | None:
-    """Why the web tools cannot work here, and what to install; None if they can."""
+    """Return why the web tools cannot work here, and what to install; None if they work."""
     if all(find_spec(package) is not None for package in _PACKAGES):
         return None
     return f"it needs further packages: {install('web')}"
@@ -126,7 +125,7 @@ async def web_search(
         raise ToolError("query is blank")
     settings = context.web or WebSettings()
     key = f"search {settings.provider} {max_results} {query}"
-    return list(await _cached(settings, key, lambda: search(query, max_results, settings)))
+    return list(await _get_cached(settings, key, lambda: search(query, max_results, settings)))
 
 
 @tool(effects="none")
@@ -143,7 +142,7 @@ async def web_fetch(
     A long page is shown in part, with a note on how to read on.
     """
     settings = context.web or WebSettings()
-    page = await _page(url, settings)
+    page = await _get_page(url, settings)
     text = page["text"]
     if offset and offset >= len(text):
         raise ToolError(f"the text has only {len(text)} characters")
@@ -156,9 +155,9 @@ async def web_fetch(
     return ToolResult("\n".join(lines), details=details)
 
 
-async def _page(url: str, settings: WebSettings) -> Any:
-    """The page at `url`: url, type, title and text."""
-    from toolsets.net.guard import checked
+async def _get_page(url: str, settings: WebSettings) -> Any:
+    """Return the page at `url`: url, type, title and text."""
+    from toolsets.net.guard import check_url
     from toolsets.web.http import download, read_page
 
     async def fetch() -> dict[str, str]:
@@ -166,21 +165,23 @@ async def _page(url: str, settings: WebSettings) -> Any:
         page = await in_thread(partial(read_page, got.url, got.content_type, got.charset, got.body))
         return {"url": got.url, "type": got.content_type, "title": page.title, "text": page.text}
 
-    return await _cached(settings, f"GET {checked(url)}", fetch)
+    return await _get_cached(settings, f"GET {check_url(url)}", fetch)
 
 
-async def _cached(settings: WebSettings, key: str, get: Callable[[], Awaitable[Any]]) -> Any:
-    """The value of `key` in the cache; else what `get` gives, which is stored unless it is empty.
+async def _get_cached(settings: WebSettings, key: str, get: Callable[[], Awaitable[Any]]) -> Any:
+    """Return the value of `key` in the cache, or else get it and store it.
 
-    A search without results is more often a failure of the provider than a fact about the web.
+    An empty value is not stored: a search without results is usually a failure of the provider.
     """
     if settings.cache_dir is None:
         return await get()
     cache = WebCache(settings.cache_dir, settings.cache_bytes)
     if (cached := await asyncio.to_thread(cache.get, key)) is not None:
         return cached
+    if not (value := await get()):
+        return value
     # Another process may have stored the key meanwhile: then its value counts.
-    return await asyncio.to_thread(cache.put, key, value) if (value := await get()) else value
+    return await asyncio.to_thread(cache.put, key, value)
 
 
 _MAX_SNIPPET_CHARS = 1000
@@ -196,11 +197,11 @@ class SearchResult(TypedDict):
 
 
 Provider = Callable[[str, int, WebSettings], Awaitable[list[SearchResult]]]
-"""Called with a query and a maximum number of results; raises `ToolError`."""
+"""Searches for a query with a maximum number of results; raises `ToolError`."""
 
 
 async def search(query: str, max_results: int, settings: WebSettings) -> list[SearchResult]:
-    """Ask the provider that `settings` name. Raises `ToolError` with a message for the model."""
+    """Search with the provider in `settings`. Raises `ToolError` with a message for the model."""
     try:
         async with asyncio.timeout(settings.timeout_s):
             results = await PROVIDERS[settings.provider](query, max_results, settings)
@@ -219,7 +220,7 @@ def _ask_ddgs(query: str, max_results: int) -> list[SearchResult]:
     from ddgs import DDGS
     from ddgs.exceptions import DDGSException
 
-    # Both log each query and address.
+    # These packages log each query and address.
     for name in ("ddgs", "primp"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
@@ -262,11 +263,11 @@ async def _brave(query: str, max_results: int, settings: WebSettings) -> list[Se
 PROVIDERS: Mapping[str, Provider] = MappingProxyType(
     {"brave": _brave, "ddgs": _ddgs, "tavily": _tavily}
 )
-"""The providers by the names of `KEY_VARIABLES`."""
+"""The search functions by the names in `KEY_VARIABLES`."""
 
 
 async def _ask(settings: WebSettings, method: str, url: str, **request: Any) -> Any:
-    """A provider's JSON answer. Redirects are not followed: no other host may see the key."""
+    """Return a provider's JSON answer. Redirects are refused: no other host may see the key."""
     name = settings.provider
     try:
         async with (
@@ -304,7 +305,7 @@ def _key(settings: WebSettings) -> str:
 
 
 def _results(rows: Any, *, title: str, url: str, snippet: str) -> list[SearchResult]:
-    """The results of a provider in our form, without those that have no address."""
+    """Return a provider's results in our form, without results that have no address."""
     return [
         SearchResult(
             title=_text(row.get(title)), url=_text(row[url]), snippet=_text(row.get(snippet))

@@ -1,4 +1,4 @@
-"""The files of a conversation, wherever they are: what file tools, rows and checks use."""
+"""The interface to the files of a conversation, for file tools, rows and checks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from toolsets.workspace.workspace import FileEntry
 class Files(Protocol):
     """Files in a directory of this machine (`Workspace`), or in an image (`ImageFiles`).
 
-    Methods may wait, so they are called in a thread. All raise `PathError` for paths that cannot be
-    used, and `HostError`.
+    Methods may block, so they are called in a thread. They raise `PathError` for paths that cannot
+    be used, and `HostError`.
     """
 
     root: Path
-    """What is kept of the conversation on this machine: its files, or what changed in its image."""
+    """The directory of this machine with the conversation's files, or its changes of an image."""
     start_dir: str
     """The working directory of new shells and interpreters, relative to the workspace."""
 
     @property
     def home(self) -> str:
-        """The path of the workspace that the model sees, where no sandbox says another."""
+        """The workspace's path for the model, if there is no sandbox."""
 
     def make(self) -> None:
         """Create `root` unless it exists."""
@@ -33,7 +33,7 @@ class Files(Protocol):
         """Refuse all further access."""
 
     def remove(self) -> None:
-        """Remove all that is kept."""
+        """Remove all files, or all changes of the image."""
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """Return the first `max_bytes` of a regular file."""
@@ -52,10 +52,10 @@ class Files(Protocol):
     ) -> Iterator[tuple[str, bytes]]:
         """Yield the wanted files beneath a directory with the first `max_bytes` of each.
 
-        Files that have none of the bytes `literals` may be left out.
+        Files with none of the bytes `literals` may be left out.
         """
 
 
 def is_named(path: str, pattern: str) -> bool:
-    """Whether a path matches a pattern; without a slash, the pattern is for the file name alone."""
+    """Whether a path matches a pattern; a pattern without a slash is for the file name alone."""
     return fnmatchcase(path if "/" in pattern else path.rpartition("/")[2], pattern)

@@ -1,8 +1,9 @@
-"""Packs the files of a workspace into one file that is named by its content, and unpacks them.
+"""Packs the files of a workspace into one file that is named by its content, and unpacks it.
 
-Equal workspaces are one file. Names, contents, modes and links are kept, and what a layer above an
-image marks as removed (https://docs.kernel.org/filesystems/overlayfs.html#whiteouts-and-opaque-\
-directories); owners, times, pipes, sockets and devices are not.
+Equal workspaces give the same file. It keeps names, contents, modes and links, and the marks of
+removed files in a layer above an image
+(https://docs.kernel.org/filesystems/overlayfs.html#whiteouts-and-opaque-directories), but not
+owners, times, pipes, sockets and devices.
 """
 
 from __future__ import annotations
@@ -19,22 +20,21 @@ from pathlib import Path
 
 from toolsets.workspace.workspace import OPAQUE, TEMPORARY
 
-_IN_HEADER = f"SCHILY.xattr.{OPAQUE}"
-"""How tar writes an attribute of a file."""
+_OPAQUE_HEADER = f"SCHILY.xattr.{OPAQUE}"
+"""The key of the opaque mark in a header of tar."""
 
 
 class TooLarge(Exception):
-    """A workspace has more bytes than are kept."""
+    """A workspace has more bytes than the limit."""
 
 
 def pack(root: Path, store: Path, *, max_bytes: int, without: Collection[str] = ()) -> str:
-    """Pack the files below `root` into `store`; returns the name of the file there.
+    """Pack the files below `root` into `store`; return the name of the new file.
 
-    Files and directories at its top are left out that have a name in `without`.
-
-    The name is the SHA-256 of its content. Raises `TooLarge` where files have more than `max_bytes`
-    in all, and `OSError`. A file in `store` is whole and survives a power loss; it is written
-    beside `root`, where the next start removes what a crash leaves.
+    The name is the SHA-256 of its content. Files and directories at the top whose names are in
+    `without` are left out. Raises `OSError`, and `TooLarge` if the files have more than `max_bytes`
+    together. A file in `store` is complete and survives a power loss. It is written beside `root`
+    first; the next start removes what a crash left there.
     """
     store.mkdir(mode=0o700, exist_ok=True)
     left = max_bytes
@@ -47,7 +47,7 @@ def pack(root: Path, store: Path, *, max_bytes: int, without: Collection[str] = 
                 tarfile.open(fileobj=zip, mode="w|", format=tarfile.PAX_FORMAT) as tar,
             ):
                 for path, status in _entries(root, without):
-                    entry = _entry_of(path, os.fsdecode(path.relative_to(root)), status)
+                    entry = _make_entry(path, os.fsdecode(path.relative_to(root)), status)
                     if entry is None:
                         continue
                     left -= entry.size
@@ -77,8 +77,7 @@ def pack(root: Path, store: Path, *, max_bytes: int, without: Collection[str] = 
 def unpack(store: Path, name: str, root: Path) -> None:
     """Unpack a file of `pack` into the empty or absent directory `root`.
 
-    Raises `OSError` and `tarfile.TarError`, also for a file that was changed or would write
-    elsewhere.
+    Raises `OSError` and `tarfile.TarError`, also if the file was changed or would write elsewhere.
     """
     with (store / name).open("rb") as packed:
         if file_digest(packed, "sha256").hexdigest() != name:
@@ -87,17 +86,17 @@ def unpack(store: Path, name: str, root: Path) -> None:
     base = root.resolve()
     modes: list[tuple[Path, int]] = []
     with tarfile.open(store / name, "r:gz") as tar:
-        # Links may lead anywhere, as they did; only what is written is checked, below.
+        # Links may lead anywhere, as before; the paths that are written are checked below.
         tar.extraction_filter = lambda entry, path: entry
         for entry in tar:
             path = base / entry.name
-            if ".." in path.parts or not _is_new_in(base, path):
+            if ".." in path.parts or not _is_free(base, path):
                 raise tarfile.ExtractError(f"{store / name}: {entry.name!r} is outside of it")
             if entry.ischr():
                 os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
                 continue
             tar.extract(entry, base, set_attrs=False)
-            if (mark := entry.pax_headers.get(_IN_HEADER)) is not None:
+            if (mark := entry.pax_headers.get(_OPAQUE_HEADER)) is not None:
                 os.setxattr(path, OPAQUE, mark.encode())
             if not entry.issym():
                 modes.append((path, entry.mode))
@@ -105,31 +104,31 @@ def unpack(store: Path, name: str, root: Path) -> None:
         path.chmod(mode)
 
 
-def _is_new_in(base: Path, path: Path) -> bool:
+def _is_free(base: Path, path: Path) -> bool:
     return path.parent.resolve().is_relative_to(base) and not os.path.lexists(path)
 
 
-def _entry_of(path: Path, name: str, status: os.stat_result) -> tarfile.TarInfo | None:
-    """How a file is described in the tar; None where it is not kept."""
+def _make_entry(path: Path, name: str, status: os.stat_result) -> tarfile.TarInfo | None:
+    """Return the header of a file for the tar; None if the file is left out."""
     entry = tarfile.TarInfo(name)
     entry.mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISDIR(status.st_mode):
         entry.type = tarfile.DIRTYPE
-        with contextlib.suppress(OSError):  # most have none, and not all file systems have any
-            entry.pax_headers = {_IN_HEADER: os.getxattr(path, OPAQUE).decode()}
+        with contextlib.suppress(OSError):  # usually there is no mark
+            entry.pax_headers = {_OPAQUE_HEADER: os.getxattr(path, OPAQUE).decode()}
     elif stat.S_ISLNK(status.st_mode):
         entry.type, entry.linkname = tarfile.SYMTYPE, str(path.readlink())
     elif stat.S_ISREG(status.st_mode):
         entry.size = status.st_size
     elif stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(0, 0):
-        entry.type = tarfile.CHRTYPE  # a layer does not have this file of its image
+        entry.type = tarfile.CHRTYPE  # a whiteout: the layer removes this file of its image
     else:
         return None
     return entry
 
 
 def _entries(root: Path, without: Collection[str] = ()) -> Iterator[tuple[Path, os.stat_result]]:
-    """All below `root`, each directory before what is in it, by name."""
+    """Yield everything below `root`, sorted by name, each directory before its files."""
     with os.scandir(root) as found:
         entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
     for entry in entries:

@@ -11,7 +11,8 @@ from pathlib import Path
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTEMPTS = 20
 _MAX_PASSES = 1_000_000
-"""More than any depth that commands reach; a limit in case a process keeps adding files."""
+"""More passes than any tree that commands make needs; a limit in case a process keeps adding
+files."""
 
 
 def remove_tree(root: Path) -> None:
@@ -56,8 +57,8 @@ def _remove_entry(parent: int, name: bytes) -> None:
 def _empty(top: int) -> None:
     """Remove everything in an open directory.
 
-    Subdirectories of its subdirectories are moved up into `top`: a tree of any depth takes three
-    open directories and no recursion.
+    Moves nested directories up into `top`, so a tree of any depth takes three open directories and
+    no recursion.
     """
     for _ in range(_MAX_PASSES):
         names = _names(top)
@@ -65,15 +66,15 @@ def _empty(top: int) -> None:
             return
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                if not _removed(top, name):
-                    _lift(top, name)
+                if not _try_remove(top, name):
+                    _move_up(top, name)
 
 
-def _lift(top: int, name: bytes) -> None:
+def _move_up(top: int, name: bytes) -> None:
     middle = _open(top, name)
     try:
         for inner in _names(middle):
-            if not _removed(middle, inner):
+            if not _try_remove(middle, inner):
                 # Moving a directory changes its "..", which needs write permission for it.
                 os.close(_open(middle, inner))
                 fresh = b".lifted-" + secrets.token_hex(8).encode()
@@ -83,8 +84,8 @@ def _lift(top: int, name: bytes) -> None:
     os.rmdir(name, dir_fd=top)
 
 
-def _removed(parent: int, name: bytes) -> bool:
-    """Remove a file or an empty directory; False for one that is not empty, or not yet ours."""
+def _try_remove(parent: int, name: bytes) -> bool:
+    """Remove a file or an empty directory; return False if that is not possible yet."""
     try:
         os.unlink(name, dir_fd=parent)
     except (IsADirectoryError, PermissionError):

@@ -1,7 +1,8 @@
 """The files of one task; no path leads outside their directory.
 
 Every path is walked name by name from an open directory, and the kernel never follows a symlink:
-the file that was checked is the file that is used, even while a command changes the tree.
+the file that was checked is the file that is used, even while a command changes the tree. Files are
+not synced: a workspace does not outlive its machine.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ class PathError(ToolError):
     """A path that cannot be used in the workspace."""
 
     def __init__(self, message: str, *, is_missing: bool = False) -> None:
-        """`is_missing`: there is nothing at a path inside an image."""
+        """`is_missing`: a path inside an image does not exist."""
         super().__init__(message)
         self.is_missing = is_missing
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One name in the workspace."""
+    """A file or directory in the workspace."""
 
     path: str
-    """Relative to the workspace."""
+    """The path relative to the workspace."""
     kind: Kind
     size_bytes: int
 
 
 OPAQUE = "user.overlay.opaque"
-"""The attribute of a directory of an overlay that hides the one below it."""
+"""The attribute of an overlay's directory that hides the directory below it."""
 
 HOME = "/workspace"
-"""The path of a workspace in sandboxes, where an image says no other."""
+"""The path of a workspace in sandboxes, unless an image has its own."""
 
 
 class Workspace:
@@ -79,7 +80,7 @@ class Workspace:
 
     @property
     def home(self) -> str:
-        """The path of the workspace that the model sees, where no sandbox says another."""
+        """The workspace's path for the model, if there is no sandbox."""
         return self.aliases[0] if self.aliases else str(self.root)
 
     def make(self) -> None:
@@ -97,14 +98,14 @@ class Workspace:
             ) from error
 
     def baseline(self) -> int | None:
-        """The size of what an image had at the start, in bytes; None before that is known."""
+        """Return the size in bytes of an image's files at the start; None until it is known."""
         try:
             return int((self.root / _BASELINE).read_text(encoding="ascii"))
         except (FileNotFoundError, ValueError):
             return None
 
     def keep_baseline(self, size: int) -> None:
-        """Keep the size at the start, for sandboxes that continue."""
+        """Store the size at the start in bytes, for sandboxes that continue."""
         (self.root / _BASELINE).write_text(str(size), encoding="ascii")
 
     def close(self) -> None:
@@ -112,7 +113,7 @@ class Workspace:
         self._closed = True
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory and everything in it."""
         remove_tree(self.root)
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
@@ -134,8 +135,7 @@ class Workspace:
         """Write `data` into a regular file, creating it and its parents as needed.
 
         If this process dies, the file has the old or the new content, never a part. It is not
-        synced: a workspace does not outlive the machine. The file is replaced, not changed: other
-        hard links to it, inside or outside, keep the old content.
+        synced. The file is replaced, not changed: other hard links to it keep the old content.
         """
         with _Walk(self, path) as walk:
             name, mode = walk.to_writable()
@@ -164,7 +164,7 @@ class Workspace:
         """Yield every entry beneath a directory, sorted by path, without following symlinks.
 
         Directories that vanish, cannot be opened or are too deep yield nothing. The path of a file
-        yields that file.
+        yields one entry.
         """
         with _Walk(self, path) as walk:
             last = walk.to_file_or_directory()
@@ -189,7 +189,7 @@ class Workspace:
     ) -> Iterator[tuple[str, bytes]]:
         """Yield the wanted files beneath a directory with the first `max_bytes` of each.
 
-        Files that have none of the bytes `literals` may be left out; here, none are.
+        Ignores `literals`; see `Files`.
         """
         for entry in self.walk_files(path):
             if is_wanted(entry):
@@ -199,7 +199,7 @@ class Workspace:
 
     @cached_property
     def prefixes(self) -> tuple[list[str], ...]:
-        """The absolute paths of the workspace, each as its names."""
+        """The absolute paths of the workspace, each as a list of names."""
         known = [*self.aliases, str(self.root), os.path.realpath(self.root)]
         # Longest first: the real root may be beneath a directory with the name of an alias.
         return tuple(sorted((_names(prefix) for prefix in known), key=len, reverse=True))
@@ -208,7 +208,7 @@ class Workspace:
 class _Walk:
     """Walks from the root to one file or directory, one name at a time.
 
-    Only the current directory is open. A step up walks again from the root along real
+    Only the current directory is open. For a step up it walks again from the root along real
     directories, so a directory that was moved outside leads nowhere.
     """
 
@@ -231,12 +231,12 @@ class _Walk:
         os.close(self.directory)
 
     def to_directory(self, *, follow: bool = True) -> None:
-        """Walk all the way, to a directory."""
+        """Walk all the way to a directory."""
         while self._pending:
             self._step(self._pending.pop(), make=False, follow=follow)
 
     def open_file(self) -> int:
-        """Walk all the way, to a regular file, and return it opened for reading."""
+        """Walk all the way to a regular file; return its descriptor, open for reading."""
         while True:
             name = self._to_parent(make=False)
             try:
@@ -267,7 +267,7 @@ class _Walk:
                 raise self._not_regular(status.st_mode)
 
     def to_file_or_directory(self) -> FileEntry | None:
-        """Walk all the way; return the entry if it is a file, None at a directory."""
+        """Walk all the way; return the entry of a file, or None at a directory."""
         while self._pending:
             name = self._pending[0] if len(self._pending) == 1 else ""
             status = self._status(name) if name not in ("", "..") else None
@@ -326,7 +326,7 @@ class _Walk:
         return True
 
     def _inside(self, path: str) -> list[str]:
-        """Return the names to walk, last first; those below the root if `path` is absolute."""
+        """Return the names to walk, last first; an absolute path must be below the root."""
         names = _names(path)
         if path.startswith("/"):
             for prefix in self._workspace.prefixes:
@@ -410,7 +410,7 @@ def _readable_errors(path: str) -> Iterator[None]:
 
 
 def _readable(error: OSError, path: str) -> PathError:
-    """Describe an error with the path that the model gave, without paths of this machine."""
+    """Describe an error with the model's path, without paths of this machine."""
     if error.errno in HOST_ERRNOS:
         raise HostError(f"workspace: {describe(error.errno)}") from error
     if error.errno == errno.ENOENT:

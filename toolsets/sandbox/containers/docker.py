@@ -1,8 +1,9 @@
-"""Commands run in a container of their own, from an image that the run or the row names.
+"""Runs commands in a container of their own, from an image that the run or the row names.
 
 The engine, Docker or Podman, is asked through its command line. A container around a directory of
 this machine is removed when its sandbox stops; its image needs `python3`. A container whose own
-files are the workspace is kept, stopped, until its conversation has ended.
+files are the workspace is kept, stopped, until its conversation has ended. `remove_containers`
+removes containers that a crash left.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.containers.engine import (
     RUN_LABEL,
     ask_engine,
-    config_of,
     docker_problem,
     engine_environment,
     engine_program,
     engine_warning,
+    error_text,
+    find_config,
     image_config,
     image_digests,
     run_program,
-    words_of,
 )
 from toolsets.sandbox.image_files import ImageSandbox, ImageSandboxes
 from toolsets.sandbox.inside.boot import BOOT
@@ -54,52 +55,52 @@ from toolsets.workspace.workspace import HOME, Workspace
 # Containers that a run has left, found by their names and removed.
 #
 # A container that is kept for its conversation has the name `bt-RUN-WORKSPACE`, one around a
-# directory `bt-RUN-WORKSPACE.RANDOM`: that is of use to none but the process that started it.
+# directory `bt-RUN-WORKSPACE.RANDOM`, of which only the process that started it makes use.
 
 log = logging.getLogger(__name__)
 
 _ENDED = (b"exited", b"stopped", b"dead")
 _END_TIMEOUT_S = 10.0
-"""For a monitor to end after its container; it takes some milliseconds."""
+"""Seconds for a monitor to end after its container; usually it takes milliseconds."""
 _UNNAMED = "<none>"
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
 def run_label(run_dir: Path) -> str:
-    """The name of a run among the containers of this machine."""
+    """Return the name of a run, unique on this machine, for its containers."""
     return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
 
 
 def plain_name(name: str) -> str:
-    """The name of a workspace as part of the name of a container or an image."""
+    """Return a workspace's name in the characters of a container's or image's name."""
     return re.sub("[^A-Za-z0-9_-]", "-", name)
 
 
 def name_around(workspace: Path) -> str:
-    """A name for a container around a workspace, which lies in `workspaces/` of its run."""
+    """Return a new name for a container around a workspace in `workspaces/` of its run."""
     run = run_label(workspace.parent.parent)
     return f"bt-{run}-{plain_name(workspace.name)}.{secrets.token_hex(4)}"
 
 
 def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
-    """Remove containers of a run that nobody uses; return how many there were.
+    """Remove containers of a run that nobody uses; return their number.
 
-    Those are the ones whose workspaces are gone, and ended ones around directories. Images of their
-    files go with them, as those do that a killed `commit` left without a name. Raises
+    Nobody uses a container whose workspace was removed, or an ended one around a directory. Images
+    of their files are removed, too, and images without a name that a killed `commit` left. Raises
     `SandboxError`.
     """
     engine, workspaces = settings.engine, run_dir / "workspaces"
     if not workspaces.is_dir() or shutil.which(engine) is None:
         return 0
     prefix = f"bt-{run_label(run_dir)}-"
-    # Podman lists what a killed `create` has left half made only where it is asked to.
+    # Podman lists containers that a killed `create` left half made only with --external.
     half_made = ("--external",) if engine == "podman" else ()
     listed = ("--filter", f"name={prefix}", "--format", "{{.Names}} {{.State}}")
     done = ask_engine(engine, ["ps", "--all", *half_made, *listed])
     if done.returncode != 0:
-        raise SandboxError(f"sandbox {engine}: ps: {words_of(done)}")
+        raise SandboxError(f"sandbox {engine}: ps: {error_text(done)}")
     paths = {plain_name(path.name) for path in workspaces.iterdir()}
-    for id in _half_made(engine, run_label(run_dir)) if engine == "podman" else ():
+    for id in _list_half_made(engine, run_label(run_dir)) if engine == "podman" else ():
         ask_engine(engine, ["rmi", "--force", id])
     count = 0
     for line in done.stdout.splitlines():
@@ -112,9 +113,9 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
         ask_engine(engine, ["rm", "--force", "--volumes", name])
         if not is_around:
             ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
-    for id, name in _images(engine, run_label(run_dir)):
+    for id, name in _list_images(engine, run_label(run_dir)):
         if name == _UNNAMED:
-            ask_engine(engine, ["rmi", id])  # where nothing is made of it
+            ask_engine(engine, ["rmi", id])  # fails if other images are made of it
         elif name.startswith(prefix) and name.removeprefix(prefix) not in paths:
             ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
     if engine == "podman":
@@ -122,23 +123,21 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
     return count
 
 
-def _images(engine: str, run: str) -> list[tuple[str, str]]:
-    """The id and the name of each image that was made of a container of a run."""
+def _list_images(engine: str, run: str) -> list[tuple[str, str]]:
+    """Return the id and the name of each image that was made of a container of a run."""
     by_label = ("--filter", f"label={RUN_LABEL}={run}", "--format", "{{.ID}} {{.Repository}}")
     done = ask_engine(engine, ["images", *by_label])
     if done.returncode != 0:
-        log.warning("images of the run are not removed: %s images: %s", engine, words_of(done))
+        log.warning("images of the run are not removed: %s images: %s", engine, error_text(done))
     listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
     return [(id, name.removeprefix("localhost/")) for id, _, name in listed]
 
 
-def _half_made(engine: str, run: str) -> list[str]:
-    """Images without a manifest whose configuration has the label of a run.
-
-    Where a killed `commit` has left one, Podman can list no image, and remove none by name. Only
-    the files of Podman's storage tell of them. That of the configuration is written before the
-    manifest; what has neither could be anybody's.
-    """
+def _list_half_made(engine: str, run: str) -> list[str]:
+    """Return images without a manifest whose configuration has the label of a run."""
+    # After a killed `commit`, Podman can list no image, and remove none by name. Only the files of
+    # its storage show such an image. Its configuration is written before its manifest; an image
+    # with neither could belong to anybody.
     place = ask_engine(
         engine, ["info", "--format", "{{.Store.GraphRoot}}/{{.Store.GraphDriverName}}"]
     )
@@ -149,13 +148,13 @@ def _half_made(engine: str, run: str) -> list[str]:
             if image.get("names") or "manifest" in image.get("big-data-names", ()):
                 continue
             name = base64.b64encode(f"sha256:{image['id']}".encode()).decode()
-            if _run_of(directory / image["id"] / f"={name}") == run:
+            if _read_run_label(directory / image["id"] / f"={name}") == run:
                 collected.append(image["id"])
     return collected
 
 
-def _run_of(configuration: Path) -> str | None:
-    """The run that an image's configuration names."""
+def _read_run_label(configuration: Path) -> str | None:
+    """Return the run that an image's configuration names; None if it names none."""
     try:
         described = orjson.loads(configuration.read_bytes())
         return str(described["config"]["Labels"][RUN_LABEL])
@@ -164,44 +163,46 @@ def _run_of(configuration: Path) -> str | None:
 
 
 def _end_forgotten(settings: SandboxSettings, prefix: str) -> int:
-    """End containers of a run that Podman has forgotten while they live; return how many.
-
-    A removal that was killed has noted that the container is being stopped, and the next one takes
-    that for stopped. What is left are its processes and `conmon`, which watches them.
-    """
-    monitors = _monitors(prefix)
+    """End living containers of a run that Podman no longer knows; return their number."""
+    # A killed removal has noted that the container is being stopped, and the next removal believes
+    # that it was. Its processes are left, and `conmon`, which watches them.
+    monitors = _find_monitors(prefix)
     try:
         if not monitors:
             return 0
-        # Asked after the monitors were found, so that it knows each of a container that it has.
+        # Ask after the monitors were found: so each container that Podman knows is in the list.
         done = ask_engine(settings.engine, ["ps", "--all", "--no-trunc", "--format", "{{.ID}}"])
         found = ask_engine(settings.engine, ["info", "--format", "{{.Host.OCIRuntime.Path}}"])
         runtime = shutil.which(settings.runtime or found.stdout.decode().strip())
         if done.returncode != 0 or found.returncode != 0 or runtime is None:
-            raise SandboxError(f"sandbox {settings.engine}: {words_of(done)}")
+            raise SandboxError(f"sandbox {settings.engine}: {error_text(done)}")
         known = set(done.stdout.decode().split())
-        return sum(_end(runtime, id, handle) for id, handle in monitors if id not in known)
+        return sum(
+            _end_container(runtime, id, handle) for id, handle in monitors if id not in known
+        )
     finally:
         for _, handle in monitors:
             os.close(handle)
 
 
-def _monitors(prefix: str) -> list[tuple[str, int]]:
-    """The id of each container whose name begins so and is watched by `conmon`, and its handle.
+def _find_monitors(prefix: str) -> list[tuple[str, int]]:
+    """Return the id of each container watched by a `conmon`, and a handle of that `conmon`.
 
-    Only processes of this user outside of all sandboxes count: others can call themselves anything.
+    Only containers whose names begin with `prefix`.
     """
+    # Only processes of this user outside of all sandboxes: others can call themselves anything.
     collected = []
     own = _namespaces("self")
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is another's
+        # The process may have ended, or belong to another user.
+        with contextlib.suppress(OSError, ValueError, IndexError):
             if path.stat().st_uid != os.geteuid():
                 continue
             if not (path / "cmdline").read_bytes().partition(b"\0")[0].endswith(b"conmon"):
                 continue
             handle = os.pidfd_open(int(path.name))
             try:
-                # Read while the handle is open: until it ends the number is that process's own.
+                # Read after opening the handle: if that process still lives, these are its files.
                 program = (path / "exe").readlink().name
                 argv = (path / "cmdline").read_bytes().decode().split("\0")
                 id, name = (argv[argv.index(option) + 1] for option in ("-c", "-n"))
@@ -216,17 +217,17 @@ def _monitors(prefix: str) -> list[tuple[str, int]]:
 
 
 def _namespaces(process: str) -> list[str]:
-    """The namespaces of a process in which sandboxes differ."""
+    """Return the namespaces of a process in which sandboxes differ."""
     spaces = Path(f"/proc/{process}/ns")
     return [str((spaces / kind).readlink()) for kind in ("pid", "mnt", "user")]
 
 
-def _end(runtime: str, id: str, monitor: int) -> bool:
-    """End a container by its runtime, which knows its processes; `conmon` ends when they have."""
+def _end_container(runtime: str, id: str, monitor: int) -> bool:
+    """End a container by its runtime; return False if its `conmon` still runs then."""
     done = run_program([runtime, "delete", "--force", id], runtime, _END_TIMEOUT_S)
     if _has_ended(monitor, _END_TIMEOUT_S):
         return True
-    log.warning("container %s lives, and podman does not know it: %s", id[:12], words_of(done))
+    log.warning("container %s lives, and podman does not know it: %s", id[:12], error_text(done))
     return False
 
 
@@ -237,20 +238,22 @@ def _has_ended(handle: int, within_s: float) -> bool:
 
 
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
-_IN_USE = (b" is already in use by ", b" is in use: ")
-"""What engines say of a container's name; the second Podman says of one that it half removed."""
-_ENDS_AT_ONCE = ("--stop-timeout", "0")
-"""Its first process does not hear SIGTERM, so a removal would wait ten seconds for nothing; when it
-is killed meanwhile, Podman removes the container the next time without ending it."""
+_NAME_IN_USE = (b" is already in use by ", b" is in use: ")
+"""Error messages of engines for a name in use. Podman's second one is for a half-removed
+container."""
+_NO_STOP_TIMEOUT = ("--stop-timeout", "0")
+"""Kill the container at once when it is removed."""
+# The first process does not hear SIGTERM, so a removal would wait ten seconds. If that removal is
+# killed meanwhile, Podman removes the container the next time without ending it.
 _DEFAULTS = {"LANG": "C.UTF-8", "TERM": "dumb", "MPLBACKEND": "Agg"}
 
 
 class DockerSandbox(ServedSandbox):
     """Runs a task's commands in one container around the workspace.
 
-    The container has no network unless that is allowed, no capabilities, limited memory and
-    processes, and is removed when it is stopped or this process dies: its server ends with its
-    standard input. Commands run as the user of this process, so that the workspace stays theirs.
+    The container has no network unless it is allowed, no capabilities, and limited memory and
+    processes. It is removed when it is stopped or this process dies, because its server ends with
+    its standard input. Commands run as the user of this process, who owns the workspace.
     """
 
     name = "docker"
@@ -273,7 +276,7 @@ class DockerSandbox(ServedSandbox):
         settings: SandboxSettings,
         extras: Extras | None = None,
     ) -> DockerSandbox:
-        """See `Sandbox`. Whether the engine has the image shows when it starts."""
+        """See `Sandbox`. If the engine lacks the image, the start of the sandbox fails."""
         if settings.image is None:
             raise SandboxError("sandbox docker: no image was named")
         return DockerSandbox(
@@ -292,7 +295,7 @@ class DockerSandbox(ServedSandbox):
         image: str,
         extras: Extras | None = None,
     ) -> None:
-        """`image` is one that the engine has; it is not pulled."""
+        """`image` must be one that the engine has; it is not pulled."""
         super().__init__(workspace, limits, extras)
         self._settings = settings
         self._engine = settings.engine
@@ -301,7 +304,7 @@ class DockerSandbox(ServedSandbox):
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
         program = engine_program(self._engine)
-        options = ["run", "--rm", "--interactive", "--init", "--pull", "never", *_ENDS_AT_ONCE]
+        options = ["run", "--rm", "--interactive", "--init", "--pull", "never", *_NO_STOP_TIMEOUT]
         options += ["--name", name_around(self._workspace.root)]
         options += [*self._common_options(self._limits.network), "--cap-drop", "ALL"]
         options += [
@@ -328,7 +331,7 @@ class DockerSandbox(ServedSandbox):
 
     def _common_options(self, network: bool) -> list[str]:
         limits, runtime = self._limits, self._settings.runtime
-        # An engine refuses more than the machine has.
+        # An engine refuses a limit above the number of CPUs of the machine.
         cpus = None if limits.cpus is None else min(limits.cpus, os.cpu_count() or 1)
         return [
             *(() if runtime is None else ("--runtime", runtime)),
@@ -345,18 +348,18 @@ class DockerSandbox(ServedSandbox):
         ]
 
     def _mounts(self) -> list[str]:
-        """What of this machine the container sees, read-only."""
+        """Return the options that mount files of this machine read-only."""
         binds = {} if self._extras is None else self._extras.binds
         return [item for at, path in binds.items() for item in ("--volume", f"{path}:{at}:ro")]
 
 
 def _launch(argv: list[str]) -> Launch:
-    # Podman does not tell the container that its input has ended where it read a reset.
+    # If Podman reads a reset, it does not tell the container that its input has ended.
     return Launch(argv=argv, env=engine_environment(), cwd="/", reads_to_its_end=True)
 
 
 class EngineImages(ImageSandboxes):
-    """See `ImageSandboxes`: images that the engine has."""
+    """Sandboxes in images that the engine has; see `ImageSandboxes`."""
 
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
         self._settings = settings
@@ -371,12 +374,13 @@ class EngineImages(ImageSandboxes):
         from toolsets.images.names import full_name  # few runs have images
 
         engine = self._settings.engine
-        if len(references) > 1:  # a list of all images is long where there are many
-            with suppress(SandboxError):  # Podman has none where a killed `commit` left half of one
+        if len(references) > 1:  # for one, a list of all images would take longer
+            # Podman cannot list images if a killed `commit` left half of one.
+            with suppress(SandboxError):
                 known = image_digests(engine)
                 by_name = {reference: known.get(full_name(reference)) for reference in references}
                 return {reference: digest for reference, digest in by_name.items() if digest}
-        found = {reference: config_of(engine, reference) for reference in references}
+        found = {reference: find_config(engine, reference) for reference in references}
         return {reference: one[1] for reference, one in found.items() if one is not None}
 
     def warning(self) -> str | None:
@@ -409,16 +413,16 @@ class EngineImages(ImageSandboxes):
 class DockerImageSandbox(DockerSandbox, ImageSandbox):
     """Runs a task's commands in a container whose own files are the workspace.
 
-    Commands run as the image's user; root has the capabilities that package managers need, others
-    have none. The server runs in the Python of this machine, which the container sees read-only, so
-    the image needs none.
+    Commands run as the image's user. Root has the capabilities that package managers need; other
+    users have none. The server runs in the Python of this machine, which the container sees
+    read-only, so the image needs none.
     """
 
     has_own_python = True
     """Cells run in the image's Python, with the packages that the image has."""
     is_continued = False
     keeps_its_size = True
-    """What the image has in the workspace does not count."""
+    """Files of the image in the workspace do not count."""
     user_home = None
 
     def __init__(
@@ -433,7 +437,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         digest: str,
         extras: Extras | None = None,
     ) -> None:
-        """`run` names the run among all on this machine; `config` and `digest` are the image's.
+        """`run` is the run's label; `config` and `digest` are the image's.
 
         HOME is that of the image's user, whatever `extras` say.
         """
@@ -457,9 +461,10 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         return self._state() is not None or self._has_files()
 
     def make(self) -> None:
-        """Create the container, unless there is one.
+        """Create the container, unless it exists.
 
-        One with other options, as a check may have, is created from an image of its files.
+        If it has other options, as for a check, commit its files to an image and create it from
+        that.
         """
         self._workspace.make()
         options = self._options()
@@ -467,7 +472,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         state = self._state()
         self.is_continued = state is not None
         if state is not None and state["Config"]["Labels"].get(f"{RUN_LABEL}.options") == digest:
-            if state["State"]["Running"]:  # by a process that was killed a moment ago
+            if state["State"]["Running"]:  # the process that started it was killed a moment ago
                 self._ask("kill", self._container, fails=True)
                 self._ask("wait", self._container, fails=True)
             return
@@ -487,7 +492,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
             "never",
             "--name",
             self._container,
-            *_ENDS_AT_ONCE,
+            *_NO_STOP_TIMEOUT,
             *named,
             *options,
             "--entrypoint",
@@ -496,8 +501,8 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
             *argv[1:],
         )
         done = ask_engine(self._engine, create)
-        if done.returncode != 0 and any(said in done.stderr for said in _IN_USE):
-            # A kill has left half a container, which the engine does not show.
+        if done.returncode != 0 and any(message in done.stderr for message in _NAME_IN_USE):
+            # A kill has left half a container, which the engine does not list.
             self._ask("rm", "--force", "--volumes", self._container)
             done = ask_engine(self._engine, create)
         self._check("create", done)
@@ -515,18 +520,18 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
 
     @property
     def can_change_all(self) -> bool:
-        """See `ImageSandbox`; who else the image calls its root only the engine knows."""
+        """See `ImageSandbox`. Only the users 0 and `root` count as root."""
         user = self._spec.user or str(self._config.get("User") or "")
         return user.partition(":")[0] in ("", "0", "root")
 
     @property
     def _files(self) -> str:
-        """The image of its files, while it gets other options, and from then on."""
+        """The name of the image with the container's files, made when its options change."""
         return f"localhost/{self._container}:files"
 
     def _has_files(self) -> bool:
-        """Whether there is that image: a kill may have left it without a container."""
-        return config_of(self._engine, self._files) is not None
+        """Whether the image with the container's files exists."""
+        return find_config(self._engine, self._files) is not None
 
     def _options(self) -> list[str]:
         known = {str(item).partition("=")[0] for item in self._config.get("Env") or ()}
@@ -535,18 +540,18 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         )
         options = self._common_options(self._spec.network or self._limits.network)
         options += ["--cap-drop", "ALL", "--shm-size", f"{self._limits.tmp_mb}m"]
-        # Podman gives added ones to any user, as ambient capabilities.
+        # Only for root: Podman gives added capabilities to any user, as ambient ones.
         for capability in _CAPABILITIES if self.can_change_all else ():
             options += ["--cap-add", capability]
         if self._spec.user is not None:
             options += ["--user", self._spec.user]
         for name, text in env.items():
             options += ["--env", f"{name}={text}"]
-        # The server goes to the workspace, which commands may have removed when it starts again.
+        # The server enters the workspace itself: commands may have removed it before a new start.
         return [*options, "--workdir", "/"]
 
     def _mounts(self) -> list[str]:
-        """See `DockerSandbox`; also the Python that the server runs in."""
+        """See `DockerSandbox`; includes the Python that the server runs in."""
         mounts = {at: path for path, at in inside_python().mounts}
         if self._extras is not None:
             mounts |= self._extras.binds
@@ -559,11 +564,11 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         return orjson.loads(done.stdout)[0]
 
     def _ask(self, *arguments: str, fails: bool = False) -> None:
-        """Ask the engine; raises `SandboxError` with its words unless it may fail."""
+        """Run a command of the engine; raise `SandboxError` if it fails, unless `fails`."""
         done = ask_engine(self._engine, arguments)
         if not fails:
             self._check(arguments[0], done)
 
     def _check(self, command: str, done: CompletedProcess[bytes]) -> None:
         if done.returncode != 0:
-            raise SandboxError(f"sandbox {self._engine}: {command}: {words_of(done)}")
+            raise SandboxError(f"sandbox {self._engine}: {command}: {error_text(done)}")

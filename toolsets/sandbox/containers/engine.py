@@ -1,4 +1,4 @@
-"""Docker or Podman, asked through its command line: images and containers."""
+"""Asks Docker or Podman for images and containers through its command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolsets.images.names import ImageError
 from toolsets.sandbox.base import Pull, SandboxError
 
 RUN_LABEL = "batch-trajectories.run"
-"""The label of containers that names their run."""
+"""The key of the label that names the run of a container."""
 
 _INSTALL = "install Docker, or Podman (--container_engine=podman)"
 _ENGINE = (
@@ -41,18 +41,19 @@ _ENGINE = (
     "CONTAINERS_REGISTRIES_CONF",
     "REGISTRY_AUTH_FILE",
 )
-"""What the command line needs of the environment to find the engine; the container gets nothing."""
+"""Environment variables that the command line needs; the container gets none of them."""
 _LAYOUT = "built"
-"""The layout for images that were built, in a directory of images."""
+"""The name of the layout for built images, in a directory of images."""
 _MAX_RUN_ROOT = 50
-"""Podman reads a longer one from storage.conf, and refuses it as `--runroot`, which is how its own
-clean-up after a container gets it; seen with 4.3."""
+"""Maximum length of a run root that Podman accepts as `--runroot`."""
+# Podman reads a longer one from storage.conf. But its clean-up after a container gets the run root
+# as `--runroot`, and then fails. Seen with 4.3.
 _TIMEOUT_S = 120
 _PULL_TIMEOUT_S = 3600
 
 
 def docker_problem(image: str | None, engine: str = "docker") -> str | None:
-    """Return None where the engine answers and has the image, else what to do about it.
+    """Return None if the engine works and has the image, else what to do.
 
     With `image` None only the engine is asked.
     """
@@ -68,18 +69,18 @@ def docker_problem(image: str | None, engine: str = "docker") -> str | None:
     if done.returncode == 0:
         return None
     if image is None:
-        return f"sandbox docker: the engine does not answer: {words_of(done)}"
-    return f"sandbox docker: image {image!r}: {words_of(done)} ({engine} pull {image}?)"
+        return f"sandbox docker: the engine does not answer: {error_text(done)}"
+    return f"sandbox docker: image {image!r}: {error_text(done)} ({engine} pull {image}?)"
 
 
 def engine_warning(engine: str) -> str | None:
-    """What makes the engine slow, in words for the user; None if nothing is known."""
+    """Return why the engine is slow, for the user; None if no reason is known."""
     run_root = ""
-    of_podman = "{{.Store.RunRoot}}\n{{.Store.GraphDriverName}}"
-    done = ask_engine(engine, ["info", "--format", of_podman])
+    podman_format = "{{.Store.RunRoot}}\n{{.Store.GraphDriverName}}"
+    done = ask_engine(engine, ["info", "--format", podman_format])
     if done.returncode == 0:
         run_root, _, driver = done.stdout.decode().strip().partition("\n")
-    else:  # that of Docker
+    else:  # Docker does not know this format
         driver = ask_engine(engine, ["info", "--format", "{{.Driver}}"]).stdout.decode().strip()
     if len(run_root) > _MAX_RUN_ROOT:
         return (
@@ -96,41 +97,41 @@ def engine_warning(engine: str) -> str | None:
 
 
 def image_config(engine: str, image: str, pull: Pull) -> tuple[dict[str, Any], str]:
-    """The configuration of an image and its digest; it is pulled where it is missing and may be.
+    """Return the configuration of an image and its digest; pull it as `pull` says.
 
-    One process of this user pulls at a time. Raises `ImageError` with the engine's words.
+    Only one process of this user pulls at a time. Raises `ImageError` with the engine's message.
     """
-    config = config_of(engine, image)
+    config = find_config(engine, image)
     if config is None and pull == "missing":
-        with locked(_lock_of(image)):
-            config = config_of(engine, image)
+        with locked(_pull_lock_path(image)):
+            config = find_config(engine, image)
             if config is None:
                 done = ask_engine(engine, ["pull", "--quiet", image], timeout_s=_PULL_TIMEOUT_S)
                 if done.returncode != 0:
-                    raise ImageError(f"image {image!r} cannot be pulled: {words_of(done)}")
-                config = config_of(engine, image)
+                    raise ImageError(f"image {image!r} cannot be pulled: {error_text(done)}")
+                config = find_config(engine, image)
     if config is None:
         raise ImageError(f"image {image!r}: {engine} does not have it (--pull=missing pulls it)")
     return config
 
 
 def image_digests(engine: str) -> dict[str, str]:
-    """The digests of the configurations of all images that the engine has, by `full_name`."""
+    """Return the digests of the configurations of all images, by `full_name`."""
     from toolsets.images.names import full_name  # only where images are saved
 
     named = "{{.ID}} {{.Repository}}:{{.Tag}}"
     done = ask_engine(engine, ["images", "--no-trunc", "--format", named])
     if done.returncode != 0:
-        raise SandboxError(f"sandbox {engine}: images: {words_of(done)}")
+        raise SandboxError(f"sandbox {engine}: images: {error_text(done)}")
     listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
-    return {full_name(name): _digest(id) for id, _, name in listed}
+    return {full_name(name): _with_hash_name(id) for id, _, name in listed}
 
 
 def build_image(
     engine: str, image: str, directory: Path, dockerfile: Path, *, timeout_s: float
 ) -> None:
-    """Build an image, unless the engine has it. Raises `ImageError` with the engine's words."""
-    if config_of(engine, image) is not None:
+    """Build an image, unless the engine has it. Raises `ImageError` with its message."""
+    if find_config(engine, image) is not None:
         return
     arguments = ["build", "--tag", image, "--file", str(dockerfile), str(directory)]
     try:
@@ -138,13 +139,13 @@ def build_image(
     except SandboxError as error:
         raise ImageError(str(error)) from error
     if done.returncode != 0:
-        raise ImageError(f"{dockerfile}: {engine} cannot build it: {words_of(done)}")
+        raise ImageError(f"{dockerfile}: {engine} cannot build it: {error_text(done)}")
 
 
 def save_image(engine: str, image: str, directory: Path) -> None:
     """Add an image of the engine to the OCI layout in a directory of images.
 
-    Does nothing where one there has this name. Raises `ImageError` with the engine's words.
+    Does nothing if an image there has this name. Raises `ImageError` with the engine's message.
     """
     from toolsets.images.archives import add_to_layout  # they read archives, which few runs need
     from toolsets.images.store import ImageStore
@@ -153,7 +154,7 @@ def save_image(engine: str, image: str, directory: Path) -> None:
         arguments = ["save", "--output", str(archive), image]
         done = ask_engine(engine, arguments, timeout_s=_PULL_TIMEOUT_S)
         if done.returncode != 0:
-            raise ImageError(f"image {image!r}: {engine} cannot save it: {words_of(done)}")
+            raise ImageError(f"image {image!r}: {engine} cannot save it: {error_text(done)}")
 
     try:
         ImageStore(directory).find(image)
@@ -163,22 +164,22 @@ def save_image(engine: str, image: str, directory: Path) -> None:
         add_to_layout(layout, image, digest, save)
 
 
-def config_of(engine: str, image: str) -> tuple[dict[str, Any], str] | None:
+def find_config(engine: str, image: str) -> tuple[dict[str, Any], str] | None:
     done = ask_engine(engine, ["image", "inspect", "--format", "{{.Id}} {{json .Config}}", image])
     if done.returncode != 0:
         return None
     digest, _, raw = done.stdout.partition(b" ")
     config = orjson.loads(raw)
-    return config if isinstance(config, dict) else {}, _digest(digest.decode())
+    return config if isinstance(config, dict) else {}, _with_hash_name(digest.decode())
 
 
-def _digest(text: str) -> str:
-    """As Docker writes it; Podman leaves the name of the hash out."""
+def _with_hash_name(text: str) -> str:
+    """Return a digest in Docker's form; Podman leaves out the name of the hash."""
     return text if ":" in text else f"sha256:{text}"
 
 
-def _lock_of(image: str) -> Path:
-    """The file whose lock a process of this user has while it pulls an image."""
+def _pull_lock_path(image: str) -> Path:
+    """Return the lock file that a process of this user holds while it pulls an image."""
     directory = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.lock"
@@ -191,7 +192,7 @@ def engine_program(engine: str) -> str:
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment in which the engine is asked, for every purpose the same."""
+    """Return the environment for all commands of the engine."""
     return {name: os.environ[name] for name in _ENGINE if name in os.environ}
 
 
@@ -204,7 +205,7 @@ def ask_engine(
 def run_program(
     argv: Sequence[str], name: str, timeout_s: float
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run the engine, or what it runs itself; raises `SandboxError`, which begins with `name`."""
+    """Run a program; raises `SandboxError` with a message that begins with `name`."""
     try:
         return subprocess.run(
             argv,
@@ -218,5 +219,5 @@ def run_program(
         raise SandboxError(f"{name}: {error}") from error
 
 
-def words_of(done: subprocess.CompletedProcess[bytes]) -> str:
+def error_text(done: subprocess.CompletedProcess[bytes]) -> str:
     return in_a_line(done.stderr.decode(errors="replace")) or "it said nothing"

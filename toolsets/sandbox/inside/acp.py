@@ -18,7 +18,8 @@ _NO_METHOD = -32601
 _DONE = "end_turn"
 _ALLOWING = ("allow_once", "allow_always")
 _REJECTING = ("reject_once", "reject_always")
-"""Kinds of options of a request for permission. Those for always may be kept in the workspace."""
+"""Kinds of options of a permission request. "Always" comes last: it may be stored in the
+workspace."""
 
 
 class AcpError(Exception):
@@ -34,12 +35,12 @@ class AcpClient:
         self._rejects = frozenset(rejects)
         self._calls = 0
         self._kinds: dict[str, str] = {}
-        """Of tool calls, by their ids: requests for permission may leave them out."""
+        """Titles and kinds of tool calls by id: requests for permission may leave them out."""
         self._titles: dict[str, str] = {}
         self._is_in_text = False
 
     def prompt(self, text: str, cwd: str) -> str:
-        """Give the agent a task in a session of its own; why it stopped. Raises `AcpError`."""
+        """Give the agent a task in a new session; return why it stopped. Raises `AcpError`."""
         self._call(
             "initialize",
             {
@@ -87,7 +88,7 @@ class AcpClient:
             raise AcpError(f"the agent reads no more: {error}") from error
 
     def _serve(self, message: dict[str, Any]) -> None:
-        """Answer a request of the agent, or take note of what it reports."""
+        """Answer a request of the agent, or print what it reports."""
         params = message.get("params") or {}
         if message["method"] == "session/update":
             self._note(params.get("update") or {})
@@ -128,7 +129,7 @@ class AcpClient:
                 self._say(f"[failed] {self._title(update)}")
 
     def _name(self, call: dict[str, Any]) -> None:
-        """Remember what the agent says of a tool call."""
+        """Store the title and kind that the agent gives a tool call."""
         id = str(call.get("toolCallId"))
         if call.get("kind"):
             self._kinds[id] = str(call["kind"])
@@ -139,17 +140,17 @@ class AcpClient:
         return self._titles.get(str(call.get("toolCallId")), "a call without a title")
 
     def _say(self, line: str) -> None:
-        """Print a line, after the end of the text before it."""
+        """Print a line; end an unfinished line of text first."""
         end = "\n" if self._is_in_text else ""
         sys.stdout.write(end + (f"{line}\n" if line else ""))
         sys.stdout.flush()
         self._is_in_text = False
 
 
-def has_ended(to_agent: IO[bytes], from_agent: IO[str], terms: Mapping[str, Any], cwd: str) -> bool:
-    """Give an agent the task of `terms` (`prompt`, `rejects`); whether it ended its turn.
+def run_task(to_agent: IO[bytes], from_agent: IO[str], terms: Mapping[str, Any], cwd: str) -> bool:
+    """Give an agent the task in `terms` (`prompt`, `rejects`); return whether it ended its turn.
 
-    If not, standard error says why.
+    Prints the reason to standard error if it did not.
     """
     try:
         stopped = AcpClient(to_agent, from_agent, terms["rejects"]).prompt(terms["prompt"], cwd)

@@ -1,7 +1,4 @@
-"""How a program reaches a Python that has just been started.
-
-Not as an argument, which everyone who lists processes would have to look at.
-"""
+"""Starts a program in a Python that has just been started, from a frame in a descriptor."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ def take(size):
     return taken
 exec(take(int.from_bytes(take(4), "big")))
 """
-"""Reads a frame from the descriptor that is its first argument, and runs that."""
+"""Reads a frame from the descriptor that is its first argument, and runs it."""
 
 
-def framed(text: str) -> bytes:
+def make_frame(text: str) -> bytes:
     """Return text as a frame: four bytes of length, then UTF-8."""
     raw = text.encode()
     return LENGTH.pack(len(raw)) + raw

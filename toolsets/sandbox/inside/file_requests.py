@@ -1,7 +1,8 @@
-"""The files of a sandbox that has them in itself: those of a container image.
+"""Reads and writes the files inside a sandbox, for the host: those of a container image.
 
-The sandbox is what confines access. Relative paths begin at the workspace; absolute ones may lead
-anywhere in the image. Each answer is limited, so a long walk or a large file takes several.
+The sandbox confines the access. Relative paths begin at the workspace; absolute ones may lead
+anywhere in the image. The size of each answer is limited, so a long walk or a large file takes
+several.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ _MAX_ENTRIES = 2000
 _MAX_CONTENT_BYTES = 512 << 10
 _BINARY_PROBE_BYTES = 8192
 _MAX_SUMMED_BYTES = 64 << 20
-"""Of one request, but for one larger file."""
+"""Maximum bytes of one request for checksums; one larger file is summed alone."""
 _PIECE_BYTES = 1 << 20
 _MAX_DEPTH = 255
 UNREADABLE = "!"
-"""The mark of a directory whose entries cannot be known."""
+"""The mark of a directory whose entries cannot be read."""
 UNNAMED = "\ufffd"
-"""In texts for names that are not UTF-8."""
+"""The character that begins a byte which is not UTF-8; see `exact_text`."""
 
 Entry = tuple[str, str, int]
-"""A path, its kind and its size."""
+"""A path, its kind and its size in bytes."""
 
 
 class FileRequests:
-    """Answers requests about files; each error is an answer, too."""
+    """Answers requests about files. An error is an answer, too."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -53,12 +54,12 @@ class FileRequests:
             size = min(request["size"], _MAX_CONTENT_BYTES)
             while len(raw) < size and (piece := os.read(fd, size - len(raw))):
                 raw += piece
-            return {"contents": [[0, _encoded(raw)]]}
+            return {"contents": [[0, _encode(raw)]]}
         finally:
             os.close(fd)
 
     def _write(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Write a part; the last one replaces the file, so that it is never half written."""
+        """Write a part of a file; the last part replaces the file, so it is never half written."""
         path = os.path.realpath(self._path(request))
         mode = 0o644
         if os.path.lexists(path):
@@ -99,7 +100,7 @@ class FileRequests:
                 os.unlink(temporary)
 
     def _list(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a directory behind the one with the key `after`."""
+        """Return the entries of a directory after the one with the key `after`."""
         prefix = self._prefix(request["path"])
         entries = _entries(self._path(request), prefix)
         if request["after"] is not None:
@@ -107,7 +108,7 @@ class FileRequests:
         return {"entries": entries[:_MAX_ENTRIES], "more": len(entries) > _MAX_ENTRIES}
 
     def _walk(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The entries beneath a directory in the order of their paths, behind `after`."""
+        """Return the entries beneath a directory in the order of their paths, after `after`."""
         top, prefix = self._path(request), self._prefix(request["path"])
         status = os.stat(top)
         if stat.S_ISREG(status.st_mode):
@@ -120,10 +121,10 @@ class FileRequests:
         return {"entries": entries, "more": False}
 
     def _tree(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As `_walk`, by paths in the directory, with marks that differ where files do.
+        """Return the entries as `_walk`, with a mark each that changes with the file.
 
-        What is in directories called `.git` is left out, unless the request has `with_git`. Names
-        are as `exact_text` has them.
+        Paths are relative to the directory. The contents of directories called `.git` are left out,
+        unless the request has `with_git`. Names are those of `exact_text`.
         """
         top = self._path(request)
         closed = None if request["with_git"] else ".git"
@@ -137,7 +138,7 @@ class FileRequests:
         return {"entries": entries, "marks": marks, "more": False}
 
     def _checksums(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Checksums of the first files of a list in a directory; empty ones where none is read."""
+        """Return checksums of the first files of a list; "" for a file that cannot be read."""
         top, marks, left = self._path(request), [], _MAX_SUMMED_BYTES
         for path in request["paths"]:
             if left <= 0:
@@ -152,15 +153,15 @@ class FileRequests:
         return {"marks": marks}
 
     def _read_all(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The contents of files in a directory."""
+        """Return the contents of files in a directory."""
         contents = []
         for number, path in enumerate(request["paths"]):
             with os.fdopen(self._open(os.path.join(self._path(request), path)), "rb") as file:
-                contents.append([number, _encoded(file.read(_MAX_CONTENT_BYTES))])
+                contents.append([number, _encode(file.read(_MAX_CONTENT_BYTES))])
         return {"contents": contents}
 
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Write files and links into a directory; a file without content has it already."""
+        """Write files and links into a directory; a file without content is there already."""
         for entry in request["entries"]:
             path = os.path.join(self._path(request), entry["path"])
             if entry["target"] is not None:
@@ -177,7 +178,7 @@ class FileRequests:
         return {}
 
     def _contents(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Contents of text files that have any of `wanted`; how many paths were looked at."""
+        """Return contents of text files with any of `wanted`, and how many paths were read."""
         wanted = [binascii.a2b_base64(literal) for literal in request["wanted"]]
         contents: list[list[Any]] = []
         used = seen = 0
@@ -200,7 +201,7 @@ class FileRequests:
                     break
                 else:
                     used += len(raw)
-                    contents.append([number, _encoded(raw)])
+                    contents.append([number, _encode(raw)])
             seen += 1
             request["max_total"] -= len(raw)
             if request["max_total"] < 0:
@@ -211,7 +212,7 @@ class FileRequests:
         return os.path.join(self._home, request["path"])
 
     def _prefix(self, path: str) -> str:
-        """What the paths of entries begin with: they are relative within the workspace."""
+        """Return the beginning of entries' paths, which are relative inside the workspace."""
         names = [name for name in path.split("/") if name not in ("", ".")]
         if not path.startswith("/"):
             return "".join(f"{name}/" for name in names)
@@ -220,7 +221,7 @@ class FileRequests:
         return whole[len(home) :] if home != "/" and whole.startswith(home) else whole
 
     def _open(self, path: str) -> int:
-        """A regular file, opened for reading; nothing else is opened for long."""
+        """Open a regular file for reading. Other files are closed again at once."""
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         mode = os.fstat(fd).st_mode
         if stat.S_ISREG(mode):
@@ -232,10 +233,10 @@ class FileRequests:
 def _walked(
     top: str, prefix: str, after: str | None, closed: str | None = None, *, exact: bool = False
 ) -> Iterator[Entry]:
-    """Walk without following links; `after` is the key of the entry to continue behind.
+    """Walk without following links; begin after the entry with the key `after`.
 
-    Directories of the name `closed` are not walked. With `exact` names are as `exact_text` has them
-    and directories with other names than texts are walked, too.
+    Directories called `closed` are not walked. With `exact`, names are those of `exact_text`, and
+    directories whose names are not texts are walked, too.
     """
 
     def entries(before: str, *, follow: bool = False) -> list[Entry]:
@@ -268,14 +269,14 @@ def _walked(
 def _entries(
     directory: str, prefix: str, *, follow: bool = True, exact: bool = False
 ) -> list[Entry]:
-    """The entries of a directory in the order of the paths beneath them."""
+    """Return the entries of a directory in the order of the paths beneath them."""
     entries: list[Entry] = []
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW))
     except OSError:
         if follow:
             raise
-        return entries  # it vanished, or may not be read
+        return entries  # the directory vanished, or may not be read
     try:
         with os.scandir(fd) as scan:
             for item in scan:
@@ -298,7 +299,7 @@ def _kind(status: os.stat_result) -> tuple[str, int]:
 
 
 def _mark(path: str) -> str:
-    """The target of a link; of a file as `mark_of_file`, and a space and its ctime."""
+    """Return the target of a link, or the `mark_of_file` of a file, a space and its ctime."""
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
@@ -314,15 +315,12 @@ def _mark(path: str) -> str:
 
 
 def mark_of_file(status: os.stat_result) -> str:
-    """Who may execute a file, and when its contents were changed, in nanoseconds."""
+    """Return who may execute a file, and when its contents were changed, in nanoseconds."""
     return f"{mark_of_mode(status.st_mode)}{status.st_mtime_ns}"
 
 
 def checksum(file: IO[bytes]) -> str:
-    """What tells the contents of a file from others of this length (CRC-32).
-
-    Nothing else is at hand in a sandbox: images need no Python, so no library is loaded there.
-    """
+    """Return the CRC-32 of a file's contents as text."""
     value = 0
     while piece := file.read(_PIECE_BYTES):
         value = binascii.crc32(piece, value)
@@ -330,9 +328,9 @@ def checksum(file: IO[bytes]) -> str:
 
 
 def exact_text(name: str) -> str:
-    """A name, or the target of a link, as a text that no other one has, whatever its bytes are.
+    """Return a name, or a link's target, as a text that is unique for its bytes.
 
-    One that is not UTF-8, or has U+FFFD itself, has that and two digits for each such byte.
+    A name that is not UTF-8, or has U+FFFD itself, has U+FFFD and two digits for each such byte.
     """
     raw = os.fsencode(name)
     marked = raw.decode("utf-8", "surrogateescape").replace(UNNAMED, "\udcef\udcbf\udcbd")
@@ -346,7 +344,7 @@ def _is_byte(character: str) -> bool:
 
 
 def real_path(path: str) -> str:
-    """The path of a file that `exact_text` names."""
+    """Return the path of a file that `exact_text` names."""
     if UNNAMED not in path:
         return path
     head, *parts = path.split(UNNAMED)
@@ -359,14 +357,15 @@ def _text(name: str) -> str:
 
 
 def mark_of_mode(mode: int) -> str:
-    """Who may execute a file: its owner, others only, or nobody."""
+    """Return who may execute a file: its owner, others only, or nobody."""
     return "x" if mode & 0o100 else "o" if mode & 0o111 else "-"
 
 
 def _key(entry: Entry) -> str:
     # "a.txt" sorts before "a/b": directories are compared with a slash at their end.
-    return entry[0] + "/" * (entry[1] == "dir")
+    path, kind, _ = entry
+    return f"{path}/" if kind == "dir" else path
 
 
-def _encoded(raw: bytes) -> str:
+def _encode(raw: bytes) -> str:
     return binascii.b2a_base64(raw, newline=False).decode()

@@ -1,8 +1,8 @@
-"""Forks sandboxes: what a sandbox needs of Python is started and imported once, not in each.
+"""Forks sandboxes: Python is started and its modules are imported once, not in each sandbox.
 
-It takes requests on its standard input: frames as the server's, each with the descriptors of a
-sandbox: its socket, its standard error, and files to write itself into control groups. For
-`bwrap` it runs inside bubblewrap, for `local` as a plain process. It runs no commands itself.
+Requests on its standard input are frames as the server's, each with the descriptors of a sandbox:
+its socket, its standard error, and files that put it into control groups. For `bwrap` it runs
+inside bubblewrap, for `local` as a plain process. It runs no commands itself.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import signal
 import socket
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.boot import LENGTH, framed
+from toolsets.sandbox.inside.boot import LENGTH, make_frame
 from toolsets.sandbox.inside.kernel import run_cells
 from toolsets.sandbox.inside.namespaces import enter, enter_image, fork_as_first
 from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
 from toolsets.sandbox.inside.server import main as serve
 
-__all__ = ["main", "run_cells"]  # which is imported here once, for all
+__all__ = ["main", "run_cells"]  # `run_cells` is imported once here, for all sandboxes
 
 _MAX_DESCRIPTORS = 16
 _OWN_NAMESPACE = "/proc/self/ns/pid"
 
 
 class ForkServer:
-    """The loop: one request after the other, each answered by the sandbox that it makes."""
+    """Handles one request after the other; each sandbox that it makes sends the answer."""
 
     def __init__(self) -> None:
         self._requests = socket.socket(fileno=os.dup(0))
@@ -37,15 +37,15 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         begin, _ = self._next_request()
         self._is_confining = begin["is_confined"]
-        # Kept open, since for a moment after each fork it is not the namespace of our children.
+        # Keep the namespace open: a fork replaces that of our children for a moment.
         self._namespace = os.open(_OWN_NAMESPACE, os.O_RDONLY) if self._is_confining else -1
         trial = begin["trial"]
         self._reply({"id": 0, "refused": None if trial is None else self._try(trial)})
 
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no child has to be waited for
-        gc.freeze()  # what a collection does not visit stays shared with all children
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # then no child has to be waited for
+        gc.freeze()  # memory that no collection visits stays shared with the children
         while True:
             request, descriptors = self._next_request()
             try:
@@ -92,7 +92,7 @@ class ForkServer:
             os.environ.clear()
 
     def _introduce(self, replies: int) -> None:
-        """Send a handle to this process, whose number means nothing outside of its namespace."""
+        """Send a handle of this process, whose number means nothing outside of its namespace."""
         handle = os.pidfd_open(os.getpid())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(replies)) as control:
@@ -100,7 +100,7 @@ class ForkServer:
         os.close(handle)
 
     def _try(self, request: dict[str, Any]) -> int | None:
-        """What refuses a sandbox here, as an error number; None where nothing does."""
+        """Fork a sandbox on trial; return the error number, or None if it works."""
         try:
             pid = self._fork()
         except OSError as error:
@@ -118,7 +118,7 @@ class ForkServer:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or None
 
     def _next_request(self) -> tuple[dict[str, Any], list[int]]:
-        # All of a frame and its descriptors is sent at once, so they come with its first byte.
+        # A frame and its descriptors are sent at once, so the descriptors come with the first byte.
         header, descriptors, _, _ = socket.recv_fds(self._requests, LENGTH.size, _MAX_DESCRIPTORS)
         size = LENGTH.unpack(header + self._receive(LENGTH.size - len(header)))[0]
         return json.loads(self._receive(size)), descriptors
@@ -133,7 +133,7 @@ class ForkServer:
         return raw
 
     def _reply(self, reply: dict[str, Any]) -> None:
-        self._requests.sendall(framed(json.dumps(reply)))
+        self._requests.sendall(make_frame(json.dumps(reply)))
 
 
 def main() -> NoReturn:

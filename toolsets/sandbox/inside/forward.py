@@ -20,12 +20,12 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from toolsets.sandbox.inside.acp import has_ended
+from toolsets.sandbox.inside.acp import run_task
 from toolsets.sandbox.inside.boot import LENGTH
 
 _CHUNK_BYTES = 1 << 16
 _END_S = 3.0
-"""For an agent to end once its task is done, and again once it is asked to."""
+"""Seconds for an agent to end after its task is done, and again after it is asked to end."""
 
 
 def main() -> NoReturn:
@@ -37,44 +37,44 @@ def main() -> NoReturn:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         if terms["socket"] is not None:
-            # Before the command starts, which may connect at once.
+            # Listen before the command starts, as it may connect at once.
             server = socket.create_server(("127.0.0.1", terms["port"]), backlog=128)
             os.set_inheritable(server.fileno(), False)
             threading.Thread(target=_accept, args=(server, terms["socket"]), daemon=True).start()
-        with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
+        with contextlib.suppress(OSError):  # if it was removed, stay in the workspace
             os.chdir(terms["cwd"])
         if terms["acp"] is not None:
-            os._exit(_converse(terms))
+            os._exit(_run_agent(terms))
         reading = _standard_input(terms["stdin"])
         pid = _start(terms, reading)
     except OSError as error:
         sys.stderr.write(f"cannot start {terms['argv'][0]}: {error}\n")
         sys.stderr.flush()
         os._exit(126)
-    os._exit(_code_of(os.waitpid(pid, 0)[1]))
+    os._exit(_exit_code(os.waitpid(pid, 0)[1]))
 
 
-def _code_of(status: int) -> int:
+def _exit_code(status: int) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _converse(terms: dict[str, Any]) -> int:
-    """Start an agent, give it its task, and end it; its exit code, not 0 if it has not done it."""
+def _run_agent(terms: dict[str, Any]) -> int:
+    """Start an agent, give it its task and end it; return an exit code, 0 if the task is done."""
     reading, to_agent = os.pipe()
     from_agent, writing = os.pipe()
     pid = _start(terms, reading, writing)
     os.close(writing)
     task = os.fdopen(to_agent, "wb", buffering=0)
-    said = os.fdopen(from_agent, encoding="utf-8", errors="replace")
-    with task, said:
-        is_done = has_ended(task, said, terms["acp"], terms["cwd"])
-    # It may end once nobody asks for more; agents that do not are ended.
+    output = os.fdopen(from_agent, encoding="utf-8", errors="replace")
+    with task, output:
+        is_done = run_task(task, output, terms["acp"], terms["cwd"])
+    # Many agents end when their input ends; the others are signalled.
     for ending in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _END_S
         while time.monotonic() < until:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                return 0 if is_done else _code_of(status) or 1
+                return 0 if is_done else _exit_code(status) or 1
             time.sleep(0.02)
         os.kill(pid, ending)
     os.waitpid(pid, 0)
@@ -87,16 +87,16 @@ def _frame() -> bytes:
 
 
 def _read(size: int) -> bytes:
-    taken = b""
-    while len(taken) < size:
-        taken += os.read(0, size - len(taken)) or sys.exit("standard input ended too early")
-    return taken
+    content = b""
+    while len(content) < size:
+        content += os.read(0, size - len(content)) or sys.exit("standard input ended too early")
+    return content
 
 
 def _standard_input(text: str) -> int:
-    """A descriptor from which a command reads a text."""
+    """Return a descriptor from which a command reads a text."""
     if not text:
-        # Not an empty pipe: some commands take a pipe for a part of their task.
+        # No empty pipe: some commands read a pipe as a part of their task.
         return os.open(os.devnull, os.O_RDONLY)
     reading, writing = os.pipe()
     threading.Thread(target=_feed, args=(writing, text.encode()), daemon=True).start()
@@ -104,7 +104,7 @@ def _standard_input(text: str) -> int:
 
 
 def _start(terms: dict[str, Any], reading: int, writing: int = 1) -> int:
-    """Start the command with these descriptors as its standard input, which closes, and output."""
+    """Start the command with these descriptors as its standard input and output."""
     try:
         return os.posix_spawnp(
             terms["argv"][0],
@@ -114,7 +114,7 @@ def _start(terms: dict[str, Any], reading: int, writing: int = 1) -> int:
                 (os.POSIX_SPAWN_DUP2, reading, 0),
                 (os.POSIX_SPAWN_DUP2, writing, 1),
             ],
-            # What Python ignores the command would ignore too.
+            # Else the command would ignore the signals that Python ignores.
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
         )
     finally:

@@ -1,4 +1,4 @@
-"""One process that a sandbox's server has started, and how it is spoken to."""
+"""A process that a sandbox's server has started: sends it requests and reads its output."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.sandbox.inside.processes import check_descriptor, close_descriptors, set_dumpable
 
 Program = list[str] | Callable[[], object]
-"""A command, or a function to be called in a fork of this process."""
+"""A command, or a function that is called in a fork of this process."""
 
 _CHUNK_BYTES = 1 << 16
 _DRAIN_BYTES = 1 << 20
-"""Taken of output that is there when a call has ended; a writer that never pauses gets no more."""
+"""Maximum bytes of output read after a call has ended, in case its writer never pauses."""
 _STATUS_BYTES = 4 << 20
 
 
 class Watcher(Protocol):
-    """What calls a job when there is something to read or room to write."""
+    """Calls a job when there is something to read or room to write."""
 
     output_bytes: int
 
     def watch(self, fd: int, events: int, handler: Callable[[], object]) -> None:
-        """Have `handler` called whenever there is something to do for `fd`."""
+        """Call `handler` whenever `fd` is ready."""
 
     def forget(self, fd: int) -> None:
-        """Watch `fd` no longer, and close it."""
+        """Stop watching `fd`, and close it."""
 
 
 class Job:
-    """A process of ours: a shell, an interpreter, or a single command; and its pipes."""
+    """A process, and its pipes: a shell, an interpreter, or a single command."""
 
     def __init__(self, server: Watcher, program: Program, control_at: int = 0, stdin: int = -1):
         self.control = -1
@@ -74,7 +74,7 @@ class Job:
             server.watch(self.control, select.POLLIN, self._talk)
 
     def send(self, request: bytes) -> None:
-        """Begin to send what is to be run."""
+        """Begin to send code to the process."""
         self.status = None
         was_waiting = bool(self.unsent)
         self.unsent += request
@@ -83,15 +83,12 @@ class Job:
             self._await_room()
 
     def await_answer(self, timeout_s: float) -> None:
-        """Wait a short time for the answer alone: output does not wake this process meanwhile.
-
-        What prints more than a pipe holds waits that long, too.
-        """
+        """Wait for the answer, at most `timeout_s` seconds, without reading output."""
         if self.control >= 0 and not self.unsent and self._answer.poll(timeout_s * 1000):
             self._talk()
 
     def read_output(self, fd: int) -> int:
-        """Take what is in an output pipe, a piece at most; return how many bytes it was."""
+        """Read a piece from an output pipe; return its number of bytes."""
         if fd not in self.pipes:
             return 0
         try:
@@ -105,12 +102,12 @@ class Job:
         return len(chunk)
 
     def take_output(self) -> dict[int, HeadTail]:
-        """Return the streams that were printed to since the last time, without waiting for more."""
+        """Return the streams that were printed to since the last call; do not wait for more."""
         readable = {pipe for pipe, _ in self._printed.poll(0)}
         for fd in [fd for fd, pipe in self.pipes.items() if pipe in readable]:
             left = _DRAIN_BYTES
             while left > 0 and (count := self.read_output(fd)):
-                # A pipe gives all that it has, up to what is asked for.
+                # A read that returns less than it may has emptied the pipe.
                 left = left - count if count == _CHUNK_BYTES else 0
         taken = {fd: output for fd, output in self.outputs.items() if output.total}
         for fd in taken:
@@ -118,21 +115,21 @@ class Job:
         return taken
 
     def close(self) -> None:
-        """Let go of the pipes."""
+        """Close the pipes."""
         for pipe in [*self.pipes.values(), *([self.control] if self.control >= 0 else [])]:
             self._server.forget(pipe)
         self.pipes = {}
         self.control = -1
 
     def _send_more(self) -> None:
-        if self.control < 0:  # it ended after its last call, which the caller will find
+        if self.control < 0:  # the process ended after its last call; the caller will notice
             self.unsent = b""
             return
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
 
     def _await_room(self) -> None:
-        """Have the server wait for room while something is unsent, and only then."""
+        """Watch for room to write, but only while something is unsent."""
         if self.control >= 0:
             events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
             self._server.watch(self.control, events, self._talk)
@@ -150,7 +147,7 @@ class Job:
             chunk = b""
         self._partial += chunk
         if not chunk or len(self._partial) > _STATUS_BYTES:
-            # It ends soon, or became another program; or what it says is not from our loop.
+            # The process ends or has become another program, or the message is not our loop's.
             self._server.forget(self.control)
             self.control = -1
         elif self._partial.endswith(b"\n"):
@@ -164,7 +161,7 @@ def _spawn(argv: list[str], descriptors: dict[int, int]) -> int:
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in descriptors.items()],
         setpgroup=0,
-        # What Python ignores its children would ignore too.
+        # Else the children would ignore the signals that Python ignores.
         setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
     )
 

@@ -1,10 +1,10 @@
 """The interpreter that runs a task's cells, one after the other, in one namespace.
 
-It is a fork of the server, so that no Python has to be started, except in an image with a Python of
-its own. It reads what to run from a
-descriptor that is given by number: four bytes of length, then the code. After each cell it writes
-there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression, if
-not None), `threads` (that run on) and `plots` (files of open figures).
+It is a fork of the server, so no Python has to be started; only an image with its own Python starts
+one. It reads code from a descriptor given by number: four bytes of length, then the code. After
+each cell it writes a line of JSON there: `exit_code` (1 for an exception), `value` (the `repr` of a
+last expression, if not None), `threads` (number of those that run on) and `plots` (files of open
+figures).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run cells as a program of its own: of the Python of an image, which the server is not."""
+    """Run cells as a program of its own, in the Python of an image."""
     run_cells(int(sys.argv[1]), int(sys.argv[2]))
 
 
@@ -36,14 +36,14 @@ def run_cells(control: int, max_chars: int) -> None:
         import site
 
         site.main()
-    sys.meta_path.remove(globals()["__loader__"])  # which only knows our programs
+    sys.meta_path.remove(globals()["__loader__"])  # it finds only our programs
     os.set_inheritable(control, False)
     for name in [name for name in sys.modules if name.startswith("toolsets")]:
         del sys.modules[name]
-    # A new module, in which pickle finds the classes of cells, and no name of ours is.
+    # A new module for cells, without our names, in which pickle finds the classes of cells.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = [""]
-    # Only now, so that no file of the workspace takes the place of what is imported above.
+    # After the imports above, so that no file of the workspace replaces an imported module.
     sys.path.insert(0, os.getcwd())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -55,7 +55,7 @@ def run_cells(control: int, max_chars: int) -> None:
     while (code := _receive(control)) is not None:
         number += 1
         outcome = _run(code.decode(), f"<cell {number}>", module.__dict__, max_chars)
-        if os.getpid() != own:  # a child that the cell forked, which has no other cell to run
+        if os.getpid() != own:  # a child that the cell forked must not run further cells
             os._exit(int(outcome["exit_code"]))
         outcome["plots"] = _save_plots(plots)
         plots += len(outcome["plots"])
@@ -109,7 +109,7 @@ def _evaluate(source: str, name: str, scope: dict[str, Any], max_chars: int) -> 
 
 
 def _show(error: BaseException) -> None:
-    """Print a traceback without the frames of this program, as far as that is possible."""
+    """Print a traceback, if possible without the frames of this program."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (_OWN_FILE, ast.__file__):
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Namespaces for a sandbox that the fork server has forked, and the end of its privileges.
+"""Confines a forked sandbox by namespaces, and drops its privileges.
 
 The fork server runs inside bubblewrap, as root of a user namespace. It sees no more of the machine
 than a sandbox does, apart from the directory of all workspaces. A sandbox gives up that directory
@@ -30,7 +30,7 @@ _CAPABILITIES_V3 = 0x20080522
 _SIOCSIFFLAGS = 0x8914
 _UP_AND_RUNNING = 0x41
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus")
-"""Where a process that is root of the machine could write without any capability."""
+"""Parts of /proc that root of the machine could write without any capability."""
 _VOLATILE = "work/incompat/volatile"
 _WORKSPACE = "/workspace"
 _IMAGES = "/images"
@@ -38,16 +38,16 @@ _USER = 1000
 _PACKAGE_MANAGER = (0, 1, 3, 6, 7)
 """CAP_CHOWN, DAC_OVERRIDE, FOWNER, SETGID and SETUID: what root of an image needs to install."""
 MEASURED = 200
-"""The descriptor of the directory with what a conversation has changed in its image."""
+"""The descriptor of the directory with a conversation's changes of its image."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# A library keeps what was looked up in it: once here, for all sandboxes that are forked later.
+# Look up the functions once here, for all sandboxes that are forked later.
 for _name in ("unshare", "setns", "mount", "umount2", "prctl", "capset"):
     getattr(_libc, _name)
 
 
 def fork_as_first(own_namespace: int) -> int:
-    """As `os.fork`, the child being process 1 of a new PID namespace."""
+    """Fork as `os.fork`; the child is process 1 of a new PID namespace."""
     _call("unshare", _NEWPID)
     try:
         pid = os.fork()
@@ -55,18 +55,18 @@ def fork_as_first(own_namespace: int) -> int:
         _call("setns", own_namespace, _NEWPID)
         raise
     if pid:
-        # For the next one: a process that was given a namespace for its children gets no other.
+        # Else the next `unshare` fails: a process gets only one new namespace for its children.
         _call("setns", own_namespace, _NEWPID)
     return pid
 
 
 def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
-    """Confine this process to the workspace of that name; raises `OSError`."""
+    """Confine this process to the workspace of this name; raises `OSError`."""
     _check_name(workspace)
     _call("unshare", _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | (0 if network else _NEWNET))
     _mount("none", "/", None, _REC | _PRIVATE)
-    # A mount is made at /tmp and moved, so that what it replaces can be detached, not only hidden.
-    # The old /proc goes after the new one is there: the kernel grants a new one only beside it.
+    # Mount at /tmp first and move the mount: so the old mount can be detached, not only hidden.
+    # Detach the old /proc last: the kernel allows a new one only while a full one is visible.
     _mount("proc", "/tmp", "proc", _NOSUID | _NODEV | _NOEXEC)
     old_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     _replace("/proc")
@@ -84,10 +84,10 @@ def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
 def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]) -> None:
     """Confine this process to an image, with the changes of a conversation above it.
 
-    `image` has "tree" (its directory beneath /images), "base" (the directory beside the layer with
-    one that is between both, or None), "is_copied" (the layer holds a copy of the tree, not only
-    what changes), "workdir", "uid", "gid" and "shown" (paths in the image, each with the file or
-    directory that is to be seen there, read-only). Raises `OSError`.
+    `image` has "tree" (the tree's directory beneath /images), "base" (the base beside the layer, or
+    None), "is_copied" (the layer holds a copy of the tree, not only the changes), "workdir", "uid",
+    "gid" and "shown" (paths in the image, each with the file or directory that is visible there,
+    read-only). Raises `OSError`.
     """
     trees = [f"{_IMAGES}/{image['tree']}"]
     for name in (layer, *image["tree"].split("/")):
@@ -113,13 +113,13 @@ def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]
     shown = {at: os.open(path, os.O_PATH | os.O_CLOEXEC) for at, path in image["shown"].items()}
     os.chdir("/tmp")
     _call("pivot_root", b".", b".")
-    # From here on links of the image lead nowhere else, and until the next call there is something
-    # to mount from.
+    # From here on links of the image stay inside of it. The old root can be used until it is
+    # detached.
     for at, fd in shown.items():
         _show(fd, at)
     _call("umount2", b".", _DETACH)
     os.chdir("/")
-    # An earlier command may have put a file where a directory belongs: that is its own failure.
+    # An earlier command may have put a file in place of the directory: then calls fail.
     with contextlib.suppress(OSError):
         os.makedirs(image["workdir"], exist_ok=True)
     if names is not None:
@@ -137,11 +137,11 @@ def main() -> None:
     _mount("none", "/", None, _REC | _PRIVATE)
     layer = f"{_WORKSPACE}/{layer}"
     _mount_tree(layer, f"{_IMAGES}/{tree}", is_copied=False)
-    os.mkdir("/tmp/made")  # which not all file systems for layers can
+    os.mkdir("/tmp/made")  # fails on some file systems that cannot hold layers
 
 
 def _mount_tree(layer: str, *trees: str, is_copied: bool) -> None:
-    """Mount what the conversation sees at /tmp, and open the directory that is measured.
+    """Mount the conversation's files at /tmp, and open the directory that is measured.
 
     Of the trees below its layer, the first one is the uppermost.
     """
@@ -152,8 +152,8 @@ def _mount_tree(layer: str, *trees: str, is_copied: bool) -> None:
         _mount(upper, "/tmp", None, _BIND)
         _mount("none", "/tmp", None, _BIND | _REMOUNT | _NOSUID | _NODEV)
     else:
-        # Nobody waits until a disk has what commands wrote: after a power loss workspaces are made
-        # anew. An earlier mount has left a mark with which the kernel refuses another.
+        # "volatile": never wait for the disk, as workspaces are made anew after a power loss. The
+        # kernel refuses to mount where an earlier such mount has left its mark: remove it.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{work}/{_VOLATILE}/dirty")
             os.rmdir(f"{work}/{_VOLATILE}")
@@ -163,8 +163,8 @@ def _mount_tree(layer: str, *trees: str, is_copied: bool) -> None:
         _mount("overlay", "/tmp", "overlay", _NOSUID | _NODEV, layers)
     mode = stat.S_IMODE(os.stat("/tmp").st_mode)
     if mode & 0o555 != 0o555:
-        os.chmod("/tmp", mode | 0o555)  # nobody, our server included, could use any path
-    # A mount of its own, from which no ".." leads to other layers, and nothing can write.
+        os.chmod("/tmp", mode | 0o555)  # else not even our server could use a path
+    # A read-only mount of its own, from which ".." does not lead to other layers.
     _mount(upper, upper, None, _BIND)
     _mount("none", upper, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)
     measured = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -231,7 +231,7 @@ def _check_name(name: str) -> None:
 def _drop_privileges(writable_proc: int, uid: int, gid: int, kept: tuple[int, ...]) -> None:
     """Become a user of a user namespace in which no other can be made, with `kept` capabilities."""
     _call("unshare", _NEWUSER)
-    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the maps would not be ours to write
+    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else this process could not write its maps
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{uid} 0 1")
     _write("/proc/self/gid_map", f"{gid} 0 1")
@@ -244,7 +244,7 @@ def _drop_privileges(writable_proc: int, uid: int, gid: int, kept: tuple[int, ..
         except OSError as error:
             if error.errno != errno.EINVAL or capability == 0:
                 raise
-            break  # the system has no more
+            break  # the kernel has no further capability
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     mask = sum(1 << capability for capability in kept)
     _call("capset", header, (ctypes.c_uint32 * 6)(mask, mask))

@@ -1,4 +1,4 @@
-"""What is kept of an output stream."""
+"""Keeps the head and the tail of an output stream."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class HeadTail:
         self._head = bytearray()
         self._tail = bytearray()
         self.total = 0
-        """How many bytes there were."""
+        """The number of bytes so far, with those that were dropped."""
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next piece of the stream."""
+        """Add the next piece of the stream."""
         self.total += len(chunk)
         room = self._head_bytes - len(self._head)
         if room > 0:
@@ -27,7 +27,7 @@ class HeadTail:
             self._trim()
 
     def kept(self) -> tuple[bytes, bytes]:
-        """Return the head, and the tail where the head is not all."""
+        """Return the head, and the tail; the tail is empty if the head holds all."""
         self._trim()
         return bytes(self._head), bytes(self._tail)
 

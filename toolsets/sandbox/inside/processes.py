@@ -1,4 +1,4 @@
-"""The processes and files of a task, as seen from inside its sandbox."""
+"""Finds and measures the processes and files of a task from inside its sandbox."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def ticks() -> int:
-    """Now, in the unit in which the system gives the start times of processes."""
+    """Return the present time in the unit of processes' start times (/proc); 0 if unknown."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return 0
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
-    """The living processes beneath this one, or `root`, and when each was started.
+    """Yield the id and start time of each living process beneath this one, or `root`.
 
-    None escape by losing their parent, for they then become children of this process. Without
-    /proc there are none to be found.
+    Processes that lose their parent become children of this process, so none escapes. Without /proc
+    none is found.
     """
-    for pid in beneath(root):
+    for pid in all_descendants(root):
         with contextlib.suppress(OSError):
             fields = _stat_fields(pid)
             if fields[0] != b"Z":
                 yield pid, int(fields[19])
 
 
-def started_since(since: int, before: Container[int], sessions: Container[int]) -> Iterator[int]:
-    """The living processes that were started at `since` or later and are not among `before`.
+def find_started(since: int, before: Container[int], sessions: Container[int]) -> Iterator[int]:
+    """Yield living processes that were started at `since` or later and are not in `before`.
 
-    Those that an earlier process started are left out, unless it is one of `sessions`.
+    Processes whose parent is older are left out, unless the parent is one of `sessions`.
     """
     children = _children_finder()
     pending = [os.getpid()] if HAS_PROC else []
@@ -57,8 +57,8 @@ def started_since(since: int, before: Container[int], sessions: Container[int]) 
                     yield pid
 
 
-def beneath(root: int | None = None) -> Iterator[int]:
-    """The same processes, and those that have ended but were not waited for."""
+def all_descendants(root: int | None = None) -> Iterator[int]:
+    """Yield all processes beneath this one, or `root`, also ended ones not waited for."""
     children = _children_finder()
     pending = [os.getpid() if root is None else root] if HAS_PROC else []
     while pending:
@@ -74,7 +74,7 @@ def _children_finder() -> Callable[[int], list[int]]:
 def _children(pid: int) -> list[int]:
     pids = []
     with contextlib.suppress(OSError):
-        # Two links and one for each thread; most processes have one, of the same number.
+        # Two links and one per thread. Most processes have one thread, with the process's number.
         has_one = os.stat(f"/proc/{pid}/task").st_nlink == 3
         for thread in [pid] if has_one else os.listdir(f"/proc/{pid}/task"):
             children = read_file(f"/proc/{pid}/task/{thread}/children")
@@ -83,7 +83,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """The children of all processes, where the system does not list those of each."""
+    """Return the children of all processes, for systems without a list per process."""
     children: dict[int, list[int]] = defaultdict(list)
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -92,24 +92,24 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 def read_file(path: str) -> bytes:
-    """What a file of /proc says, with fewer system calls than `open` makes."""
+    """Return the content of a file in /proc, with fewer system calls than `open` makes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        said = b""
+        content = b""
         while chunk := os.read(fd, 1 << 16):
-            said += chunk
-        return said
+            content += chunk
+        return content
     finally:
         os.close(fd)
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """What /proc says of a process, from its state on."""
+    """Return the fields of a process's `stat`, from its state on."""
     return read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
 def count_tasks() -> int:
-    """The processes and threads beneath this one."""
+    """Count the processes and threads beneath this one."""
     total = 0
     for pid, _ in descendants():
         with contextlib.suppress(OSError):
@@ -117,10 +117,11 @@ def count_tasks() -> int:
     return total
 
 
-def memory_of(enough: int) -> int:
-    """The bytes that the processes beneath this one hold together, shared ones too.
+def measure_memory(enough: int) -> int:
+    """Return the bytes of memory of all processes beneath this one, with shared memory.
 
-    A first sum counts what several hold for each; only one above `enough` is made exact.
+    The sum counts memory that several processes share for each of them, unless it is above
+    `enough`: then it is made exact.
     """
     pids = [pid for pid, _ in descendants()]
     total = files = 0
@@ -129,7 +130,7 @@ def memory_of(enough: int) -> int:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/statm", "rb") as f:
                 total += int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            # Files in memory that no process has mapped are in no process's sum.
+            # Files in memory may be mapped by no process, so count them separately.
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
                 with contextlib.suppress(OSError):
@@ -139,11 +140,14 @@ def memory_of(enough: int) -> int:
                     if (state.st_dev, state.st_ino) not in seen:
                         seen.add((state.st_dev, state.st_ino))
                         files += state.st_blocks * 512
-    return total + files if total + files <= enough else max(files, _shares(pids, files))
+    return total + files if total + files <= enough else max(files, _exact_memory(pids, files))
 
 
-def _shares(pids: list[int], files: int) -> int:
-    """What processes hold, each page once; of `files` it is not known who has them mapped."""
+def _exact_memory(pids: list[int], files: int) -> int:
+    """Return the memory of processes; each page counts once.
+
+    `files` are bytes of files in memory, which any of the processes may have mapped.
+    """
     own = shared = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as f:
@@ -155,13 +159,12 @@ def _shares(pids: list[int], files: int) -> int:
     return own + max(shared, files)
 
 
-def size_of(root: str) -> int:
-    """The bytes that files take on disk; each file and directory counts 16 KiB at least.
+def measure_size(root: str) -> int:
+    """Return the bytes that files take on disk; each file and directory counts as 16 KiB or more.
 
-    File systems have about one inode per 16 KiB: small files use these up before the disk is full.
-
-    A path too long to look beneath counts as full, for nothing but an escape is that deep.
+    A tree that is too deep to walk counts as full: only an attempt to escape makes one.
     """
+    # File systems have about one inode per 16 KiB: small files use them up before the disk is full.
     total = 0
     linked: set[int] = set()
     pending = [root]
@@ -183,7 +186,7 @@ def size_of(root: str) -> int:
 
 
 def hold_descendants() -> None:
-    """Keep processes that lose their parent as children, and this one out of others' reach."""
+    """Adopt processes that lose their parent; protect this process from other processes."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     set_dumpable(False)
 
@@ -194,30 +197,28 @@ def set_dumpable(allowed: bool) -> None:
 
 
 def check_descriptor(highest: int) -> None:
-    """Raise `OSError` (EMFILE) where the limit of open files has no room for this descriptor.
-
-    The system calls it a bad descriptor, which looks like a failure of the command.
-    """
+    """Raise `OSError` (EMFILE) if the limit of open files is too low for a descriptor."""
+    # The system calls it a bad descriptor, which looks like a failure of the command.
     if highest >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def close_descriptors(kept: set[int]) -> None:
-    """Close all descriptors of this process but those."""
+    """Close all descriptors of this process except `kept`."""
     for name in os.listdir("/dev/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the listing itself had one
+            with contextlib.suppress(OSError):  # the listing had a descriptor itself
                 os.close(int(name))
 
 
 def _prctl(option: int, value: int) -> None:
-    if (prctl := _found_prctl()) is not None:
+    if (prctl := _find_prctl()) is not None:
         prctl(option, value, 0, 0, 0)
 
 
 @cache
-def _found_prctl() -> Any:
-    """The function of that name; None where there is none, since only Linux has it."""
+def _find_prctl() -> Any:
+    """Return the C function `prctl`; None on systems other than Linux."""
     try:
         import ctypes
 

@@ -10,21 +10,22 @@ from functools import cache
 from typing import NamedTuple
 
 CONTROL = 250
-"""The descriptor on which a shell or interpreter takes commands and reports how they ended."""
+"""The descriptor on which a shell or interpreter receives code and reports the end of a call."""
 SH_CONTROL = 7
 
 
 class Shell(NamedTuple):
-    """A shell that runs a loop, which takes commands."""
+    """A shell that runs a loop, and how to send it a command."""
 
     argv: list[str]
     control: int
     encode: Callable[[str], bytes]
 
 
-# The shell's own errors go nowhere, so that `set -x` does not show this loop. A redirection of a
-# builtin is undone when it ends: what a command does to its output does not last, and the
-# descriptors of this loop are closed for all that a command starts. `$?` is what the model thinks.
+# The shell's own errors are discarded, so that `set -x` does not show this loop. A redirection of
+# `eval` is undone when it ends. So a command cannot change the loop's output for good, and the
+# descriptors of this loop are closed for the processes of a command. `$?` is restored for each
+# command, as the model expects it.
 # `read -N` takes many characters with one system call; as ASCII, they are bytes in any locale.
 _EXACTLY = "-d '' -n" if sys.platform == "darwin" else "-N"  # the bash of macOS is too old for -N
 _BASH_LOOP = f"""\
@@ -52,7 +53,7 @@ def _sized(code: str) -> bytes:
 
 BASH = Shell(["bash", "--norc", "--noprofile", "-c", _BASH_LOOP, "bash"], CONTROL, _sized)
 
-# Shells that are not bash read no further than the end of a line, and know descriptors to 9.
+# Other shells can only read whole lines, and have descriptors up to 9.
 _SH_LOOP = """\
 __end_as() { return "$1"; }
 exec 8>&1 9>&2 2>/dev/null
@@ -75,16 +76,17 @@ SH = Shell(["sh", "-c", _SH_LOOP, "sh"], SH_CONTROL, _on_one_line)
 
 
 @cache
-def found_shell() -> Shell:
-    """The bash that is on the PATH, else any shell."""
+def find_shell() -> Shell:
+    """Return the bash on the PATH, else any shell."""
     for place in os.get_exec_path():
         if os.access(path := f"{place}/bash", os.X_OK):
-            return BASH._replace(argv=[path, *BASH.argv[1:]])  # which need not be searched again
+            # With its path, so that PATH is not searched again.
+            return BASH._replace(argv=[path, *BASH.argv[1:]])
     return SH
 
 
-def in_background(code: str, path: str) -> str:
-    """The command that starts `code` in a group of its own, which can then be killed as one."""
+def background_code(code: str, path: str) -> str:
+    """Return code that starts `code` in a process group of its own, which can be killed as one."""
     quoted = "'" + code.replace("'", "'\\''") + "'"
     group = '[ -z "$BASH_VERSION" ] || case $- in *m*) ;; *) set -m; __m=1;; esac\n'
     start = f"{{ eval {quoted}; }} </dev/null >'{path}' 2>&1 &\n"

@@ -19,14 +19,14 @@ _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _X32 = 0x40000000
-"""Numbers from here on are those of x32, another table for the same architecture."""
+"""The first number of x32, another table of system calls for the same architecture."""
 _FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK, which lists addresses and routes."""
-_OF_SOCKETCALL = (1, 8)
-"""Of `socketcall`: socket and socketpair, whose family is not in an argument."""
+_SOCKETCALLS = (1, 8)
+"""Calls of `socketcall`: socket and socketpair, whose family is not in an argument."""
 _IO_URING = (425, 426, 427)
 
-# By the machine's name: the architectures whose programs it runs, each with the numbers of add_key,
+# By the machine's name: the architectures whose programs it runs. Each has the numbers of add_key,
 # request_key, keyctl, perf_event_open, bpf, userfaultfd, open_by_handle_at, init_module,
 # delete_module, finit_module, kexec_load and kexec_file_load; then those that make sockets.
 _TABLES: Mapping[str, Mapping[int, tuple[tuple[int, ...], tuple[int, ...], int | None]]] = {
@@ -50,7 +50,7 @@ _TABLES: Mapping[str, Mapping[int, tuple[tuple[int, ...], tuple[int, ...], int |
 
 
 def filter_program(machine: str) -> bytes | None:
-    """The filter for a machine, as `bwrap --seccomp` reads it; None where none is known."""
+    """Return the filter for a machine, as `bwrap --seccomp` reads it; None if unknown."""
     if (tables := _TABLES.get(machine)) is None:
         return None
     steps: list[tuple[int, int, int, int]] = [(_LOAD, 0, 0, _ARCHITECTURE)]
@@ -65,15 +65,15 @@ def filter_program(machine: str) -> bytes | None:
 def _block(
     numbers: tuple[int, ...], sockets: tuple[int, ...], socketcall: int | None
 ) -> list[tuple[int, int, int, int]]:
-    """The steps for one architecture. A jump says how many steps it leaves out."""
+    """Return the steps for one architecture. A jump states how many steps it skips."""
     families = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
     families += [(_EQUAL, len(_FAMILIES) - n, 0, family) for n, family in enumerate(_FAMILIES)]
     families += [_refused(errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     older = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
-    older += [(_EQUAL, len(_OF_SOCKETCALL) - n, 0, kind) for n, kind in enumerate(_OF_SOCKETCALL)]
+    older += [(_EQUAL, len(_SOCKETCALLS) - n, 0, kind) for n, kind in enumerate(_SOCKETCALLS)]
     older += [(_RETURN, 0, 0, _ALLOW), _refused(errno.EAFNOSUPPORT)]
     rules = [(_AT_LEAST, _X32), *((_EQUAL, number) for number in numbers)]
-    # What follows the tests: allowed, refused, the families, the older call.
+    # The steps after the tests: allow, refuse, check the family, check `socketcall`.
     steps = [(_LOAD, 0, 0, _NUMBER)]
     tests = len(rules) + len(sockets) + (socketcall is not None)
     for n, (code, value) in enumerate(rules):
