@@ -112,13 +112,13 @@ class Answers:
                 return
 
 
-List = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
+ListModels = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
 """Answers a request for the list, from its path and its headers (names lower-case)."""
 
 _BELOW_ROOT = {MESSAGES: "/v1/models", GEMINI: GEMINI_PATH}
 
 
-def names_only(names: Iterable[str]) -> List:
+def names_only(names: Iterable[str]) -> ListModels:
     """The list of these names, in one body that clients of every API can read."""
     known = list(dict.fromkeys(names))
     body = {
@@ -153,14 +153,14 @@ def names_only(names: Iterable[str]) -> List:
     return answer
 
 
-def api_asked(path: str, headers: Mapping[str, str], otherwise: str) -> str:
+def guess_api(path: str, headers: Mapping[str, str], otherwise: str) -> str:
     """The API by which a client asks for the list: the path of two of them is the same."""
     if path.startswith("/v1beta"):
         return GEMINI
     return MESSAGES if "anthropic-version" in headers else otherwise
 
 
-def path_below_root(api: str, path: str) -> str:
+def models_path(api: str, path: str) -> str:
     """Where an endpoint of this API has the list, with the query of the client's path."""
     _, mark, query = path.partition("?")
     return _BELOW_ROOT.get(api, "/models") + mark + query

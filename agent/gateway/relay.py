@@ -74,7 +74,7 @@ class AgentCall(NamedTuple):
     """`content` holds half an emoji, as programs write that cut texts."""
 
 
-def request_of(
+def make_request(
     call: AgentCall,
     settings: ModelSettings,
     name: str | None,
@@ -119,7 +119,7 @@ def request_of(
             asking = asking_body(settings, body)
         if asking is not None or (is_chat and asks_for_ids(body)):
             read = partial(_read_tokens, settings, asking or body)
-    own = sessions_in(call.headers, settings)
+    own = session_ids_in(call.headers, settings)
     return RelayRequest(
         path=wire.upstream_path(path),
         body=content,
@@ -129,12 +129,14 @@ def request_of(
         max_tokens=None if max_tokens is None else max_tokens * replies_asked_for(body),
         read=read,
         unasked=None if request is None else call.wire.assembly,
-        pointing=nothing if request is None else partial(pointed_at, wire, body, settings, replies),
+        pointing=point_at_nothing
+        if request is None
+        else partial(pointed_at, wire, body, settings, replies),
         asking_for_tokens=None if asking is None else write(asking),
     )
 
 
-def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
+def session_ids_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
     """The ids that an agent gives its conversation itself, by header, the best known first.
 
     Anything but ASCII is no id that could be sent on in a body.
@@ -144,7 +146,7 @@ def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str
     return {name: value for name, value in given.items() if value.isascii()}
 
 
-def nothing() -> Pointed:
+def point_at_nothing() -> Pointed:
     """What a request points at that costs nothing."""
     return NOTHING_POINTED
 
@@ -170,7 +172,7 @@ def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) 
 # Whether an agent makes the same call with the same result again and again.
 
 
-def stalled(messages: Sequence[Message], limit: int, volatile: Volatile) -> Finish | None:
+def find_repeats(messages: Sequence[Message], limit: int, volatile: Volatile) -> Finish | None:
     """The ending if the last `limit` turns made one call with one result; see `Tally.streak`.
 
     Texts that differ from start to start of the agent do not make a result another one.
@@ -245,7 +247,7 @@ class CallLimits:
 NO_LIMITS = CallLimits()
 
 
-def ends_agent(error: ModelError) -> bool:
+def is_attempt_over(error: ModelError) -> bool:
     """Whether an agent gets no more replies after a failed call: its attempt is repeated later."""
     if error.kind in ("not_found", "forbidden"):
         return True
@@ -266,7 +268,7 @@ class Relay:
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
         why_stopping: Callable[[], str | None] = lambda: None,
-        ends_with: Callable[[ModelError], bool] = ends_agent,
+        ends_with: Callable[[ModelError], bool] = is_attempt_over,
         is_live: bool = False,
         conversation: str = "",
     ) -> None:
@@ -290,7 +292,7 @@ class Relay:
         self._ends_with = ends_with
         self._is_live = is_live
         self._conversation = conversation
-        self._calls: dict[asyncio.Task[None], int] = {}
+        self._calls: set[asyncio.Task[None]] = set()
         if trajectory.agent_calls is None:
             trajectory.agent_calls = Threads()
         self._threads = trajectory.agent_calls
@@ -342,13 +344,13 @@ class Relay:
             return Answer(self.last_refusal)
         conversation = id_within(self._conversation, opening_of(wanted))
         settings = route.model.settings
-        request = request_of(
+        request = make_request(
             call, settings, route.name, wanted, lambda: self.exchanges, conversation
         )
         reply = self.answers.begin(wanted)
         task = asyncio.create_task(self._make(call.wire, wanted, route.model, request, reply))
-        self._calls[task] = self._threads.calls
-        task.add_done_callback(self._calls.pop)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
         return reply
 
     async def count_tokens(self, call: AgentCall) -> Answer:
@@ -359,7 +361,7 @@ class Relay:
         name = in_path[1] if in_path else str(call.body.get("model"))
         try:
             route = self._route(call.wire.api, name)
-            request = request_of(call, route.model.settings, route.name, None, lambda: ())
+            request = make_request(call, route.model.settings, route.name, None, lambda: ())
             return await ask_freely(route.model, request)
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
@@ -398,7 +400,7 @@ class Relay:
         """The refusal of a new call, if a limit is reached."""
         self.ending = self._reached()
         if self.ending is None and self._limits.repeats:
-            self.ending = stalled(wanted.messages, self._limits.repeats, self._volatile)
+            self.ending = find_repeats(wanted.messages, self._limits.repeats, self._volatile)
         if self.ending is None:
             return None
         self.ended.set()
@@ -583,7 +585,7 @@ async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
     return reply
 
 
-def free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
+def make_free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
     """A GET request for `path`, below the root of an endpoint; see `ask_freely`."""
     return RelayRequest(method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=free)
 

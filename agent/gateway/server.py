@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from agent.gateway.answers import Answer, List, Refusal, names_only
+from agent.gateway.answers import Answer, ListModels, Refusal, names_only
 from agent.gateway.relay import AgentCall, Relay
 from agent.models.dialects.openai_responses import API
 from agent.wires.base import SERVER_ERROR, Wire
-from agent.wires.reading import path_of
+from agent.wires.reading import strip_query
 from agent.wires.wire import WireError
-from agent.wires.wires import WIRES, wires_of
+from agent.wires.wires import WIRES, find_wires
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.closing import close_all
 
@@ -103,7 +103,7 @@ class StoredResponses:
 
     def operate(self, method: str, wire: Wire, path: str) -> Answer | None:
         """The answer to a request that names a response; None if it is none of these."""
-        plain = path_of(path)
+        plain = strip_query(path)
         _, place, id = plain.rpartition(_PLACE)
         if wire.api != API or not place:
             return None
@@ -184,13 +184,13 @@ class Gateway:
         relay: Relay,
         *,
         wires: Collection[str],
-        models: List = NO_NAMES,
+        models: ListModels = NO_NAMES,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         """`wires` are the dialects that the agent may speak; `models` says which models it has."""
         self.relay = relay
         self._models = models
-        self._wires = wires_of(wires)
+        self._wires = find_wires(wires)
         self._stored = StoredResponses(relay)
         self._keepalive_s = keepalive_s
         self._key: str | None = None
@@ -199,14 +199,14 @@ class Gateway:
     async def serve_unix(self, path: Path) -> None:
         """Listen on a socket at `path`: who reaches it is the agent."""
         loop = asyncio.get_running_loop()
-        server = server_of(self.handle)
+        server = make_server(self.handle)
         self._servers.append((await loop.create_unix_server(server, path), server))
 
     async def serve_tcp(self) -> tuple[int, str]:
         """Listen on a free port of 127.0.0.1; return it, and the key that requests must have."""
         loop = asyncio.get_running_loop()
         self._key = secrets.token_urlsafe(24)
-        server = server_of(self.handle)
+        server = make_server(self.handle)
         listener = await loop.create_server(server, "127.0.0.1", 0)
         self._servers.append((listener, server))
         return listener.sockets[0].getsockname()[1], self._key
@@ -229,7 +229,7 @@ class Gateway:
         """Answer a request; `path` is used instead of its own path."""
         path = request.raw_path if path is None else path
         wire = next((w for w in self._wires if w.operation(request.method, path)), None)
-        if self._key is not None and not is_key(request, self._key):
+        if self._key is not None and not has_key(request, self._key):
             return _refused(wire, Refusal(401, "auth", "the key is not that of this gateway"))
         if wire is None:
             return await self._probed(request, path)
@@ -264,7 +264,7 @@ class Gateway:
 
     async def _probed(self, request: web.BaseRequest, path: str) -> web.Response:
         """Answer other requests: clients check whether a server responds, and its models."""
-        plain = path_of(path)
+        plain = strip_query(path)
         if request.method in ("GET", "HEAD"):
             if not plain:
                 return web.Response()
@@ -322,7 +322,7 @@ class Gateway:
             return
 
 
-def server_of(
+def make_server(
     handler: Callable[[web.BaseRequest], Any],
 ) -> web.Server:
     """An HTTP server whose handler is cancelled when its client disconnects."""
@@ -342,7 +342,7 @@ def server_of(
     )
 
 
-def key_of(request: web.BaseRequest) -> str:
+def request_key(request: web.BaseRequest) -> str:
     """The API key of a request, wherever its API has it; "" if there is none."""
     headers = request.headers
     for name in ("x-api-key", "x-goog-api-key", "api-key"):
@@ -351,12 +351,12 @@ def key_of(request: web.BaseRequest) -> str:
     return headers.get("Authorization", "").removeprefix("Bearer ") or request.query.get("key", "")
 
 
-def is_key(request: web.BaseRequest, key: str) -> bool:
+def has_key(request: web.BaseRequest, key: str) -> bool:
     """Whether a request has this key."""
-    return hmac.compare_digest(key_of(request).encode(), key.encode())
+    return hmac.compare_digest(request_key(request).encode(), key.encode())
 
 
-async def body_of(request: web.BaseRequest) -> bytes:
+async def read_body(request: web.BaseRequest) -> bytes:
     """The body of a request, unpacked.
 
     Raises `WireError`, and `web.HTTPRequestEntityTooLarge` if it is larger than it may be.
@@ -393,7 +393,7 @@ def _unpack(content: bytes, coding: str) -> bytes:
 
 
 async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
-    content = await body_of(request)
+    content = await read_body(request)
     has_halves = False
     try:
         body = exact_json.loads(content)

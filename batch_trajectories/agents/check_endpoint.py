@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from agent.gateway.server import server_of
+from agent.gateway.server import make_server
 from agent.wires.base import MadeCall, Wire
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wires import WIRES
@@ -105,7 +105,7 @@ class CheckEndpoint:
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         """Listen on a free port of 127.0.0.1; gives the URL."""
-        server = server_of(self._handle)
+        server = make_server(self._handle)
         listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
         try:
             yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from agent.gateway.command_agent import CommandAgent
 from agent.models.dialects import gemini
 from agent.models.dialects.dialect import base_url_at
-from agent.wires.reading import cut, head_of
+from agent.wires.reading import cut, deciding_fields
 from agent.wires.wire import Volatile
 from batch_trajectories.agents.check_endpoint import AnsweredCall, CheckEndpoint
 from batch_trajectories.api.stored_run import open_run
@@ -67,7 +67,7 @@ def what_decides(request: AnsweredCall, volatile: Volatile) -> dict[str, Any]:
         }
         for message in read.messages
     ]
-    head = head_of(request.body, request.wire.layout.read_elsewhere, volatile.fields)
+    head = deciding_fields(request.body, request.wire.layout.read_elsewhere, volatile.fields)
     return {**head, "tools": read.tools, "messages": messages}
 
 

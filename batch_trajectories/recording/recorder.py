@@ -24,7 +24,7 @@ import orjson
 from aiohttp import web
 
 from agent.gateway.relay import CallLimits, Relay
-from agent.gateway.server import Gateway, body_of, key_of, server_of
+from agent.gateway.server import Gateway, make_server, read_body, request_key
 from agent.loop.rules import Finish, ending_of_refusal
 from agent.messages.message import Event, Message, reply_in
 from agent.models.conversation_id import id_of_task
@@ -32,7 +32,7 @@ from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from agent.wires.lines import lines_of
 from agent.wires.wire import WireError
-from agent.wires.wires import WIRES, wires_of
+from agent.wires.wires import WIRES, find_wires
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
 from batch_trajectories.basics.text import plural
@@ -75,7 +75,7 @@ def session_of(request: web.BaseRequest) -> tuple[str, str]:
                 f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"
             )
         return name, (rest or "/") + (query or "")
-    key = key_of(request)
+    key = request_key(request)
     if not key:
         return DEFAULT, path
     return f"key-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}", path
@@ -200,7 +200,7 @@ class Recorder:
     async def serve(self, host: str, port: int) -> None:
         """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
         loop = asyncio.get_running_loop()
-        server = server_of(self._handle)
+        server = make_server(self._handle)
         try:
             listener = await loop.create_server(server, host, port)
         except OSError as error:
@@ -470,12 +470,12 @@ def _refuse(event: Event) -> None:
 
 async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
     """The first text of the user in a model call; None if the request is not a call."""
-    wires = wires_of(WIRES)
+    wires = find_wires(WIRES)
     wire = next((w for w in wires if w.operation(request.method, path) == "call"), None)
     if wire is None:
         return None
     try:
-        body = exact_json.loads(await body_of(request))
+        body = exact_json.loads(await read_body(request))
         parsed = wire.read(path, body) if isinstance(body, dict) else None
     except (exact_json.JSONDecodeError, WireError, web.HTTPRequestEntityTooLarge):
         return None

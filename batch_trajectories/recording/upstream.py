@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from agent.gateway.answers import Answer, api_asked, path_below_root
-from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
+from agent.gateway.answers import Answer, guess_api, models_path
+from agent.gateway.relay import RefusedModel, Route, ask_freely, make_free_request
 from agent.gateway.server import NO_NAMES
 from agent.models.client.retrying import Retry
 from agent.models.dialects.dialect import base_url_at
@@ -181,12 +181,12 @@ class Upstream:
     async def list_models(self, path: str, headers: Mapping[str, str]) -> Answer:
         """The endpoint's own list of models; see `agent.gateway.answers`."""
         own, setups = self._models.settings, self._models.setups
-        api = api_asked(path, headers, own.api)
+        api = guess_api(path, headers, own.api)
         settings = setups[api].settings if api in setups else own
         if settings.connection.client is not None:  # these know no such request
             return await NO_NAMES(path, headers)
         sent = {name: headers[name] for name in WIRES[settings.api].headers if name in headers}
-        request = free_request(path_below_root(settings.api, path), sent)
+        request = make_free_request(models_path(settings.api, path), sent)
         # The program can ask again; it does not wait for an endpoint that has no list.
         once = replace(settings, call_attempts=1, call_timeout_s=_LIST_S, attempt_timeout_s=_LIST_S)
         return await ask_freely(self.calls.pool.get(once), request)

@@ -14,7 +14,7 @@ import msgspec
 from agent.messages.message import Message, Usage
 from agent.models.parsing import make_call
 from agent.wires.lines import SUBAGENT
-from agent.wires.reading import message_of
+from agent.wires.reading import make_message
 from agent.wires.wire import WireError
 from batch_trajectories.importing.conversation import (
     Dialogue,
@@ -274,7 +274,7 @@ def _joined(text: _Text) -> _Text:
 
 def _said(role: Any, text: _Text, place: str) -> Message:
     try:
-        return message_of("atif", role, text)
+        return make_message("atif", role, text)
     except WireError as error:
         raise Unreadable(f"{place}: {error}") from error
 
