@@ -114,9 +114,7 @@ class Wire(ABC):
         `before` are earlier requests of the same agent, whose parts are reused if the body repeats
         them. `earlier` finds the messages that the body continues by an id. Raises `WireError`.
         """
-        return read_request(
-            self.layout, body, self.call_fields(path, body), volatile, before, earlier
-        )
+        return read_request(self.layout, body, self.asked(path, body), volatile, before, earlier)
 
     def with_items(
         self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
@@ -125,7 +123,7 @@ class Wire(ABC):
         del items
         return body
 
-    def call_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """Extract the fields of a call that each API names in its own way."""
         del path
         system, messages = self.messages_of(body)

@@ -68,8 +68,8 @@ class GeminiWire(Wire):
             return None
         return _OPERATIONS.get(match["method"], "other") if method == "POST" else "other"
 
-    def call_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
-        """See `Wire.call_fields`."""
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+        """See `Wire.asked`."""
         match = _PATH.search(strip_query(path))
         is_stream = match is not None and match["method"] == "streamGenerateContent"
         if is_stream and "alt=sse" not in path:

@@ -55,8 +55,8 @@ class CompletionsWire(ChatWire):
         """See `Wire.upstream_path`."""
         return self.call_path
 
-    def call_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
-        """See `Wire.call_fields`."""
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+        """See `Wire.asked`."""
         given = body.get(self.given)
         is_list = isinstance(given, list) and given and not isinstance(given[0], int)
         pieces = given if is_list and isinstance(given, list) else [given]
@@ -114,9 +114,9 @@ class EmbeddingsWire(CompletionsWire):
     def __init__(self) -> None:
         super().__init__(EMBEDDINGS)
 
-    def call_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
-        """See `Wire.call_fields`."""
-        return super().call_fields(path, body)._replace(is_stream=False, max_tokens=0)
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+        """See `Wire.asked`."""
+        return super().asked(path, body)._replace(is_stream=False, max_tokens=0)
 
     def read_reply(self, body: bytes) -> Completion:
         """See `Wire.read_reply`."""
