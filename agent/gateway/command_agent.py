@@ -90,8 +90,8 @@ _WRITERS = {"mcpServers": _as_json, "codex": _as_toml}
 
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
-"""Names that stand in braces for the prompt's text, the gateway's URL and its key, the model's name,
-the directory that the command starts in, and its HOME."""
+"""Names that stand in braces for the text of the prompt, the URL and the key of the gateway, the
+name of the model, the directory that the command starts in, and its HOME."""
 
 PER_ROW = ("command", "stdin", "env", "files", "final_call")
 """The fields that a row can set in its column `agent`."""
