@@ -18,7 +18,7 @@ from batch_trajectories.importing.conversation import (
     refuse_unknown,
 )
 
-_OF_LINES = frozenset(
+_LINE_KEYS = frozenset(
     {
         "type",
         "uuid",
@@ -60,7 +60,7 @@ _OF_LINES = frozenset(
     }
 )
 """Keys of all lines: which program wrote them where, when and for whom."""
-_OF_USERS = frozenset(
+_USER_KEYS = frozenset(
     {
         "message",
         "toolUseResult",
@@ -88,7 +88,7 @@ _OF_USERS = frozenset(
     }
 )
 """`toolUseResult` and `mcpMeta` are what Claude Code made the result in the message of."""
-_OF_REPLIES = frozenset(
+_REPLY_KEYS = frozenset(
     {
         "message",
         "isApiErrorMessage",
@@ -106,7 +106,7 @@ _OF_REPLIES = frozenset(
         "isVisibleInTranscriptOnly",
     }
 )
-_OF_MESSAGES = frozenset(
+_MESSAGE_KEYS = frozenset(
     {
         "id",
         "type",
@@ -271,7 +271,7 @@ _RESULTS = (None, "tool-result")
 _ABSORBED = "absorbed_mid_turn"
 """Why a message left the queue that the model saw while it worked."""
 
-_OF_QUEUED = frozenset(
+_QUEUED_KEYS = frozenset(
     {
         "type",
         "prompt",
@@ -284,7 +284,7 @@ _OF_QUEUED = frozenset(
     }
 )
 _TEXT = frozenset({"text", "citations", "cache_control"})
-OF_REPLIES: PartKinds = {
+REPLY_PARTS: PartKinds = {
     "text": _TEXT,
     "thinking": frozenset({"thinking", "signature"}),
     "redacted_thinking": frozenset({"data"}),
@@ -293,11 +293,11 @@ OF_REPLIES: PartKinds = {
 """Those of tools that the provider runs (`server_tool_use`, `mcp_tool_use` and their results) are
 none: a row would lack what they did."""
 _MEDIA: PartKinds = {"text": _TEXT, "image": None, "document": None}
-_OF_REQUESTS: PartKinds = {
+_REQUEST_PARTS: PartKinds = {
     **_MEDIA,
     "tool_result": frozenset({"tool_use_id", "content", "is_error", "cache_control"}),
 }
-_OF_RESULTS: PartKinds = {**_MEDIA, "search_result": None, "tool_reference": None}
+_RESULT_PARTS: PartKinds = {**_MEDIA, "search_result": None, "tool_reference": None}
 
 
 def _check_line(row: SourceRow) -> None:
@@ -306,10 +306,10 @@ def _check_line(row: SourceRow) -> None:
     kind, subtype = str(content.get("type")), str(content.get("subtype"))
     match kind:
         case "user" | "assistant":
-            known = _OF_LINES | (_OF_USERS if kind == "user" else _OF_REPLIES)
+            known = _LINE_KEYS | (_USER_KEYS if kind == "user" else _REPLY_KEYS)
             refuse_unknown(content, known, "", number, only_text=True)
             if isinstance(message := content.get("message"), dict):
-                refuse_unknown(message, _OF_MESSAGES, "message", number, only_text=True)
+                refuse_unknown(message, _MESSAGE_KEYS, "message", number, only_text=True)
                 if message.get("role", kind) != kind:
                     raise Unreadable(
                         f"message.role: {message['role']!r} in a line of type {kind!r}", number
@@ -318,21 +318,21 @@ def _check_line(row: SourceRow) -> None:
         case "attachment":
             _check_attachment(row)
         case "system" if subtype == LOCAL_COMMAND:
-            refuse_unknown(content, {*_OF_LINES, "subtype", "content"}, "", number, only_text=True)
+            refuse_unknown(content, {*_LINE_KEYS, "subtype", "content"}, "", number, only_text=True)
             if not isinstance(content.get("content"), str):
                 raise Unreadable("content: it must be text", number)
             _need_uuid(row)
         case "system" if subtype not in ASIDE_OF_SYSTEM:
-            _refuse_text(row, {*_OF_LINES, "subtype"}, f"subtype: {subtype!r} is unknown")
+            _refuse_text(row, {*_LINE_KEYS, "subtype"}, f"subtype: {subtype!r} is unknown")
         case "content-replacement":
-            refuse_unknown(content, {*_OF_LINES, "replacements"}, "", number, only_text=True)
+            refuse_unknown(content, {*_LINE_KEYS, "replacements"}, "", number, only_text=True)
             _replacements_in(row)
         case _ if kind not in ASIDE and kind != "system":
             if "message" in content:
                 raise Unreadable(
                     f"type: {kind!r} with a message is none of user, assistant", number
                 )
-            _refuse_text(row, _OF_LINES, f"type: {kind!r} is unknown")
+            _refuse_text(row, _LINE_KEYS, f"type: {kind!r} is unknown")
 
 
 def _refuse_text(row: SourceRow, known: frozenset[str] | set[str], what: str) -> None:
@@ -352,10 +352,10 @@ def _check_attachment(row: SourceRow) -> None:
     attachment = row.content.get("attachment")
     if not isinstance(attachment, dict):
         raise Unreadable("attachment: it must be an object", row.number)
-    refuse_unknown(row.content, {*_OF_LINES, "attachment"}, "", row.number, only_text=True)
+    refuse_unknown(row.content, {*_LINE_KEYS, "attachment"}, "", row.number, only_text=True)
     kind = str(attachment.get("type"))
     if kind == QUEUED:
-        refuse_unknown(attachment, _OF_QUEUED, "attachment", row.number, only_text=True)
+        refuse_unknown(attachment, _QUEUED_KEYS, "attachment", row.number, only_text=True)
         check_parts(attachment.get("prompt"), _MEDIA, "attachment.prompt", row.number)
         if not attachment.get("prompt"):
             raise Unreadable("attachment.prompt: it is missing", row.number)
@@ -367,7 +367,7 @@ def _check_attachment(row: SourceRow) -> None:
         )
 
 
-def prepared(rows: Sequence[SourceRow]) -> list[SourceRow]:
+def prepare_lines(rows: Sequence[SourceRow]) -> list[SourceRow]:
     """The lines as requests show them to the model. Raises `Unreadable` for what is not known.
 
     A message that only the queue has is an attachment, as others are that came while the agent
@@ -378,7 +378,7 @@ def prepared(rows: Sequence[SourceRow]) -> list[SourceRow]:
         _check_line(row)
         if row.content.get("type") == _REPLACED:
             replacements |= _replacements_in(row)
-    absorbed = _absorbed(rows)
+    absorbed = _find_absorbed(rows)
     made = []
     for row in rows:
         content = row.content
@@ -386,12 +386,12 @@ def prepared(rows: Sequence[SourceRow]) -> list[SourceRow]:
             queued = {"type": QUEUED, "prompt": content["content"]}
             content = {"type": "attachment", "attachment": queued}
         elif replacements and content.get("type") == "user":
-            content = _replaced(content, replacements)
+            content = _apply_replacements(content, replacements)
         made.append(SourceRow(row.number, content))
     return made
 
 
-def _absorbed(rows: Sequence[SourceRow]) -> set[int]:
+def _find_absorbed(rows: Sequence[SourceRow]) -> set[int]:
     """The lines of the queue that alone have a message which the model saw. Raises `Unreadable`.
 
     Most versions write an attachment, too; its text may be longer, where something was pasted.
@@ -438,7 +438,9 @@ def _replacements_in(row: SourceRow) -> dict[str, str]:
     return found
 
 
-def _replaced(line: Mapping[str, Any], replacements: Mapping[str, str]) -> Mapping[str, Any]:
+def _apply_replacements(
+    line: Mapping[str, Any], replacements: Mapping[str, str]
+) -> Mapping[str, Any]:
     message = line.get("message")
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return line
@@ -459,10 +461,10 @@ def queued_in(line: Mapping[str, Any]) -> Any:
     return None
 
 
-def check_said(content: Any, number: int) -> None:
+def check_user_content(content: Any, number: int) -> None:
     """Raise `Unreadable` for a part of a user's message that would be lost."""
-    check_parts(content, _OF_REQUESTS, "message.content", number)
+    check_parts(content, _REQUEST_PARTS, "message.content", number)
     for n, part in enumerate(content if isinstance(content, list) else ()):
         if part["type"] == "tool_result":
             place = f"message.content[{n}].content"
-            check_parts(part.get("content"), _OF_RESULTS, place, number)
+            check_parts(part.get("content"), _RESULT_PARTS, place, number)

@@ -177,7 +177,7 @@ def check_event(payload: Mapping[str, Any], number: int) -> None:
             raise Unreadable(f"{place}, and it has {error}", number) from None
 
 
-def checked_item(item: Mapping[str, Any], place: str, number: int) -> dict[str, Any] | None:
+def check_item(item: Mapping[str, Any], place: str, number: int) -> dict[str, Any] | None:
     """An item as requests show it to the model; None for one that none shows.
 
     Raises `Unreadable` for what is not known.
@@ -207,7 +207,7 @@ def checked_item(item: Mapping[str, Any], place: str, number: int) -> dict[str, 
         case "tool_search_output":
             plain["output"] = json_text(plain.pop("tools", []))
         case "function_call_output" | "custom_tool_call_output":
-            plain["output"] = _output(item.get("output"), f"{place}.output", number)
+            plain["output"] = _check_output(item.get("output"), f"{place}.output", number)
     return plain
 
 
@@ -217,7 +217,7 @@ def has_failed(item: Mapping[str, Any]) -> bool:
     return isinstance(output, dict) and output.get("success") is False
 
 
-def _output(output: Any, place: str, number: int) -> Any:
+def _check_output(output: Any, place: str, number: int) -> Any:
     if isinstance(output, dict):
         refuse_unknown(output, {"content", "success"}, place, number)
         output = output.get("content")

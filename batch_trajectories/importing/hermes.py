@@ -102,7 +102,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     """
     files = _files(directory)
     imported = Imported(directory)
-    rows = list(_rows(files, imported))
+    rows = list(_read_rows(files, imported))
     by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
     first_samples = tasks(scan, range(0, scan.tasks, scan.num_samples))
     for position, task in enumerate(first_samples):
@@ -116,7 +116,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
             if row.number is not None and row.number in answered:
                 imported.repeated.append(row.place)
                 continue
-            taken = _take(by_prompt, row)
+            taken = _take_task(by_prompt, row)
             if taken is None:
                 known = row.conversation.prompt in by_prompt
                 (imported.repeated if known else imported.unknown).append(row.place)
@@ -126,7 +126,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
             if taken.key in there:
                 imported.there += 1
                 continue
-            record = as_stored(_record(taken, row, run_dir))
+            record = as_stored(_make_record(taken, row, run_dir))
             records.add(record)
             if record.status == "completed":
                 imported.completed += 1
@@ -136,7 +136,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     finally:
         records.close()
     done = {row.number for row in rows if row.number is not None}
-    imported.lost = sorted(_counted_as_done(directory) - done)
+    imported.lost = sorted(_read_checkpoint(directory) - done)
     return imported
 
 
@@ -155,7 +155,7 @@ def _files(directory: Path) -> list[Path]:
     return files
 
 
-def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
+def _read_rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
     seen: set[bytes] = set()
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
@@ -169,7 +169,7 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 conversation = read_conversation(
                     fields["conversations"],
                     model=text_or_none(metadata.get("model")),
-                    at=_time(metadata),
+                    at=_time_of(metadata),
                 )
                 index = fields.get("prompt_index")
                 yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
@@ -177,7 +177,7 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 imported.unreadable.append(f"{place} ({type(error).__name__}: {error})")
 
 
-def _time(metadata: dict[str, Any]) -> float:
+def _time_of(metadata: dict[str, Any]) -> float:
     try:
         return datetime.fromisoformat(metadata["timestamp"]).timestamp()
     except (KeyError, TypeError, ValueError):
@@ -189,7 +189,7 @@ def _prompt_of(task: Task, scan: Scan) -> str:
     return next(message["content"] for message in opening if message["role"] == "user")
 
 
-def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
+def _take_task(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
     """The task that a row answers: among equal prompts that with its number, else the first."""
     waiting = by_prompt.get(row.conversation.prompt)
     if not waiting:
@@ -198,7 +198,7 @@ def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | Non
     return waiting.pop(chosen)[1]
 
 
-def _counted_as_done(directory: Path) -> set[int]:
+def _read_checkpoint(directory: Path) -> set[int]:
     try:
         numbers = orjson.loads((directory / "checkpoint.json").read_bytes())["completed_prompts"]
         return {number for number in numbers if isinstance(number, int)}
@@ -206,7 +206,7 @@ def _counted_as_done(directory: Path) -> set[int]:
         return set()
 
 
-def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
+def _make_record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
     fields, conversation = row.fields, row.conversation
     if fields.get("completed") is True and conversation.is_answered:
         status = "completed"
@@ -275,7 +275,7 @@ def read_conversation(
     kinds = [entry.get("from") for entry in entries if isinstance(entry, dict)]
     if kinds[:2] != ["system", "human"] or len(kinds) != len(entries):
         raise ValueError(f"it starts with {kinds[:2]}, expected system, human")
-    values = [_text(entry.get("value"), entry["from"]) for entry in entries]
+    values = [_require_text(entry.get("value"), entry["from"]) for entry in entries]
     prompt = values[1]
     events: list[Event] = []
     ids: set[str] = set()
@@ -284,11 +284,11 @@ def read_conversation(
     for kind, value in zip(kinds[2:], values[2:], strict=True):
         if kind == "gpt":
             turn += 1
-            reply = _reply(value, turn, model, at)
+            reply = _read_reply(value, turn, model, at)
             calls = reply["message"].get("tool_calls", [])
             events.append(reply)
         elif kind == "tool":
-            events += _results(value, calls, turn, at, ids)
+            events += _read_results(value, calls, turn, at, ids)
         elif kind == "human":
             events.append(NoteEvent(kind="note", turn=turn, reason="human", text=value, at=at))
         else:
@@ -296,16 +296,16 @@ def read_conversation(
     if not turn:
         raise ValueError("it has no message of the model")
     opening = [Message(role="user", content=prompt)]
-    return ImportedConversation(prompt, Trajectory(opening, events), _tools(values[0]))
+    return ImportedConversation(prompt, Trajectory(opening, events), _read_tools(values[0]))
 
 
-def _text(value: Any, who: str) -> str:
+def _require_text(value: Any, who: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"the value of a {who} entry is not text")
     return value
 
 
-def _tools(system: str) -> list[dict[str, Any]]:
+def _read_tools(system: str) -> list[dict[str, Any]]:
     match = _TOOLS.search(system)
     if match is None:
         raise ValueError("its system entry has no list of tools")
@@ -322,7 +322,7 @@ def _tools(system: str) -> list[dict[str, Any]]:
     ]
 
 
-def _reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
+def _read_reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
     reasoning, rest = split_inline_reasoning(value)
     text, _, tail = rest.partition("<tool_call>")
     calls = [
@@ -355,7 +355,7 @@ def _reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
     )
 
 
-def _results(
+def _read_results(
     value: str, calls: list[ToolCall], turn: int, at: float, ids: set[str]
 ) -> Iterator[ResultEvent]:
     """The results of a tool entry, in call order; calls get the ids in their results."""

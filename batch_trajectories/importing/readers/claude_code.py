@@ -21,9 +21,9 @@ from agent.wires.lines import BEFORE_COMPACTION, SUBAGENT
 from batch_trajectories.basics import exact_json
 from batch_trajectories.importing.claude_code_fields import (
     LOCAL_COMMAND,
-    OF_REPLIES,
-    check_said,
-    prepared,
+    REPLY_PARTS,
+    check_user_content,
+    prepare_lines,
     queued_in,
 )
 from batch_trajectories.importing.conversation import (
@@ -47,18 +47,18 @@ _INTERRUPTED = "[Request interrupted by user"
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
-    rows = prepared(rows)
+    rows = prepare_lines(rows)
     problems: list[Unreadable] = []
     main = [row for row in rows if not row.content.get("isSidechain")]
     if not any("message" in row.content for row in main):
         main = list(rows)  # the file of a subagent, given by itself
-    *before, last = [_conversation(part, _kept_in(part, main)) for part in _parts(main)]
+    *before, last = [_conversation(part, _find_kept(part, main)) for part in _parts(main)]
     aside = [row for row in rows if row.content.get("isSidechain")] if main != rows else []
-    sides = [_conversation(part, _Kept()) for part in _by_root(aside)]
+    sides = [_conversation(part, _Kept()) for part in _group_by_root(aside)]
     sides += _subagents(path, problems)
     last.inner = [
-        *_named(BEFORE_COMPACTION, before),
-        *_named(SUBAGENT, [side for side in sides if side.messages]),
+        *_set_names(BEFORE_COMPACTION, before),
+        *_set_names(SUBAGENT, [side for side in sides if side.messages]),
     ]
     for n, inner in enumerate(last.inner, start=1):
         inner.key = f"thread#{n}"
@@ -76,7 +76,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     )
 
 
-def _named(name: str, conversations: Sequence[Dialogue]) -> Iterator[Dialogue]:
+def _set_names(name: str, conversations: Sequence[Dialogue]) -> Iterator[Dialogue]:
     for one in conversations:
         one.name = name
         yield one
@@ -100,7 +100,7 @@ class _Kept(NamedTuple):
     rows: Sequence[SourceRow] = ()
 
 
-def _kept_in(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
+def _find_kept(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
     """What a part of a session begins with that is of the part before."""
     for row in part:
         facts = object_of(row.content, "compactMetadata")
@@ -108,7 +108,7 @@ def _kept_in(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
         ids = named.get("allUuids") or named.get("uuids")
         if isinstance(ids, list):
             led = {text_or_none(id) for id in ids} - {None}
-            return _Kept(text_or_none(named.get("anchorUuid")), [*_with_results(rows, led)])
+            return _Kept(text_or_none(named.get("anchorUuid")), [*_add_results(rows, led)])
     return _Kept()
 
 
@@ -118,7 +118,7 @@ def _has_messages(rows: Sequence[SourceRow]) -> bool:
     )
 
 
-def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
+def _group_by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
     """Lines of subagents in the file of their session, by the line that each began with."""
     roots: dict[str, list[SourceRow]] = {}
     root_of: dict[str, str] = {}
@@ -140,7 +140,7 @@ def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
             is_beside = file.parent == path.parent
             if is_beside and _session_of(_lines_of(file)) != path.stem:
                 continue
-            yield _conversation(prepared([*_lines_of(file)]), _Kept())
+            yield _conversation(prepare_lines([*_lines_of(file)]), _Kept())
         except Unreadable as error:
             place = "" if error.line is None else f"{file.name}:{error.line}: "
             problems.append(Unreadable(f"{place}{error}; the whole subagent is left out"))
@@ -184,9 +184,9 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     items: list[tuple[int, str, dict[str, Any]]] = []
     replies: dict[str, dict[str, Any]] = {}
     blocks: dict[str, list[Any]] = {}
-    for row in _with_kept(_not_rewound(rows), kept):
+    for row in _insert_kept(_drop_rewound(rows), kept):
         message, kind = row.content.get("message"), row.content.get("type")
-        if queued := _said_otherwise(row.content):
+        if queued := _user_text_in(row.content):
             items.append((row.number, "its message", {"role": "user", "content": queued}))
             continue
         if not isinstance(message, dict):
@@ -201,22 +201,22 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
             )
             if is_shown:
                 content = message.get("content")
-                check_said(content, row.number)
+                check_user_content(content, row.number)
                 if _text_of(content).startswith(_INTERRUPTED):
-                    _mind_cut(items, blocks, replies, is_retried=False)
+                    _mark_cut(items, blocks, replies, is_retried=False)
                 item = {"role": "user", "content": content}
                 items.append((row.number, "message", item))
         elif kind == "assistant":
             id = _key(row.content)
             is_own = _is_own(row.content)
             if id not in blocks:
-                _mind_cut(items, blocks, replies, is_retried=not is_own)
+                _mark_cut(items, blocks, replies, is_retried=not is_own)
             content = message.get("content")
             if isinstance(content, str):
                 content = [{"type": "text", "text": content}]
             if not isinstance(content, list):
                 raise Unreadable("message.content: it must be a list of objects", row.number)
-            check_parts(content, OF_REPLIES, "message.content", row.number)
+            check_parts(content, REPLY_PARTS, "message.content", row.number)
             if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
                 continue
             if id not in blocks:
@@ -228,7 +228,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
             if is_own:
                 replies[id]["usage"] = NOTHING_USED  # no call was made
             else:
-                replies[id] |= {"response_id": message.get("id"), **_facts(message)}
+                replies[id] |= {"response_id": message.get("id"), **_read_facts(message)}
     read = read_messages(_API, items)
     given = {_key(row.content) for row in kept.rows}
     told = [reply for id, reply in replies.items() if id not in given]
@@ -236,21 +236,21 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     return Dialogue([one for messages in read for one in messages], told, cut=cut)
 
 
-def _said_otherwise(line: Mapping[str, Any]) -> Any:
+def _user_text_in(line: Mapping[str, Any]) -> Any:
     """What a line that is no message shows the model as one of the user."""
     if line.get("type") == "system" and line.get("subtype") == LOCAL_COMMAND:
         return line["content"]
     return queued_in(line)
 
 
-def _with_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
+def _insert_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
     for row in rows:
         yield row
         if kept.after is not None and row.content.get("uuid") == kept.after:
             yield from kept.rows
 
 
-def _mind_cut(
+def _mark_cut(
     items: list[tuple[int, str, dict[str, Any]]],
     blocks: dict[str, list[Any]],
     replies: dict[str, dict[str, Any]],
@@ -286,7 +286,7 @@ def _text_of(content: Any) -> str:
     return next((text for text in texts if text), "")
 
 
-def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
+def _read_facts(message: Mapping[str, Any]) -> dict[str, Any]:
     """What the last line of a reply says of all of it."""
     facts: dict[str, Any] = {"model": message.get("model"), "usage": usage_in(message)}
     ending = ending_of(message.get("stop_reason"))
@@ -295,7 +295,7 @@ def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
+def _drop_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
     """The lines that lead to the last one, with all of their replies and results.
 
     Where a line that another one names is missing, the one before that stands for it.
@@ -310,10 +310,10 @@ def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
             parent = text_or_none(row.content.get("parentUuid"))
             if parent is None:
                 break
-    return _with_results(rows, led)
+    return _add_results(rows, led)
 
 
-def _with_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
+def _add_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
     """The lines with these ids, and all others of their replies and results of these."""
     is_led = [text_or_none(row.content.get("uuid")) in led for row in rows]
     replies = {_reply_id(row.content) for row, on in zip(rows, is_led, strict=True) if on} - {None}

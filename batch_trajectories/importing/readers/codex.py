@@ -20,7 +20,7 @@ from agent.wires.lines import BEFORE_COMPACTION
 from agent.wires.openai_responses import is_assistants
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among
-from batch_trajectories.importing.codex_fields import ASIDE, check_event, checked_item, has_failed
+from batch_trajectories.importing.codex_fields import ASIDE, check_event, check_item, has_failed
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
@@ -33,8 +33,8 @@ from batch_trajectories.importing.conversation import (
 )
 
 _API = "openai_responses"
-_OF_LINES = frozenset({"type", "timestamp", "ordinal", "metadata", "record_type"})
-_ENDED = "aborted"
+_LINE_KEYS = frozenset({"type", "timestamp", "ordinal", "metadata", "record_type"})
+_ABORTED_RESULT = "aborted"
 """The result that Codex 0.171 sends for a call without one."""
 
 
@@ -51,7 +51,7 @@ class _Reply:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Context:
     """What one context of the model held."""
 
     items: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Part:
 
     def add(self, row: SourceRow, item: Mapping[str, Any], place: str, model: str | None) -> None:
         """Take an item that the session recorded. Raises `Unreadable`."""
-        plain = checked_item(item, place, row.number)
+        plain = check_item(item, place, row.number)
         if plain is None:
             return
         if has_failed(item):
@@ -113,7 +113,7 @@ class _Part:
             id, kind = item.get("call_id"), str(item.get("type"))
             if is_assistants(item) and id is not None and id not in answered:
                 kind = "custom_tool_call" if kind == "custom_tool_call" else "function_call"
-                output = {"type": f"{kind}_output", "call_id": id, "output": _ENDED}
+                output = {"type": f"{kind}_output", "call_id": id, "output": _ABORTED_RESULT}
                 ended.append((line, output))
         self.items = placed
 
@@ -148,7 +148,7 @@ class _Part:
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
-    parts = [_Part()]
+    parts = [_Context()]
     meta: Mapping[str, Any] = {}
     model: str | None = None
     total: Any = None
@@ -165,7 +165,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
             case "response_item":
                 parts[-1].add(row, payload, "payload", model)
             case "compacted":
-                parts.append(_after_compaction(row, payload))
+                parts.append(_begin_context(row, payload))
             case "token_usage_record":
                 if not parts[-1].replies:
                     continue
@@ -181,7 +181,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
                     _add_usage(parts[-1].replies[-1].facts, object_of(info, "last_token_usage"))
             case _ if kind not in ASIDE:
                 try:
-                    refuse_unknown(row.content, _OF_LINES, "", row.number, only_text=True)
+                    refuse_unknown(row.content, _LINE_KEYS, "", row.number, only_text=True)
                 except Unreadable as error:
                     what = f"type: {kind!r} is unknown"
                     raise Unreadable(f"{what}, and the line has {error}", row.number) from None
@@ -213,7 +213,7 @@ def _kind_and_payload(row: SourceRow) -> tuple[str, Mapping[str, Any]]:
         payload = row.content["payload"]
         if not isinstance(payload, dict):
             raise Unreadable("payload: it must be an object", row.number)
-        refuse_unknown(row.content, _OF_LINES | {"payload"}, "", row.number, only_text=True)
+        refuse_unknown(row.content, _LINE_KEYS | {"payload"}, "", row.number, only_text=True)
         return str(row.content.get("type")), payload
     # The first versions wrote items without anything around them, after a line of facts.
     if "type" in row.content or "role" in row.content:
@@ -248,9 +248,9 @@ def _thoughts_of_events(rows: Sequence[SourceRow]) -> dict[int, str]:
     return {line: text for line, (_, text) in zip(lacking, missing, strict=False)}
 
 
-def _after_compaction(row: SourceRow, payload: Mapping[str, Any]) -> _Part:
+def _begin_context(row: SourceRow, payload: Mapping[str, Any]) -> _Context:
     """What the model reads from then on. Raises `Unreadable`."""
-    part = _Part()
+    part = _Context()
     history, place = payload.get("replacement_history"), "payload.replacement_history"
     if not history:
         message = payload.get("message")
