@@ -283,7 +283,9 @@ class _Trial:
         failures = [line["message"] for line in run.failures()]
         if not requests:
             reason = (
-                failures[-1] if failures else f"it went on until --timeout_s{self._log(record)}"
+                failures[-1]
+                if failures
+                else f"it went on until --timeout_s{self._write_log(record)}"
             )
             advice = "" if _REFUSED in reason else f". {_URL}"
             yield Finding("problem", f"no model call of it was answered: {reason}{advice}")
@@ -292,7 +294,7 @@ class _Trial:
         yield Finding("ok", f"{len(requests)} model calls were answered ({apis})")
         yield from self._check_tools(requests)
         if self._timed_out or (record is not None and record["status"] == "time_limit"):
-            text = f"it has not ended in time: give it more by --timeout_s{self._log(record)}"
+            text = f"it has not ended in time: give it more by --timeout_s{self._write_log(record)}"
             yield Finding("problem", text)
         elif record is None:
             yield Finding("problem", f"it has no answer: {failures[-1]}. {_FINAL_CALL}")

@@ -1,7 +1,7 @@
-"""What the lines of Claude Code's session files hold, by name.
+"""The known types and keys of lines in Claude Code's session files.
 
-A line is of the conversation, or its type is listed here as one that says nothing of it. Whatever
-is not listed and holds text is refused: as far as anyone knows it may be part of the conversation.
+A line is part of the conversation, or its type is listed here as one that is not. An unlisted line
+or key that holds text is refused, because it may be part of the conversation.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ _USER_KEYS = frozenset(
         "userFeedback",
     }
 )
-"""`toolUseResult` and `mcpMeta` are what Claude Code made the result in the message of."""
+"""Keys of users' lines. Claude Code made the result in the message from `toolUseResult` and
+`mcpMeta`."""
 _REPLY_KEYS = frozenset(
     {
         "message",
@@ -258,18 +259,18 @@ REMINDERS = frozenset(
         "async_hook_response",
     }
 )
-"""Types of attachments that requests show as reminders; records do not have these."""
+"""Types of attachments that requests have as reminders; records do not have reminders."""
 QUEUED = "queued_command"
-"""The type of an attachment that is a message which came while the agent worked."""
+"""The type of an attachment with a message that came while the agent worked."""
 LOCAL_COMMAND = "local_command"
-"""The subtype of a line with a command of Claude Code's own, or with what it printed. Requests show
-it as a message of the user."""
+"""The subtype of a line with one of Claude Code's own commands, or its output. In requests it is a
+message of the user."""
 
 _QUEUE, _REPLACED = "queue-operation", "content-replacement"
 _RESULTS = (None, "tool-result")
-"""The kinds of content that a line of replacements is about."""
+"""The kinds of content that a line may replace."""
 _ABSORBED = "absorbed_mid_turn"
-"""Why a message left the queue that the model saw while it worked."""
+"""The reason for which a message left the queue if the model read it while it worked."""
 
 _QUEUED_KEYS = frozenset(
     {
@@ -290,8 +291,8 @@ REPLY_PARTS: PartKinds = {
     "redacted_thinking": frozenset({"data"}),
     "tool_use": frozenset({"id", "name", "input", "caller", "cache_control"}),
 }
-"""Those of tools that the provider runs (`server_tool_use`, `mcp_tool_use` and their results) are
-none: a row would lack what they did."""
+"""Parts of replies. Parts of tools that the provider runs (`server_tool_use`, `mcp_tool_use` and
+their results) are not among them, because a row would lack their effects."""
 _MEDIA: PartKinds = {"text": _TEXT, "image": None, "document": None}
 _REQUEST_PARTS: PartKinds = {
     **_MEDIA,
@@ -301,7 +302,7 @@ _RESULT_PARTS: PartKinds = {**_MEDIA, "search_result": None, "tool_reference": N
 
 
 def _check_line(row: SourceRow) -> None:
-    """Raise `Unreadable` for a line that is not known, or that has a field which is not."""
+    """Raise `Unreadable` for an unknown line, or one with an unknown field."""
     content, number = row.content, row.number
     kind, subtype = str(content.get("type")), str(content.get("subtype"))
     match kind:
@@ -368,10 +369,10 @@ def _check_attachment(row: SourceRow) -> None:
 
 
 def prepare_lines(rows: Sequence[SourceRow]) -> list[SourceRow]:
-    """The lines as requests show them to the model. Raises `Unreadable` for what is not known.
+    """Return the lines in the form that requests have. Raises `Unreadable` for unknown ones.
 
-    A message that only the queue has is an attachment, as others are that came while the agent
-    worked; results that were shown in another form have that one.
+    A message that only the queue has becomes an attachment, like other messages that came while the
+    agent worked. Results that requests replaced have the replacement.
     """
     replacements: dict[str, str] = {}
     for row in rows:
@@ -392,10 +393,11 @@ def prepare_lines(rows: Sequence[SourceRow]) -> list[SourceRow]:
 
 
 def _find_absorbed(rows: Sequence[SourceRow]) -> set[int]:
-    """The lines of the queue that alone have a message which the model saw. Raises `Unreadable`.
+    """Find the lines of the queue that alone have a message that the model read.
 
-    Most versions write an attachment, too; its text may be longer, where something was pasted.
+    Raises `Unreadable` if that is not certain.
     """
+    # Most versions write an attachment, too. Its text may be longer if something was pasted.
     prompts = Counter(_plain(prompt) for row in rows if (prompt := queued_in(row.content)))
     missing = []
     for row in rows:
@@ -424,7 +426,7 @@ def _plain(prompt: Any) -> str:
 
 
 def _replacements_in(row: SourceRow) -> dict[str, str]:
-    """What requests show in place of results, by the ids of calls. Raises `Unreadable`."""
+    """Return the texts that replace results in requests, by call id. Raises `Unreadable`."""
     found = {}
     given = row.content.get("replacements")
     for n, one in enumerate(given if isinstance(given, list) else [given]):
@@ -454,7 +456,7 @@ def _apply_replacements(
 
 
 def queued_in(line: Mapping[str, Any]) -> Any:
-    """The message that came while the agent worked, as text or parts; None if a line has none."""
+    """Return a message that came while the agent worked, as text or parts; None without one."""
     attachment = line.get("attachment")
     if isinstance(attachment, dict) and attachment.get("type") == QUEUED:
         return attachment.get("prompt")

@@ -1,4 +1,4 @@
-"""Import a batch run of hermes-agent, so that a run only does what is missing.
+"""Imports a batch run of hermes-agent, so that a run only does the missing prompts.
 
 Its directory has `batch_<n>.jsonl` (a trajectory per line), `trajectories.jsonl` (all of them, at
 the end of the run) and `checkpoint.json` (the numbers of the prompts that count as done). Rows are
@@ -52,9 +52,9 @@ class Imported:
     completed: int = 0
     ended_early: int = 0
     there: int = 0
-    """Tasks that had a record already."""
+    """The number of tasks that had a record already."""
     repeated: list[str] = field(default_factory=list)
-    """Rows (file:line) whose prompt another row has answered."""
+    """Rows (file:line) whose prompt another row has already answered."""
     unknown: list[str] = field(default_factory=list)
     """Rows whose prompt is not in the dataset."""
     unreadable: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Imported:
     """Prompts that count as done but have no trajectory."""
 
     def describe(self) -> str:
-        """A line per kind of row, with the first ones."""
+        """Write a line per kind of row, with its first rows."""
         counted = [
             (self.completed, "completed", [""]),
             (self.ended_early, "ended early", [""]),
@@ -141,7 +141,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Batch files in their order, then the merged file, which repeats their rows."""
+    """Find the batch files in their order, then the merged file, which repeats their rows."""
     paths = sorted(
         (path for path in directory.glob("batch_*.jsonl") if _BATCH.fullmatch(path.name)),
         key=lambda path: int(path.stem.split("_")[1]),
@@ -190,7 +190,10 @@ def _prompt_of(task: Task, scan: Scan) -> str:
 
 
 def _take_task(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
-    """The task that a row answers: among equal prompts that with its number, else the first."""
+    """Take the task that a row answers: of equal prompts the one with its number, else the first.
+
+    Returns None if no task is left.
+    """
     waiting = by_prompt.get(row.conversation.prompt)
     if not waiting:
         return None
@@ -253,11 +256,11 @@ class ImportedConversation:
     prompt: str
     trajectory: Trajectory
     tools: list[dict[str, Any]]
-    """Schemas as they were offered."""
+    """The schemas of the tools on offer."""
 
     @property
     def is_answered(self) -> bool:
-        """Whether it ends with a message of the model without tool calls."""
+        """Whether the conversation ends with a message of the model without tool calls."""
         last = self.trajectory.messages[-1]
         return last["role"] == "assistant" and not last.get("tool_calls")
 
@@ -265,13 +268,12 @@ class ImportedConversation:
 def read_conversation(
     entries: Sequence[Mapping[str, Any]], *, model: str | None, at: float
 ) -> ImportedConversation:
-    """Read the `conversations` of a row; `at` (epoch seconds) is when it was saved.
+    """Read the `conversations` of a row that was saved `at` this time (epoch seconds).
 
-    Raises `ValueError` with the reason if it is not in this format.
-
-    The format is lossy: the prompt's own system message, times and tokens are unknown, and whether
-    a call failed is guessed from the text of its result, as in hermes-agent.
+    Raises `ValueError` with the reason if the row is not in this format.
     """
+    # The format is lossy: the prompt's own system message, times and tokens are unknown, and a
+    # failed call is guessed from the text of its result, as in hermes-agent.
     kinds = [entry.get("from") for entry in entries if isinstance(entry, dict)]
     if kinds[:2] != ["system", "human"] or len(kinds) != len(entries):
         raise ValueError(f"it starts with {kinds[:2]}, expected system, human")
@@ -358,14 +360,14 @@ def _read_reply(value: str, turn: int, model: str | None, at: float) -> ReplyEve
 def _read_results(
     value: str, calls: list[ToolCall], turn: int, at: float, ids: set[str]
 ) -> Iterator[ResultEvent]:
-    """The results of a tool entry, in call order; calls get the ids in their results."""
+    """Read the results of a tool entry, in call order; calls get the ids in their results."""
     responses = list(_blocks(value, "tool_response"))
     if len(responses) > len(calls):
         raise ValueError(f"turn {turn}: {len(responses)} results for {len(calls)} calls")
     for number, (call, response) in enumerate(zip(calls, responses, strict=False)):
-        own = response.get("tool_call_id")
-        if isinstance(own, str) and own and own not in ids:
-            call["id"] = own
+        id = response.get("tool_call_id")
+        if isinstance(id, str) and id and id not in ids:
+            call["id"] = id
         ids.add(call["id"])
         content = response.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
@@ -382,7 +384,7 @@ def _read_results(
 
 
 def _blocks(text: str, tag: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects between tags; their texts may contain the tags, too."""
+    """Yield the JSON objects between tags; their texts may contain tags, too."""
     rest = text.strip()
     while rest:
         if not rest.startswith(f"<{tag}>"):

@@ -1,7 +1,7 @@
 """Documents of Harbor's Agent Trajectory Interchange Format (ATIF), versions 1.0 to 1.8.
 
-Its RFC 0001 and the models of the harbor package say what a document holds. What a record has no
-field for is kept as it came, and is in the document again that the format `atif` exports.
+Its RFC 0001 and the models of the harbor package define documents. Fields that a record lacks are
+kept unchanged, and are in the document again that the format `atif` exports.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _REFERENCE_KEYS = frozenset({"trajectory_id", "session_id", "trajectory_path", "
 _PARTS: PartKinds = {"text": frozenset({"text"}), "image": None, "audio": None}
 
 _MOST_NESTED = 20
-"""Subagents of subagents: more would exceed what Python can call."""
+"""Maximum depth of subagents; deeper nesting would exceed Python's recursion limit."""
 
 
 def _read(row: Mapping[str, Any]) -> Foreign:
@@ -149,7 +149,7 @@ def _read_document(row: Mapping[str, Any], place: str) -> _Document:
 
 
 def _check_step(step: Mapping[str, Any], place: str) -> None:
-    """Raise `Unreadable` for what a record would lose of a step."""
+    """Raise `Unreadable` for content of a step that a record would lose."""
     refuse_unknown(step, _STEP_KEYS, place)
     check_parts(step["message"], _PARTS, f"{place}.message")
     if step["source"] != "agent":
@@ -175,9 +175,9 @@ def _conversation(
     path: str,
     documents: dict[str, _Object],
 ) -> Dialogue:
-    """The conversation of a document; what `documents` keeps of it is under its `path`.
+    """Read the conversation of a document, and add its other fields to `documents` under `path`.
 
-    `place` is where the document stands in that of the file.
+    `place` is the position of the document within that of the file.
     """
     documents[path] = {
         key: value for key, value in row.items() if key not in ("steps", "subagent_trajectories")
@@ -266,7 +266,7 @@ def _read_reply(step: _Step, place: str) -> Message:
 
 
 def _join_texts(text: _Text) -> _Text:
-    """What a model wrote, in one text if all its parts are texts."""
+    """Join the parts that a model wrote to one text if all are texts."""
     if isinstance(text, str) or any(part["type"] != "text" for part in text):
         return text
     return "".join(str(part.get("text")) for part in text)
@@ -280,10 +280,8 @@ def _make_message(role: Any, text: _Text, place: str) -> Message:
 
 
 def _match_calls(step: _Step, results: Sequence[_Result]) -> list[str | None]:
-    """The id of the call that each result answers; None for what answers none.
-
-    Terminus-2 names no calls: what its terminal shows after all of a step's is one result.
-    """
+    """Find the id of the call that each result answers; None if it answers none."""
+    # Terminus-2 names no calls: its terminal's output after all calls of a step is one result.
     named = {result.source_call_id for result in results}
     left = [call.tool_call_id for call in step.tool_calls or () if call.tool_call_id not in named]
     unnamed = sum(result.source_call_id is None for result in results)
@@ -292,7 +290,7 @@ def _match_calls(step: _Step, results: Sequence[_Result]) -> list[str | None]:
 
 
 def _read_result(result: _Result, id: str | None, names: Mapping[str, str], place: str) -> Message:
-    """A result; one of no call is what the model read next, as from a user."""
+    """Read a result. A result of no call becomes a message of the user."""
     content = result.content or ""
     if id is not None and result.content is None and result.subagent_trajectory_ref:
         raise Unreadable(

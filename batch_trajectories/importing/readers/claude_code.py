@@ -1,10 +1,10 @@
 """Session files of Claude Code: ~/.claude/projects/*/SESSION.jsonl, with those of its subagents.
 
-A line is a message, or a block of a reply whose lines share an id. Lines name the line before them:
-what was rewound is not part of the conversation. After a compaction the conversation begins again
-with a summary and the last messages before it, where the session names those; what came before is
-a conversation inside the record, as are subagents. Session files have neither the system prompt nor
-tools nor the reminders that Claude Code adds to requests.
+A line is a message, or a block of a reply whose lines share an id. Each line names the line before
+it; lines that were rewound are not part of the conversation. After a compaction the conversation
+begins again with a summary, and with the last messages before it if the session names them. The
+messages before are a conversation inside the record, as are subagents. Session files have neither
+the system prompt nor tools nor the reminders that Claude Code adds to requests.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _API = "anthropic_messages"
 _BOUNDARY = "compact_boundary"
 _THOUGHTS = {"thinking", "redacted_thinking"}
 _NO_MODEL = "<synthetic>"
-"""The model of messages that Claude Code wrote itself. Requests show the model those that are no
-errors: what had come of a block when a user interrupted it, and a word in place of a reply."""
+"""The model name of messages that Claude Code wrote itself. Requests have those that are no errors:
+the beginning of a block that a user interrupted, and a word in place of a reply."""
 _INTERRUPTED = "[Request interrupted by user"
-"""How a user's message begins that Claude Code writes then."""
+"""The beginning of the user's message that Claude Code writes after an interruption."""
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
@@ -83,7 +83,7 @@ def _set_names(name: str, conversations: Sequence[Dialogue]) -> Iterator[Dialogu
 
 
 def _parts(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
-    """The messages, divided where the conversation was compacted."""
+    """Divide the messages at the compactions of the conversation."""
     parts: list[list[SourceRow]] = [[]]
     for row in rows:
         if row.content.get("subtype") == _BOUNDARY and parts[-1]:
@@ -96,12 +96,12 @@ class _Kept(NamedTuple):
     """Messages that a compaction kept beside its summary."""
 
     after: str | None = None
-    """The line that they follow."""
+    """The id of the line that they follow; None without any."""
     rows: Sequence[SourceRow] = ()
 
 
 def _find_kept(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
-    """What a part of a session begins with that is of the part before."""
+    """Find the messages at the start of a part that a compaction kept from the part before."""
     for row in part:
         facts = object_of(row.content, "compactMetadata")
         named = object_of(facts, "preservedMessages")
@@ -119,7 +119,7 @@ def _has_messages(rows: Sequence[SourceRow]) -> bool:
 
 
 def _group_by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
-    """Lines of subagents in the file of their session, by the line that each began with."""
+    """Group the lines of subagents in a session's file by the first line of each."""
     roots: dict[str, list[SourceRow]] = {}
     root_of: dict[str, str] = {}
     for row in rows:
@@ -130,9 +130,9 @@ def _group_by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
 
 
 def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
-    """The conversation of each subagent that has a file of its own.
+    """Read the conversation of each subagent that has a file of its own.
 
-    One with a line that cannot be read is left out whole: it would be another conversation.
+    A subagent with an unreadable line is left out and added to `problems`.
     """
     beside = path.parent.glob("agent-*.jsonl") if not path.stem.startswith("agent-") else ()
     for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
@@ -149,7 +149,7 @@ def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
 
 
 def _lines_of(file: Path) -> Iterator[SourceRow]:
-    """The objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
+    """Read the objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -164,13 +164,13 @@ def _lines_of(file: Path) -> Iterator[SourceRow]:
 
 
 def _session_of(rows: Iterable[SourceRow]) -> str | None:
-    """The session that the first line with one names."""
+    """Return the session that the first line with one names; None without one."""
     ids = (text_or_none(row.content.get("sessionId")) for row in rows)
     return next((id for id in ids if id is not None), None)
 
 
 def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
-    """Whether a file is that of a subagent whose session is there, too."""
+    """Whether a file is that of a subagent whose session has a file, too."""
     if path.parent.name == "subagents":
         session = path.parent.parent
     elif path.stem.startswith("agent-"):
@@ -237,7 +237,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
 
 
 def _user_text_in(line: Mapping[str, Any]) -> Any:
-    """What a line that is no message shows the model as one of the user."""
+    """Return the text of a line that is no message but is sent as one of the user; else None."""
     if line.get("type") == "system" and line.get("subtype") == LOCAL_COMMAND:
         return line["content"]
     return queued_in(line)
@@ -257,11 +257,9 @@ def _mark_cut(
     *,
     is_retried: bool,
 ) -> None:
-    """Remove a last reply that was cut off and is in no later request, or note that it was cut.
-
-    Nothing was said between it and another reply, or an error of Claude Code. Later requests have
-    its text where no other reply took its place.
-    """
+    """Remove the last reply if it was cut off and is in no later request, or mark it as cut."""
+    # Such a reply is directly followed by another one, or by an error of Claude Code. Later
+    # requests have its text if no other reply took its place.
     last = items[-1][2].get("content") if items else None
     cut = next((id for id, one in blocks.items() if one is last), None)
     if cut is None:
@@ -279,7 +277,7 @@ def _is_own(line: Mapping[str, Any]) -> bool:
 
 
 def _text_of(content: Any) -> str:
-    """The first text of a message."""
+    """Return the first text of a message; "" without one."""
     if isinstance(content, str):
         return content
     texts = (text_or_none(block.get("text")) for block in exact_json.objects_among(content))
@@ -287,7 +285,7 @@ def _text_of(content: Any) -> str:
 
 
 def _read_facts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last line of a reply says of all of it."""
+    """Read the facts that the last line of a reply has about the whole reply."""
     facts: dict[str, Any] = {"model": message.get("model"), "usage": usage_in(message)}
     ending = ending_of(message.get("stop_reason"))
     if ending is not None and ending != "cut":
@@ -296,9 +294,9 @@ def _read_facts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
-    """The lines that lead to the last one, with all of their replies and results.
+    """Return the lines that lead to the last one, with all of their replies and results.
 
-    Where a line that another one names is missing, the one before that stands for it.
+    If a line names one that is missing, the line above it is used.
     """
     known = {text_or_none(row.content.get("uuid")) for row in rows} - {None}
     led: set[str | None] = set()
@@ -314,7 +312,7 @@ def _drop_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
 
 
 def _add_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
-    """The lines with these ids, and all others of their replies and results of these."""
+    """Yield the lines with these ids, and the other lines of their replies and results."""
     is_led = [text_or_none(row.content.get("uuid")) in led for row in rows]
     replies = {_reply_id(row.content) for row, on in zip(rows, is_led, strict=True) if on} - {None}
     calls = {
@@ -338,7 +336,7 @@ def _add_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Itera
 
 
 def _key(line: Mapping[str, Any]) -> str:
-    """The same for all lines of a reply."""
+    """Return a key that all lines of a reply share."""
     return str(object_of(line, "message").get("id") or line.get("uuid"))
 
 
