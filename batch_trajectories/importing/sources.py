@@ -133,22 +133,13 @@ def _read_rows(
         elif reader.row is None:
             whole.append(row)
         else:
-            of_row, own = name, reader.row
             content = {key: one for key, one in row.content.items() if key not in metadata}
-            try:
-                if format is None and (other := _other_format(content, name)):
-                    if reader.recognizes(content):
-                        reason = f"it is also a row of {other}; --format says which is read"
-                        raise Unreadable(reason)
-                    of_row, own = other, _load_reader(other).row or own
-                found = own(content)
-                if len(content) < len(row.content):
-                    named = {key: one for key, one in row.content.items() if key in metadata}
-                    found.columns = {**found.columns, **columns_of(named, are_metadata=True)}
-                read: Read = found
-            except Unreadable as error:
-                read = error
-            yield Place(of_row, source, row.number, at), read
+            other = _other_format(content, name) if format is None else None
+            row_format, read = _read_row(content, name, reader, other)
+            if isinstance(read, Foreign) and len(content) < len(row.content):
+                named = {key: one for key, one in row.content.items() if key in metadata}
+                read.columns = {**read.columns, **columns_of(named, are_metadata=True)}
+            yield Place(row_format, source, row.number, at), read
     if reader.session is not None and whole:
         try:
             found = reader.session(path, whole)
@@ -158,6 +149,24 @@ def _read_rows(
         yield Place(name, source, None, at), found
         for problem in found.problems:
             yield Place(name, source, problem.line, at), problem
+
+
+def _read_row(
+    content: Mapping[str, Any], name: str, reader: Reader, other: str | None
+) -> tuple[str, Read]:
+    """Read a row; return the name of its format, and the conversation or the error.
+
+    `name` and `reader` are those of the file. `other` is another format of the row; None without.
+    """
+    if other is not None and reader.recognizes(content):
+        return name, Unreadable(f"it is also a row of {other}; --format says which is read")
+    if other is not None:
+        name, reader = other, _load_reader(other)
+    assert reader.row is not None
+    try:
+        return name, reader.row(content)
+    except Unreadable as error:
+        return name, error
 
 
 def _other_format(row: Mapping[str, Any], name: str) -> str | None:
