@@ -1,6 +1,7 @@
-"""Answers on their way to agents: a reply that is asked for again is not paid for again.
+"""Answers on their way to agents, and lists of models.
 
-Also lists of models: clients ask which ones a server has."""
+A reply that an agent requests again while it is under way is not paid for again.
+"""
 
 from __future__ import annotations
 
@@ -17,48 +18,48 @@ from batch_trajectories.basics import exact_json
 
 
 class Refusal(NamedTuple):
-    """Why a call has no reply, for the agent."""
+    """The reason, for the agent, that a call has no reply."""
 
     status: int
     kind: str
     """A word such as "budget" or "stopped"."""
     message: str
     body: bytes | None = None
-    """What the endpoint said, to be passed on as it is."""
+    """The endpoint's own body, which is passed on unchanged; None: the message is sent."""
 
 
 class Answer:
-    """A reply as far as it has come; several connections can read it, each from its beginning."""
+    """A reply that is still coming. Several connections can read it, each from the beginning."""
 
     def __init__(self, refusal: Refusal | None = None, *, is_stream: bool = False) -> None:
         self.is_stream = is_stream
         self.parts: list[bytes] = []
-        """Events of a stream, or the whole body; nothing that is not recorded yet ends them."""
+        """The events of a stream, or the whole body; the last one only once it is recorded."""
         self.is_done = refusal is not None
-        """No part will follow."""
+        """Whether no part will follow."""
         self.refusal = refusal
-        """Why the reply is not complete, if it is not."""
+        """The reason that the reply is not complete; None if it is, or may still be."""
         self.readers = 0
         self._changed = asyncio.Event()
 
     def add(self, part: bytes) -> None:
-        """Take the next part."""
+        """Add the next part."""
         self.parts.append(part)
         self._changed.set()
 
     def finish(self, parts: list[bytes]) -> None:
-        """Take the last parts."""
+        """Add the last parts."""
         self.parts += parts
         self.is_done = True
         self._changed.set()
 
     def fail(self, refusal: Refusal) -> None:
-        """End the reply where it is."""
+        """End the reply before it is complete."""
         self.refusal = refusal
         self.finish([])
 
     async def change(self, known: int) -> None:
-        """Wait until there are more than the `known` parts, or the reply is done."""
+        """Wait until there are more than `known` parts, or the reply is done."""
         while not self.is_done and len(self.parts) <= known:
             self._changed.clear()  # wakes all readers first: each looks before it waits again
             await self._changed.wait()
@@ -70,22 +71,22 @@ class Answer:
 
 
 class Answers:
-    """The answers that the agent has not read to their ends, by request."""
+    """The answers, by request, that the agent has not read completely."""
 
     def __init__(self) -> None:
         self._unread: dict[tuple[str, bool], list[Answer]] = {}
 
     def begin(self, request: WireRequest) -> Answer:
-        """A new reply to a request."""
+        """Make a new reply to a request."""
         reply = Answer(is_stream=request.is_stream)
         self._unread.setdefault((request.key, request.is_stream), []).append(reply)
         return reply
 
     def join(self, request: WireRequest, *, is_repeat: bool) -> Answer | None:
-        """The reply to an equal request whose connection is gone; None if there is none.
+        """Find the reply to an equal request whose connection is gone; None if there is none.
 
-        `is_repeat`: the agent says that it asks again. Other equal requests whose connections live
-        are calls of their own.
+        If the agent says that this `is_repeat`, the connection of the other may be open. Otherwise
+        equal requests with open connections are different calls.
         """
         for reply in self._unread.get((request.key, request.is_stream), ()):
             if is_repeat or not reply.readers:
@@ -94,7 +95,7 @@ class Answers:
 
     @contextmanager
     def reading(self, reply: Answer) -> Iterator[None]:
-        """While a connection reads a reply; left without an exception, it has read all of it."""
+        """Count a connection as reader of a reply; on a normal exit, forget the reply as read."""
         reply.readers += 1
         try:
             yield
@@ -103,7 +104,7 @@ class Answers:
         self.forget(reply)
 
     def forget(self, reply: Answer) -> None:
-        """A reply was read, or failed: an equal request is another call."""
+        """Forget a reply that was read or failed: an equal request is another call."""
         for key, answers in self._unread.items():
             if reply in answers:
                 answers.remove(reply)
@@ -112,14 +113,14 @@ class Answers:
                 return
 
 
-List = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
-"""Answers a request for the list, from its path and its headers (names lower-case)."""
+ListModels = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
+"""Answers a request for the list of models, given its path and headers (names lower-case)."""
 
 _BELOW_ROOT = {MESSAGES: "/v1/models", GEMINI: GEMINI_PATH}
 
 
-def names_only(names: Iterable[str]) -> List:
-    """The list of these names, in one body that clients of every API can read."""
+def names_only(names: Iterable[str]) -> ListModels:
+    """Make the answer that lists these names, in one body that clients of every API can read."""
     known = list(dict.fromkeys(names))
     body = {
         "object": "list",
@@ -153,14 +154,15 @@ def names_only(names: Iterable[str]) -> List:
     return answer
 
 
-def api_asked(path: str, headers: Mapping[str, str], otherwise: str) -> str:
-    """The API by which a client asks for the list: the path of two of them is the same."""
+def guess_api(path: str, headers: Mapping[str, str], otherwise: str) -> str:
+    """Return the API by which a client asks for the list of models."""
+    # The path of Anthropic and OpenAI is the same.
     if path.startswith("/v1beta"):
         return GEMINI
     return MESSAGES if "anthropic-version" in headers else otherwise
 
 
-def path_below_root(api: str, path: str) -> str:
-    """Where an endpoint of this API has the list, with the query of the client's path."""
+def models_path(api: str, path: str) -> str:
+    """Return the path of the list of models at an endpoint, with the query of the client's path."""
     _, mark, query = path.partition("?")
     return _BELOW_ROOT.get(api, "/models") + mark + query

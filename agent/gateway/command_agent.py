@@ -1,8 +1,8 @@
-"""An agent that users run as a command, such as a coding agent of their own.
+"""The description of an agent that runs as a command, such as a coding agent of the user.
 
 Its command runs in the sandbox of a conversation. Its model calls go to a gateway, which relays
-them to the endpoint of the run. Commands, texts and files can name what is known only then:
-`PLACEHOLDERS`.
+them to the endpoint of the run. Commands, texts and files can contain `PLACEHOLDERS` for values
+that are known only when it runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agent.wires.wire import Volatile
 
 
-# MCP servers that a task brings, as agents that run as commands are told of them.
+# Files that tell an agent about the MCP servers of its task.
 #
 # A server has `name`, `transport` (`stdio`, `sse` or `streamable-http`), and `command` with
 # `args`, or `url`. The agent starts or calls it, inside its sandbox. Source of the forms: the
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 # ~/.codex/config.toml).
 
 Form = Literal["mcpServers", "codex"]
-"""How they are written: a JSON object of that key, or tables of TOML."""
+"""The form of the file: a JSON object with the key `mcpServers`, or tables of Codex's TOML."""
 
 Server = Mapping[str, Any]
 
 
 def with_servers(text: str, form: Form, servers: Sequence[Server]) -> str:
-    """A file of an agent, with the servers added. Raises `ValueError` where that cannot be."""
+    """Add MCP servers to the text of a file. Raises `ValueError` if the form does not allow it."""
     return _WRITERS[form](text, servers)
 
 
@@ -55,15 +55,15 @@ def _as_json(text: str, servers: Sequence[Server]) -> str:
     written: Any = exact_json.loads(text) if text.strip() else {}
     if not isinstance(written, dict):
         raise ValueError("the file that names MCP servers must be a JSON object")
-    told = {}
+    entries = {}
     for server in servers:
         if server["transport"] == "stdio":
             entry = {"type": "stdio", "command": server["command"], "args": [*server["args"]]}
         else:
             kind = "http" if server["transport"] == "streamable-http" else server["transport"]
             entry = {"type": kind, "url": server["url"]}
-        told[server["name"]] = entry
-    return exact_json.dumps({**written, "mcpServers": told}).decode()
+        entries[server["name"]] = entry
+    return exact_json.dumps({**written, "mcpServers": entries}).decode()
 
 
 def _as_toml(text: str, servers: Sequence[Server]) -> str:
@@ -82,7 +82,7 @@ def _as_toml(text: str, servers: Sequence[Server]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML; JSON's escapes are some of its own."""
+    """Write a basic string of TOML, which knows the escapes of JSON."""
     return exact_json.dumps(text).decode().replace("\x7f", "\\u007f")
 
 
@@ -90,11 +90,11 @@ _WRITERS = {"mcpServers": _as_json, "codex": _as_toml}
 
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
-"""In braces: the prompt's text, the gateway's URL and the key for it, the model's name, the
-directory that the command starts in, and its HOME."""
+"""Names that stand in braces for the text of the prompt, the URL and the key of the gateway, the
+name of the model, the directory that the command starts in, and its HOME."""
 
 PER_ROW = ("command", "stdin", "env", "files", "final_call")
-"""What a row can set for itself in its column `agent`."""
+"""The fields that a row can set in its column `agent`."""
 
 ToolKind = Literal[
     "read",
@@ -109,10 +109,10 @@ ToolKind = Literal[
     "other",
     "*",
 ]
-"""Kinds of tools that the Agent Client Protocol knows; `*`: all."""
+"""Kinds of tools in the Agent Client Protocol; `*`: all."""
 
 NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile", "continues", "mcp"})
-"""Fields that do not affect the data: runs continue where a preset changes them."""
+"""Fields that do not affect the data: a run continues if a preset changes them."""
 
 _VARIABLES: Mapping[str, str] = {
     "OPENAI_BASE_URL": "{gateway}/v1",
@@ -125,7 +125,7 @@ _VARIABLES: Mapping[str, str] = {
     "TZ": "UTC",
     "IS_SANDBOX": "1",
 }
-"""What every agent is started with; `env` adds to it, and null removes a variable."""
+"""Environment variables of every agent; `env` adds others, and null removes one."""
 
 
 def _split_command(value: Any) -> Any:
@@ -151,64 +151,64 @@ _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class VolatileConfig(BaseModel):
-    """What differs between two starts of an agent and does not decide a reply."""
+    """Values that differ between two starts of an agent and do not decide a reply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     fields: tuple[str, ...] = ()
     """Dotted paths of fields of request bodies."""
     texts: tuple[Pattern, ...] = ()
-    """Regular expressions; what they match in messages and tools is ignored."""
+    """Regular expressions; their matches in messages and tools are ignored."""
 
 
 class McpFile(BaseModel):
-    """Where an agent reads which MCP servers there are."""
+    """The file from which an agent reads its MCP servers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     file: Annotated[str, AfterValidator(_relative)]
-    """Its path in HOME; what `files` say of it stays."""
+    """The path in HOME; the file's other content comes from `files`."""
     form: Form
-    """See `task_servers`."""
+    """The form in which servers are written."""
 
 
 class CommandAgent(BaseModel):
-    """How to run an agent, and what it says to models."""
+    """How to run an agent, and how it calls models."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     name: str = Field("custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """The preset's or the file's, for records."""
+    """The name of the preset or the file, for records."""
     command: Annotated[_Command, Field(min_length=1)]
-    """Its program, on the PATH or with a path, and arguments."""
+    """The program, on the PATH or with a path, and its arguments."""
     stdin: _Text = ""
-    """Its standard input."""
+    """The standard input of the command."""
     continues: _Command = ()
-    """The command that goes on with its latest session, where `{prompt}` is the user's next
-    message; (): it takes one message."""
+    """The command that continues the latest session with `{prompt}`, the user's next message.
+    (): the agent takes one message only."""
     protocol: Literal["acp"] | None = None
-    """How it gets its prompt: `acp` (Agent Client Protocol); None: as `{prompt}`."""
+    """How the agent gets its prompt: `acp` (Agent Client Protocol); None: as `{prompt}`."""
     rejects: Annotated[tuple[ToolKind, ...], BeforeValidator(split_commas)] = ()
-    """With `acp`: for which kinds of tools it gets no permission when it asks for one."""
+    """With `acp`: the kinds of tools for which permission is refused."""
     env: dict[_Variable, _Text | None] = {}
     """Variables besides those that all agents get (PATH, HOME, URLs and keys of the gateway)."""
     files: dict[Annotated[str, AfterValidator(_relative)], str] = {}
-    """Files in its HOME, by their paths there."""
+    """The texts of files in HOME, by their paths there."""
     speaks: Annotated[tuple[Api, ...], BeforeValidator(split_commas), Field(min_length=1)]
-    """The APIs that it calls models by."""
+    """The APIs by which the agent calls models."""
     version: _Command | None = None
-    """The command that prints its version; None: its program with --version; []: none."""
+    """The command that prints the version; None: the program with --version; []: none."""
     aliases: dict[str, str] = {}
-    """Models by the names that it asks for, as `--model`; `*` stands for all other names."""
+    """Models (as for `--model`) by the names that the agent sends; `*`: all other names."""
     volatile: VolatileConfig = Field(default_factory=VolatileConfig)
     mcp: McpFile | None = None
-    """How it is told of the MCP servers of a task; None: it cannot be."""
+    """The file that gets the MCP servers of a task; None: the agent cannot use any."""
     final_call: Pattern | None = None
-    """Where it ends by a tool call instead of a text: what the arguments of that call match."""
+    """Matches the arguments of the tool call that ends the agent; None: a text ends it."""
     programs: tuple[Path, ...] = ()
-    """Further files and directories of this machine that it needs in the sandbox, read-only."""
+    """Further files and directories of this machine that the sandbox shows read-only."""
     memory_mb: PositiveInt = 500
-    """What it takes; limits how many run at a time."""
+    """Memory of one agent; limits how many run at a time."""
 
     _found: str | None = PrivateAttr(None)
 
@@ -231,7 +231,7 @@ class CommandAgent(BaseModel):
 
     @property
     def why_one_message(self) -> str:
-        """Why it takes no further messages of a user, and what to do."""
+        """The reason that the agent takes only one message, and a remedy."""
         return (
             f"agent {self.name!r} has no `continues`, the command that goes on with its session, "
             "so it takes one message"
@@ -239,44 +239,44 @@ class CommandAgent(BaseModel):
 
     @property
     def found(self) -> str | None:
-        """The version that its program printed; None if it was not asked."""
+        """The version that the program printed; None if it was not asked."""
         return self._found
 
     def with_found(self, version: str | None) -> CommandAgent:
-        """A copy with the version that its program printed."""
+        """Return a copy with the version that the program printed."""
         agent = self.model_copy()
         agent._found = version
         return agent
 
     @property
     def version_command(self) -> tuple[str, ...]:
-        """The command that prints its version; () if it has none."""
+        """The command that prints the version; () if there is none."""
         return (self.command[0], "--version") if self.version is None else self.version
 
     @property
     def what_varies(self) -> Volatile:
-        """For the gateway."""
+        """The volatile values, as the gateway takes them."""
         from agent.wires.wire import Volatile
 
         return Volatile(self.volatile.fields, self.volatile.texts)
 
     def environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Its variables, with the placeholders filled in."""
+        """Return the environment variables, with the placeholders filled in."""
         given = {**_VARIABLES, **self.env}
         return {name: fill(text, values) for name, text in given.items() if text is not None}
 
     def acp_terms(self, values: Mapping[str, str]) -> dict[str, Any] | None:
-        """What it is told by the Agent Client Protocol; None if it does not speak it."""
+        """Return the terms of the Agent Client Protocol; None if the agent does not speak it."""
         if self.protocol is None:
             return None
         return {"prompt": values["prompt"], "rejects": self.rejects}
 
-    def of_row(self, own: Any, servers: Sequence[Server] = ()) -> CommandAgent:
-        """The agent of a row whose column `agent` is `own`, with the MCP servers of its task.
+    def of_row(self, column: Any, servers: Sequence[Server] = ()) -> CommandAgent:
+        """Return the agent of a row, with the fields of its column `agent` and the MCP servers.
 
-        Raises `ValueError`.
+        `column` is None if the row has no such column. Raises `ValueError`.
         """
-        agent = self if own is None else self._of_row(own)
+        agent = self if column is None else self._with_column(column)
         if not servers:
             return agent
         if agent.mcp is None:
@@ -284,39 +284,39 @@ class CommandAgent(BaseModel):
                 f"agent {agent.name!r} is not told of MCP servers; say in its file where it reads "
                 "them (`mcp`)"
             )
-        at = agent.mcp.file
-        text = with_servers(agent.files.get(at, ""), agent.mcp.form, servers)
-        told = agent.model_copy(update={"files": {**agent.files, at: text}})
-        return told.with_found(agent.found)
+        path = agent.mcp.file
+        text = with_servers(agent.files.get(path, ""), agent.mcp.form, servers)
+        changed = agent.model_copy(update={"files": {**agent.files, path: text}})
+        return changed.with_found(agent.found)
 
-    def _of_row(self, own: Any) -> CommandAgent:
-        if not isinstance(own, dict):
+    def _with_column(self, column: Any) -> CommandAgent:
+        if not isinstance(column, dict):
             raise ValueError(f"`agent` must be an object with {', '.join(PER_ROW)}")
-        if other := sorted(own.keys() - set(PER_ROW)):
+        if other := sorted(column.keys() - set(PER_ROW)):
             raise ValueError(f"`agent.{other[0]}`: a row can only set {', '.join(PER_ROW)}")
-        fields = self.model_dump() | own
+        fields = self.model_dump() | column
         for name in ("env", "files"):
-            if isinstance(own.get(name), dict):
-                fields[name] = {**getattr(self, name), **own[name]}
+            if isinstance(column.get(name), dict):
+                fields[name] = {**getattr(self, name), **column[name]}
         agent = CommandAgent.model_validate(fields)
         same = agent.version_command == self.version_command
         return agent.with_found(self.found if same else None)
 
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """Return the facts about the agent that records hold."""
         described = exact_json.dumps(
-            [self.command, self.stdin, self.env, self.files, *self._by_protocol().values()]
+            [self.command, self.stdin, self.env, self.files, *self._protocol_fields().values()]
         )
         digest = hashlib.sha256(described).hexdigest()[:16]
         return {"name": self.name, "version": self.found, "command": digest}
 
     def meaning(self) -> dict[str, Any]:
-        """What affects the data, JSON-ready."""
+        """Return the fields that affect the data, JSON-ready."""
         fields = self.model_dump(mode="json", exclude={*NO_MEANING, "protocol", "rejects"})
-        return {**fields, **self._by_protocol(), "found": self.found}
+        return {**fields, **self._protocol_fields(), "found": self.found}
 
-    def _by_protocol(self) -> dict[str, Any]:
-        """What earlier versions did not know, where it is set."""
+    def _protocol_fields(self) -> dict[str, Any]:
+        """Return the fields that earlier versions did not know; {} if they are not set."""
         if self.protocol is None:
             return {}
         return {"protocol": self.protocol, "rejects": [*self.rejects]}  # as JSON has it
@@ -324,7 +324,7 @@ class CommandAgent(BaseModel):
 
 def fill(text: str, values: Mapping[str, str]) -> str:
     """Replace the placeholders in a text; braces around anything else are left alone."""
-    # At once: a prompt may hold a placeholder.
+    # In one pass, because a prompt may contain a placeholder.
     return re.sub(
         r"\{(" + "|".join(PLACEHOLDERS) + r")\}",
         lambda match: values.get(match[1], match[0]),

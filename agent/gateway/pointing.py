@@ -1,9 +1,9 @@
-"""What a request of an agent only points at: how many tokens that can be, or why nobody knows.
+"""Counts the tokens that a request of an agent only points at, or finds that they are unknown.
 
 The bytes of a body bound its own tokens, but not those of a picture at a URL, of the reply that it
 continues by an id, or of a tool that the provider runs. Pictures and recorded replies have bounds.
-Under a budget a request that points at anything else is refused; so is one that costs more than
-its tokens say.
+Under a budget, a request that points at anything else is refused; so is one whose cost does not
+follow from its tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from agent.wires.wire import WireError
 from batch_trajectories.basics.exact_json import objects_among
 
 MOST_PER_PICTURE = 16_384
-"""Tokens of one picture: more than the largest that OpenAI (10,000 patches), Gemini and the models
-of open servers make of one."""
+"""Upper bound of the tokens of one picture for OpenAI (10,000 patches), Gemini and open servers."""
 
 _MOST_PER_PICTURE = {
     # 2,833 tokens and 5,667 for each of at most 8 tiles.
@@ -30,7 +29,7 @@ _MOST_PER_PICTURE = {
     # 4,784 at the highest resolution.
     re.compile(r"claude"): 5_000,
 }
-"""By what a model's name has in it, from the providers' documentation."""
+"""Bounds for models whose names match, from the providers' documentation."""
 
 _LIKELY_PER_PICTURE = 1_500
 
@@ -53,7 +52,7 @@ _TEXTS = frozenset(
         "tool_reference",
     }
 )
-"""Types of parts whose tokens are in the body."""
+"""Types of content parts whose tokens are in the body."""
 
 _PICTURES = frozenset({"image", "image_url", "input_image", "output_image", "computer_screenshot"})
 
@@ -103,7 +102,7 @@ _POINTERS = re.compile(
 """Names of fields that some servers read pictures and files from."""
 
 _OF_MESSAGES = frozenset({"audio", "content"})
-"""Such fields that are looked at by themselves."""
+"""Fields of messages that have checks of their own."""
 
 _OTHER_COSTS = {
     "prompt": "a prompt that the endpoint has stored",
@@ -128,24 +127,24 @@ _OTHER_COSTS = {
     "models": "other models, whose prices may be higher",
     "audio": "audio, whose tokens cost more than those of text",
 }
-"""Fields of a body with a cost that its tokens do not show."""
+"""Fields of a body with a cost beyond its tokens, and the cause of that cost."""
 
 Replies = Callable[[], Sequence[ExchangeEvent]]
-"""The recorded calls of the agent."""
+"""Returns the recorded calls of the agent."""
 
 
 def pointed_at(
     wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
 ) -> Pointed:
-    """The tokens that a body only points at, as far as they are known; see `check_pointed`."""
-    return _Pointing(wire, body, settings, replies).sum()
+    """Count the tokens that a body only points at, as far as they are known."""
+    return _BodyScan(wire, body, settings, replies).sum()
 
 
 def check_pointed(
     wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
 ) -> None:
-    """Raise `WireError` if a body points at something whose tokens or cost nobody knows."""
-    pointing = _Pointing(wire, body, settings, replies)
+    """Raise `WireError` if a body points at something whose tokens or cost are unknown."""
+    pointing = _BodyScan(wire, body, settings, replies)
     if pointing.unknown:
         place, what = pointing.unknown[0]
         raise WireError(
@@ -154,8 +153,8 @@ def check_pointed(
         )
 
 
-class _Pointing:
-    """Looks through one body."""
+class _BodyScan:
+    """The pictures, earlier replies and unknown costs in one body."""
 
     def __init__(
         self, wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
@@ -168,7 +167,7 @@ class _Pointing:
         self._pictures = 0
         self._followed = 0
         self.unknown: list[tuple[str, str]] = []
-        """Places, and what there has a cost that is unknown."""
+        """The fields with an unknown cost, and the cause of each."""
         self._look_at_fields(wire.layout.api, body, settings)
         if id := wire.follows(body):
             self._follow(id)
@@ -185,45 +184,45 @@ class _Pointing:
                     self._look_at_content(message.get("content"), f"messages[{n}].content")
                     for name in message.keys() - _OF_MESSAGES:
                         if message[name] and _POINTERS.search(name):
-                            self._is_unknown(
+                            self._add_unknown(
                                 f"messages[{n}].{name}", "what the endpoint makes of it"
                             )
                     if message.get("audio"):
-                        self._is_unknown(f"messages[{n}].audio", "audio that the endpoint has")
+                        self._add_unknown(f"messages[{n}].audio", "audio that the endpoint has")
 
     def sum(self) -> Pointed:
-        """The tokens of all."""
+        """Return the tokens of everything that was found."""
         return Pointed(
             self._followed + self._pictures * self._picture,
             self._followed + self._pictures * min(_LIKELY_PER_PICTURE, self._picture),
         )
 
-    def _is_unknown(self, place: str, what: str) -> None:
+    def _add_unknown(self, place: str, what: str) -> None:
         self.unknown.append((place, what))
 
     def _look_at_fields(self, api: str, body: Mapping[str, Any], settings: ModelSettings) -> None:
         for name, what in _OTHER_COSTS.items():
             if body.get(name) and (name != "prompt" or api == RESPONSES):
-                self._is_unknown(name, what)
+                self._add_unknown(name, what)
         config = generation_config(body)
         edits = body.get("context_management")
         edits = edits.get("edits") if isinstance(edits, dict) else edits
         for n, edit in enumerate(objects_among(edits)):
             if str(edit.get("type")).startswith("compact"):
-                self._is_unknown(f"context_management[{n}]", "another call, which is paid for")
+                self._add_unknown(f"context_management[{n}]", "another call, which is paid for")
         for place, given in (
             ("modalities", body.get("modalities")),
             ("generationConfig.responseModalities", config.get("responseModalities")),
         ):
             if isinstance(given, list) and any(str(one).lower() != "text" for one in given):
-                self._is_unknown(place, "replies that are not text cost more")
+                self._add_unknown(place, "replies that are not text cost more")
         for name in ("service_tier", "serviceTier"):
             if (tier := body.get(name)) not in _USUAL_TIERS:
-                self._is_unknown(name, f"the prices of {tier!r} are unknown")
+                self._add_unknown(name, f"the prices of {tier!r} are unknown")
         if body.get("speed") not in (None, "standard"):
-            self._is_unknown("speed", f"the prices of {body['speed']!r} are unknown")
+            self._add_unknown("speed", f"the prices of {body['speed']!r} are unknown")
         if _SEARCHES.search(settings.name):
-            self._is_unknown("model", f"{settings.name} uses tools that are priced by the call")
+            self._add_unknown("model", f"{settings.name} uses tools that are priced by the call")
         if api == RESPONSES:
             self._look_at_tools(body.get("tools"), "tools")
 
@@ -239,7 +238,7 @@ class _Pointing:
                 and (not isinstance(environment, dict) or environment.get("type") == "local")
             )
             if not is_own:
-                self._is_unknown(here, f"a tool of type {kind!r} may be run by the provider")
+                self._add_unknown(here, f"a tool of type {kind!r} may be run by the provider")
 
     def _look_at_items(self, body: Mapping[str, Any]) -> None:
         self._look_at_content(body.get("instructions"), "instructions")
@@ -260,7 +259,7 @@ class _Pointing:
             elif kind in _ITEMS:
                 self._look_at_content(item.get("content"), f"{place}.content")
             elif kind != "reasoning":
-                self._is_unknown(place, f"an item of type {kind!r}")
+                self._add_unknown(place, f"an item of type {kind!r}")
 
     def _look_at_gemini(self, body: Mapping[str, Any]) -> None:
         system = body.get("systemInstruction") or body.get("system_instruction")
@@ -280,7 +279,7 @@ class _Pointing:
                 if kind.startswith("image/"):
                     self._pictures += 1
                 elif not (kind.startswith("text/") and key.startswith("inline")):
-                    self._is_unknown(f"{here}.{key}", f"content of type {kind or 'unknown'!r}")
+                    self._add_unknown(f"{here}.{key}", f"content of type {kind or 'unknown'!r}")
                 break
             else:
                 result = part.get("functionResponse") or part.get("function_response")
@@ -289,12 +288,12 @@ class _Pointing:
                     parts_of_it = [parts_of_it] if isinstance(parts_of_it, dict) else parts_of_it
                     self._look_at_parts(parts_of_it, f"{here}.functionResponse.parts")
                 elif part and _OF_GEMINI.isdisjoint(part):
-                    self._is_unknown(here, f"a part with {', '.join(part)}")
+                    self._add_unknown(here, f"a part with {', '.join(part)}")
 
     def _look_at_content(self, content: Any, place: str) -> None:
         parts = [content] if isinstance(content, dict) else content
         if isinstance(parts, list) and any(isinstance(part, list) for part in parts):
-            self._is_unknown(place, "a list in a list of parts")
+            self._add_unknown(place, "a list in a list of parts")
         for n, part in enumerate(objects_among(parts)):
             here, kind = f"{place}[{n}]", str(part.get("type"))
             # A part without a type is what its fields say, at servers that take such.
@@ -311,10 +310,10 @@ class _Pointing:
             elif isinstance(source, dict) and within == "content":
                 self._look_at_content(source.get("content"), f"{here}.source.content")
             elif within != "text":
-                self._is_unknown(here, f"a part of type {kind!r}")
+                self._add_unknown(here, f"a part of type {kind!r}")
 
     def _follow(self, id: str) -> None:
-        """Add what the model read and wrote up to the reply that is continued."""
+        """Add the tokens that the model read and wrote up to the reply with this id."""
         calls = [
             event
             for event in self._replies()
@@ -322,22 +321,22 @@ class _Pointing:
         ]
         place = "previous_response_id, conversation"
         if not calls:
-            self._is_unknown(place, f"{id}: no reply to this agent, so what it holds")
+            self._add_unknown(place, f"{id}: no reply to this agent, so what it holds")
             return
         usage = calls[-1]["reply"]["usage"]
         counts = [usage["input_tokens"], usage["output_tokens"]] if usage else [None]
         if None in counts:
-            self._is_unknown(place, f"{id}: this reply came without its number of tokens")
+            self._add_unknown(place, f"{id}: this reply came without its number of tokens")
         self._followed += sum(count or 0 for count in counts)
 
     def _follow_item(self, id: str, place: str) -> None:
-        """Add what the model wrote in the reply that has an item."""
+        """Add the tokens that the model wrote in the reply that has this item."""
         for event in self._replies():
             usage = event["reply"]["usage"]
             if id in _ids_in(event["body"]) and usage and usage["output_tokens"] is not None:
                 self._followed += usage["output_tokens"]
                 return
-        self._is_unknown(place, f"{id}: an item of no reply to this agent")
+        self._add_unknown(place, f"{id}: an item of no reply to this agent")
 
 
 def _ids_in(body: Mapping[str, Any]) -> Iterator[str]:

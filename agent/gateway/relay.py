@@ -1,4 +1,8 @@
-"""The model calls of one agent: each is answered from the journal, or made and recorded."""
+"""Relays the model calls of one agent: each is answered from the journal, or made and recorded.
+
+A reply ends for the agent only when it is on disk: after a crash, no reply that the agent has read
+is lost or paid again.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,8 @@ from agent.models.dialects.token_ids import (
 )
 from agent.models.errors import ModelError
 from agent.models.model import (
-    NOTHING_POINTED,
     Completion,
     ModelSettings,
-    Pointed,
     replies_asked_for,
 )
 from agent.models.parsing import load_object
@@ -55,11 +57,11 @@ from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
 
-# What is sent to the endpoint for a call of an agent.
+# The requests that are sent to the endpoint for the calls of an agent.
 
 
 class AgentCall(NamedTuple):
-    """One agent request."""
+    """One request of an agent, read as JSON."""
 
     wire: Wire
     path: str
@@ -67,90 +69,125 @@ class AgentCall(NamedTuple):
     content: bytes
     """The body as it came."""
     body: dict[str, Any]
-    """The same, read; half an emoji is U+FFFD here, as records have it."""
+    """The parsed body; half an emoji is U+FFFD here, as in records."""
     is_repeat: bool
-    """The agent says that it made this request before."""
+    """Whether the agent says that it has made this request before."""
     has_halves: bool = False
-    """`content` holds half an emoji, as programs write that cut texts."""
+    """Whether `content` holds half an emoji, as written by programs that cut texts."""
 
 
-def request_of(
+class _Content(NamedTuple):
+    """A request that is sent on, perhaps changed."""
+
+    path: str
+    body: Mapping[str, Any]
+    """The parsed body, with halves of emojis."""
+    content: bytes
+
+
+def make_request(
     call: AgentCall,
     settings: ModelSettings,
     name: str | None,
-    request: WireRequest | None,
+    request: WireRequest,
     replies: Replies,
     conversation: str = "",
 ) -> RelayRequest:
-    """The request to send: the agent's own, unless a part of it has to change.
+    """Make the request to send: the agent's own, unless a part of it has to change.
 
-    `name` is what the model is called at its endpoint, if the agent calls it otherwise;
-    `request` is None for a request that costs nothing. `replies` are the agent's recorded calls.
-    `conversation` is our id of its thread; one that the agent sends itself counts instead.
-    Raises `WireError`, under a budget also for a request that can cost more than is known.
+    `name` is the model's name at its endpoint, None if the agent uses it, too. `replies` are the
+    agent's recorded calls. `conversation` is the id of the call's thread; an id that the agent
+    sends itself has precedence. Raises `WireError`, under a budget also if the request can cost
+    more than is known.
     """
-    wire, path, content, body = call.wire, call.path, call.content, call.body
-    write: Callable[[Any], bytes] = exact_json.dumps
-    if call.has_halves:  # what is sent has them as the agent does, also where a part changes
-        body, write = exact_json.loads_with_halves(content), exact_json.dumps_with_halves
-    max_tokens: int | None = 0
-    bound, tools = None, False
-    if request is not None:
-        max_tokens, tools = request.max_tokens, bool(request.server_tools)
-        if max_tokens is None and settings.needs_bound:
-            max_tokens = bound = settings.reply_bound
-            if bound is None:
-                raise WireError(
-                    "the request does not limit the reply's tokens, so the budget of the run "
-                    "cannot be kept: set its limit, or --max_tokens"
-                )
-    if name is not None or bound is not None or tools:
-        path, body = wire.rewritten(
-            path, body, model=name, max_tokens=bound, without_server_tools=tools
-        )
-        content = write(body)
-    if request is not None and settings.needs_bound:
+    wire, max_tokens, bound = call.wire, request.max_tokens, None
+    if max_tokens is None and settings.needs_bound:
+        max_tokens = bound = settings.reply_bound
+        if bound is None:
+            raise WireError(
+                "the request does not limit the reply's tokens, so the budget of the run "
+                "cannot be kept: set its limit, or --max_tokens"
+            )
+    path, body, content = _rewrite(
+        call, name, max_tokens=bound, without_server_tools=bool(request.server_tools)
+    )
+    if settings.needs_bound:
         check_pointed(wire, body, settings, replies)
     asking = None
-    read: Callable[[bytes], Completion] = free
-    if request is not None:
-        read, is_chat = wire.read_reply, wire.layout.api == CHAT
-        if is_chat and settings.token_ids:
+    read: Callable[[bytes], Completion] = wire.read_reply
+    if wire.layout.api == CHAT:
+        if settings.token_ids:
             asking = asking_body(settings, body)
-        if asking is not None or (is_chat and asks_for_ids(body)):
+        if asking is not None or asks_for_ids(body):
             read = partial(_read_tokens, settings, asking or body)
-    own = sessions_in(call.headers, settings)
+    sessions = session_ids_in(call.headers, settings)
     return RelayRequest(
         path=wire.upstream_path(path),
         body=content,
-        headers=wire.request_headers(call.headers) | own,
-        conversation=next(iter(own.values()), conversation),
-        has_cache_key=request is None or "prompt_cache_key" in body or not settings.takes_cache_key,
+        headers=wire.request_headers(call.headers) | sessions,
+        conversation=next(iter(sessions.values()), conversation),
+        has_cache_key="prompt_cache_key" in body or not settings.takes_cache_key,
         max_tokens=None if max_tokens is None else max_tokens * replies_asked_for(body),
         read=read,
-        unasked=None if request is None else call.wire.assembly,
-        pointing=nothing if request is None else partial(pointed_at, wire, body, settings, replies),
-        asking_for_tokens=None if asking is None else write(asking),
+        unasked=wire.assembly,
+        pointing=partial(pointed_at, wire, body, settings, replies),
+        asking_for_tokens=None if asking is None else _write(call, asking),
     )
 
 
-def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
-    """The ids that an agent gives its conversation itself, by header, the best known first.
+def make_count_request(call: AgentCall, settings: ModelSettings, name: str | None) -> RelayRequest:
+    """Make the request to send for one that counts tokens, which costs nothing.
 
-    Anything but ASCII is no id that could be sent on in a body.
+    `name` is the model's name at its endpoint, None if the agent uses it, too.
     """
+    path, _, content = _rewrite(call, name)
+    sessions = session_ids_in(call.headers, settings)
+    return RelayRequest(
+        path=call.wire.upstream_path(path),
+        body=content,
+        headers=call.wire.request_headers(call.headers) | sessions,
+        conversation=next(iter(sessions.values()), ""),
+        max_tokens=0,
+        read=free,
+    )
+
+
+def _rewrite(
+    call: AgentCall,
+    name: str | None,
+    *,
+    max_tokens: int | None = None,
+    without_server_tools: bool = False,
+) -> _Content:
+    """Change a request; see `Wire.rewritten`. If nothing changes, the bytes stay as they came."""
+    body = exact_json.loads_with_halves(call.content) if call.has_halves else call.body
+    if name is None and max_tokens is None and not without_server_tools:
+        return _Content(call.path, body, call.content)
+    path, body = call.wire.rewritten(
+        call.path,
+        body,
+        model=name,
+        max_tokens=max_tokens,
+        without_server_tools=without_server_tools,
+    )
+    return _Content(path, body, _write(call, body))
+
+
+def _write(call: AgentCall, body: Mapping[str, Any]) -> bytes:
+    """Write a body, with halves of emojis if the agent sent some."""
+    return exact_json.dumps_with_halves(body) if call.has_halves else exact_json.dumps(body)
+
+
+def session_ids_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
+    """Return the ids that an agent sends for its conversation, by header, the best known first."""
     names = (*map(str.lower, settings.session_headers), *AGENTS_SESSION_HEADERS)
     given = {name: headers[name] for name in names if headers.get(name)}
+    # Other ids could not be sent on in a body.
     return {name: value for name, value in given.items() if value.isascii()}
 
 
-def nothing() -> Pointed:
-    """What a request points at that costs nothing."""
-    return NOTHING_POINTED
-
-
 def free(body: bytes) -> Completion:
-    """The completion of a reply that no model wrote."""
+    """Read a reply that no model wrote; see `RelayRequest.read`."""
     message = Message(role="assistant", content="")
     return Completion(
         message=message,
@@ -163,17 +200,18 @@ def free(body: bytes) -> Completion:
 
 
 def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:
-    """The reply to a relayed request that asked for token ids."""
+    """Read the reply to a relayed request that asked for token ids."""
     return with_tokens(read_reply(CHAT, body), settings, sent)
 
 
-# Whether an agent makes the same call with the same result again and again.
+# Agents that make the same tool call with the same result again and again.
 
 
-def stalled(messages: Sequence[Message], limit: int, volatile: Volatile) -> Finish | None:
-    """The ending if the last `limit` turns made one call with one result; see `Tally.streak`.
+def find_repeats(messages: Sequence[Message], limit: int, volatile: Volatile) -> Finish | None:
+    """Return the ending if the last `limit` turns made the same call with the same result.
 
-    Texts that differ from start to start of the agent do not make a result another one.
+    Volatile texts in results make no difference. Returns None if the turns differ; see
+    `Tally.streak`.
     """
     turns: list[tuple[Message, dict[str, Message]]] = []
     results: dict[str, Message] = {}
@@ -189,9 +227,9 @@ def stalled(messages: Sequence[Message], limit: int, volatile: Volatile) -> Fini
         if len(turns) == limit:
             break
     tally = Tally()
-    for message, found in reversed(turns):
-        calls = [call for call in message["tool_calls"] if call["id"] in found]
-        tally.count_turn(calls, [found[call["id"]] for call in calls])
+    for message, answered in reversed(turns):
+        calls = [call for call in message["tool_calls"] if call["id"] in answered]
+        tally.count_turn(calls, [answered[call["id"]] for call in calls])
     if tally.streak < limit:
         return None
     return end_by_repeats(tally)
@@ -200,11 +238,11 @@ def stalled(messages: Sequence[Message], limit: int, volatile: Volatile) -> Fini
 log = logging.getLogger(__name__)
 
 _STOP = 400
-"""The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
+"""The HTTP status that ends every agent: some of them repeat a call after 402, 429 and 5xx."""
 
 
 _FAILED_UPSTREAM = 502
-"""The status of a call without a usable reply, which the agent may repeat."""
+"""The HTTP status of a call without a usable reply, which the agent may repeat."""
 
 
 _MODEL_IN_PATH = re.compile(r"/models/([^/:?]+)")
@@ -219,22 +257,22 @@ class Route(NamedTuple):
 
     model: RetryingModel
     name: str | None = None
-    """The model's name at its endpoint, if the agent uses another."""
+    """The model's name at its endpoint; None if the agent uses it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What the calls of one agent may use; None: no limit. A call in flight can exceed it."""
+    """The limits on all calls of one agent. A call in flight can exceed them. None: no limit."""
 
     max_calls: int | None = None
     max_tokens: int | None = None
     max_cost_usd: float | None = None
     repeats: int = 0
-    """Equal calls of tools with equal results in a row; 0: no limit."""
+    """Maximum equal tool calls with equal results in a row; 0: no limit."""
 
     @classmethod
     def of(cls, options: AgentOptions, *, has_turn_limit: bool = True) -> CallLimits:
-        """Those of a conversation's options."""
+        """Return the limits that the options of a conversation set."""
         return cls(
             max_calls=options.max_turns if has_turn_limit else None,
             max_tokens=options.max_total_tokens,
@@ -245,15 +283,91 @@ class CallLimits:
 NO_LIMITS = CallLimits()
 
 
-def ends_agent(error: ModelError) -> bool:
-    """Whether an agent gets no more replies after a failed call: its attempt is repeated later."""
+def is_attempt_over(error: ModelError) -> bool:
+    """Whether a failed call ends the attempt of its agent, which is repeated later."""
     if error.kind in ("not_found", "forbidden"):
         return True
     return not error.was_passed_on and error.action in ("retry", "stop_run")
 
 
+class _RelayedCall:
+    """One call on its way to the endpoint, and the parts of its reply on their way back."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        wanted: WireRequest,
+        request: RelayRequest,
+        reply: Answer,
+        *,
+        is_live: bool,
+    ) -> None:
+        """`reply` gets the parts of a stream as they come if the call `is_live`."""
+        self.wire = wire
+        self.wanted = wanted
+        self.reply = reply
+        self._is_live = is_live
+        self._read_reply = request.read
+        self._asks_for_tokens = request.asking_for_tokens is not None
+        self._agent_body = load_object(request.body) if self._asks_for_tokens else {}
+        self._content = b""
+        """The body of the latest reply that was read."""
+        self._buffered: list[bytes] = []
+        """The events that wait until the reply is recorded."""
+        self._is_closed = False
+        """Whether the closing event of the stream has come."""
+        request = replace(request, read=self._read)
+        if wanted.is_stream:
+            request = replace(request, assembly=self._begin_attempt, on_event=self._take_event)
+        self.request = request
+
+    def body(self) -> dict[str, Any]:
+        """The body of the reply, without token ids that the agent did not ask for."""
+        body = load_object(self._content)
+        return without_tokens(body, self._agent_body) if self._asks_for_tokens else body
+
+    def last_parts(self, body: dict[str, Any]) -> list[bytes]:
+        """Return the parts that end the reply; `body` is its body."""
+        if not self.wanted.is_stream:
+            return [exact_json.dumps(body) if self._asks_for_tokens else self._content]
+        # An endpoint without streams answers in one piece.
+        if not (self.reply.parts or self._buffered):
+            return self.wire.stream_of(body)
+        # An endpoint may leave a stream open after its reply, but the agent waits for the end.
+        if self.wire.closing and not self._is_closed:
+            return [*self._buffered, self.wire.closing]
+        return self._buffered
+
+    def _read(self, body: bytes) -> Completion:
+        self._content = body
+        try:
+            return self._read_reply(body)
+        except ModelError as error:  # the parts that the agent has cannot be taken back
+            error.was_passed_on = bool(self.reply.parts)
+            raise
+
+    def _begin_attempt(self) -> Assembly:
+        self._buffered.clear()  # events of a stream that was cut
+        self._is_closed = False
+        return self.wire.assembly()
+
+    def _take_event(self, raw: bytes, data: str | None) -> bool:
+        """Pass an event on, or buffer it; see `OnEvent`."""
+        if self._asks_for_tokens and data is not None:
+            raw = part_without_tokens(raw, data, self._agent_body)
+        if self._is_live and not self._buffered and not self._ends_reply(data):
+            self.reply.add(raw)
+            return True
+        self._is_closed = self._is_closed or (data is not None and self.wire.is_closing(data))
+        self._buffered.append(raw)
+        return False
+
+    def _ends_reply(self, data: str | None) -> bool:
+        return data is not None and self.wire.last_event(data)
+
+
 class Relay:
-    """Answers the calls of one agent, whose conversation is `trajectory`."""
+    """Answers the model calls of one agent, and records them in `trajectory`."""
 
     def __init__(
         self,
@@ -266,18 +380,20 @@ class Relay:
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
         why_stopping: Callable[[], str | None] = lambda: None,
-        ends_with: Callable[[ModelError], bool] = ends_agent,
+        ends_with: Callable[[ModelError], bool] = is_attempt_over,
         is_live: bool = False,
         conversation: str = "",
     ) -> None:
-        """`route` gives the model for a dialect and the name that the agent asked for; it raises
-        `RefusedModel`. `ends_with` says whether a failed call is the last one; after others the
-        agent gets the error and can make further calls. `why_stopping` is told to agents whose
-        calls are refused because all work is stopping.
+        """Relay calls for one agent.
 
-        `is_live`: streams are passed on as they come. Otherwise the agent gets them whole, so that
-        one that is cut can be asked for again; few agents do that themselves. `conversation` is
-        the id of the whole; each thread has one of its own, made from it.
+        `route` returns the model for a dialect and the name that the agent sent, or raises
+        `RefusedModel`. `kept` waits until the journal is on disk. `ends_with` decides whether a
+        failed call is the last one; after other failures the agent gets the error and can make
+        further calls. `why_stopping` returns the reason that agents get while all work stops.
+
+        If `is_live`, streams are passed on as they come. Otherwise the agent gets them whole, so
+        that the relay can repeat one that is cut. `conversation` is the id of the whole
+        conversation, from which the ids of threads are made.
         """
         self._route = route
         self._trajectory = trajectory
@@ -290,49 +406,50 @@ class Relay:
         self._ends_with = ends_with
         self._is_live = is_live
         self._conversation = conversation
-        self._calls: dict[asyncio.Task[None], int] = {}
+        self._calls: set[asyncio.Task[None]] = set()
         if trajectory.agent_calls is None:
             trajectory.agent_calls = Threads()
         self._threads = trajectory.agent_calls
         self._threads.volatile = volatile
         self._is_resumed = bool(self._threads.exchanges)
+        """Whether the next request is the first one after a crash."""
         self.answers = Answers()
         self.ending: Finish | None = None
-        """Why calls were refused; None if none was."""
+        """The ending of the conversation for which calls were refused; None if none was."""
         self.failure: Exception | None = None
-        """What ends the attempt, or the run: raised by `close`."""
+        """The error that ends the attempt, or the run; `close` raises it. None without one."""
         self.last_error: ModelError | None = None
-        """Why the last call has no reply, if the endpoint refused it."""
+        """The error of the last call, if the endpoint refused it; else None."""
         self.last_refusal: Refusal | None = None
-        """The same, also for a model that nothing knows."""
+        """The refusal of the last call, by the endpoint or for an unknown model; else None."""
         self.refused: str | None = None
-        """Why the gateway itself refused a request; the last reason, None if it refused none."""
+        """The latest reason for which the gateway itself refused a request; None without one."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
 
     @property
     def exchanges(self) -> Sequence[ExchangeEvent]:
-        """The calls that were recorded, in order."""
+        """The recorded calls, in order."""
         return self._threads.exchanges
 
     @property
     def in_flight(self) -> int:
-        """How many calls are being made."""
+        """The number of calls that wait for the endpoint."""
         return len(self._calls)
 
     def answer(self, call: AgentCall) -> Answer:
-        """The reply to a model call, perhaps still to come. Raises `WireError`."""
+        """Return the reply to a model call, which may not be complete yet. Raises `WireError`."""
         wanted = self._threads.read(call.wire, call.path, call.body)
         if reply := self.answers.join(wanted, is_repeat=call.is_repeat):
             log.debug("a call is asked for again: it gets the same reply")
             return reply
-        if refusal := self._stop():
+        if refusal := self._refuse_all():
             return Answer(refusal)
-        if known := self._recorded(wanted):
+        if known := self._take_recorded(wanted):
             wire, body, reply = call.wire, known["body"], self.answers.begin(wanted)
             reply.finish(wire.stream_of(body) if wanted.is_stream else [wire.whole(body)])
             return reply
-        if refusal := self._limit(wanted):
+        if refusal := self._refuse_over_limit(wanted):
             return Answer(refusal)
         try:
             route = self._route(call.wire.api, wanted.model)
@@ -342,24 +459,25 @@ class Relay:
             return Answer(self.last_refusal)
         conversation = id_within(self._conversation, opening_of(wanted))
         settings = route.model.settings
-        request = request_of(
+        request = make_request(
             call, settings, route.name, wanted, lambda: self.exchanges, conversation
         )
         reply = self.answers.begin(wanted)
-        task = asyncio.create_task(self._make(call.wire, wanted, route.model, request, reply))
-        self._calls[task] = self._threads.calls
-        task.add_done_callback(self._calls.pop)
+        relayed = _RelayedCall(call.wire, wanted, request, reply, is_live=self._is_live)
+        task = asyncio.create_task(self._make(relayed, route.model))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
         return reply
 
     async def count_tokens(self, call: AgentCall) -> Answer:
-        """The reply to a request that costs nothing and is not recorded."""
-        if refusal := self._stop():
+        """Return the reply to a request that counts tokens, which is free and not recorded."""
+        if refusal := self._refuse_all():
             return Answer(refusal)
         in_path = _MODEL_IN_PATH.search(call.path)
         name = in_path[1] if in_path else str(call.body.get("model"))
         try:
             route = self._route(call.wire.api, name)
-            request = request_of(call, route.model.settings, route.name, None, lambda: ())
+            request = make_count_request(call, route.model.settings, route.name)
             return await ask_freely(route.model, request)
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
@@ -369,8 +487,8 @@ class Relay:
     async def close(self) -> None:
         """Wait for the calls in flight, up to their time limits, and record them.
 
-        Raises what made further calls impossible: `ModelError`, or what the journal or the limiter
-        raised.
+        Raises the error that made further calls impossible: `ModelError`, or an error of the
+        journal or the limiter.
         """
         calls = [*self._calls]
         try:
@@ -384,27 +502,27 @@ class Relay:
         if self.failure is not None:
             raise self.failure
 
-    def _stop(self) -> Refusal | None:
-        """The refusal of all calls, if no more are to be made."""
+    def _refuse_all(self) -> Refusal | None:
+        """Return the refusal of every call if no more may be made; else None."""
         if self.failure is not None:
-            return self._refusal_by(self.failure)
+            return self._failure_refusal(self.failure)
         if self._is_stopping():
-            return self._stopped()
+            return self._stopping_refusal()
         if self.ending is not None:
             return Refusal(_STOP, self.ending.status, self.ending.reason or "no more model calls")
         return None
 
-    def _limit(self, wanted: WireRequest) -> Refusal | None:
-        """The refusal of a new call, if a limit is reached."""
-        self.ending = self._reached()
+    def _refuse_over_limit(self, wanted: WireRequest) -> Refusal | None:
+        """End the conversation and refuse a new call if a limit is reached; else return None."""
+        self.ending = self._reached_limit()
         if self.ending is None and self._limits.repeats:
-            self.ending = stalled(wanted.messages, self._limits.repeats, self._volatile)
+            self.ending = find_repeats(wanted.messages, self._limits.repeats, self._volatile)
         if self.ending is None:
             return None
         self.ended.set()
-        return self._stop()
+        return self._refuse_all()
 
-    def _reached(self) -> Finish | None:
+    def _reached_limit(self) -> Finish | None:
         limits, spent = self._limits, self._trajectory
         limit = limits.max_calls
         if limit is not None and len(self._threads.live) + len(self._calls) >= limit:
@@ -418,23 +536,23 @@ class Relay:
             return Finish("budget", f"{spent.spent_tokens:,} of {tokens:,} tokens are used")
         return None
 
-    def _recorded(self, wanted: WireRequest) -> ExchangeEvent | None:
-        """The recorded call whose reply answers this request, if there is one.
+    def _take_recorded(self, wanted: WireRequest) -> ExchangeEvent | None:
+        """Find the recorded call whose reply answers this request; None if there is none.
 
-        Records that an earlier start's call was answered again.
+        Records that an earlier start's call is answered again.
         """
-        if self._is_resumed and (again := self._asked_again(wanted)):
-            return again
+        if self._is_resumed and (last := self._take_last(wanted)):
+            return last
         if known := self._threads.unanswered(wanted.key):
             self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
         return known
 
-    def _asked_again(self, wanted: WireRequest) -> ExchangeEvent | None:
-        """The call that the first request after a crash repeats, if its reply was the last one.
+    def _take_last(self, wanted: WireRequest) -> ExchangeEvent | None:
+        """Find the last call of a thread if the first request after a crash repeats it; else None.
 
-        It may not have arrived. A request that repeats an earlier call shows that the program
-        starts again.
+        A request that repeats an earlier call shows that the program starts again.
         """
+        # The reply to the last call may not have reached the program.
         self._is_resumed = False
         threads = self._threads
         if not threads.live:
@@ -448,17 +566,11 @@ class Relay:
             self._record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         return None
 
-    async def _make(
-        self,
-        wire: Wire,
-        wanted: WireRequest,
-        model: RetryingModel,
-        request: RelayRequest,
-        reply: Answer,
-    ) -> None:
+    async def _make(self, call: _RelayedCall, model: RetryingModel) -> None:
         """Make a call, record it, and only then end the reply."""
+        reply = call.reply
         try:
-            reply.finish(await self._ask(wire, wanted, model, request, reply))
+            reply.finish(await self._complete(call, model))
             self.last_error = self.last_refusal = self.refused = None
             return
         except ModelError as error:
@@ -466,134 +578,84 @@ class Relay:
         except Exception as error:
             refusal = self._fail(error)
         except asyncio.CancelledError:
-            reply.fail(self._stopped())
+            reply.fail(self._stopping_refusal())
             self.answers.forget(reply)
             raise
         reply.fail(refusal)
         self.answers.forget(reply)
 
-    async def _ask(
-        self,
-        wire: Wire,
-        wanted: WireRequest,
-        model: RetryingModel,
-        request: RelayRequest,
-        reply: Answer,
-    ) -> list[bytes]:
-        """The last parts of the reply, once it is recorded."""
-        held: list[bytes] = []
-        bodies: list[bytes] = []
-
-        is_asking = request.asking_for_tokens is not None
-        own = load_object(request.body) if is_asking else {}
-
-        is_closed = False
-
-        def begin() -> Assembly:
-            nonlocal is_closed
-            held.clear()  # what a stream brought that was cut
-            is_closed = False
-            return wire.assembly()
-
-        def on_event(raw: bytes, data: str | None) -> bool:
-            if is_asking and data is not None:
-                raw = part_without_tokens(raw, data, own)
-            if self._is_live and not held and not (data is not None and wire.last_event(data)):
-                reply.add(raw)
-                return True
-            nonlocal is_closed
-            is_closed = is_closed or (data is not None and wire.is_closing(data))
-            held.append(raw)
-            return False
-
-        def pay(unreadable: Completion) -> None:
-            turn = self._trajectory.turns + 1
-            self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
-
-        read = partial(_keep, bodies, request.read)
-
-        def read_once(body: bytes) -> Completion:
-            try:
-                return read(body)
-            except ModelError as error:  # the parts that the agent has cannot be taken back
-                error.was_passed_on = bool(reply.parts)
-                raise
-
-        request = replace(request, read=read_once, on_unreadable=pay)
-        if wanted.is_stream:
-            request = replace(request, assembly=begin, on_event=on_event)
+    async def _complete(self, call: _RelayedCall, model: RetryingModel) -> list[bytes]:
+        """Make a call and record it; return the parts that end the reply."""
         clock = Clock()
+        request = replace(call.request, on_unreadable=self._record_unreadable)
         completion = await model.complete(request)
-        body = load_object(bodies[-1])
-        if is_asking:
-            body = without_tokens(body, own)
-        if not wire.has_followed(wanted, body):
+        body, wanted = call.body(), call.wanted
+        if not call.wire.has_followed(wanted, body):
             log.warning("the endpoint has not read the earlier response %s", wanted.follows)
             wanted = without_earlier(wanted)
         self._record(exchange_event(self._threads, wanted, completion, body, clock))
         if self._kept is not None:
             await self._kept()
-        if not wanted.is_stream:
-            return [exact_json.dumps(body)] if is_asking else bodies[-1:]
-        # An endpoint without streams answers in one piece.
-        if not (reply.parts or held):
-            return wire.stream_of(body)
-        # An endpoint may leave a stream open after its reply, which the agent waits for.
-        return [*held, wire.closing] if wire.closing and not is_closed else held
+        return call.last_parts(body)
+
+    def _record_unreadable(self, unreadable: Completion) -> None:
+        """Record a reply that was paid for but cannot be used."""
+        turn = self._trajectory.turns + 1
+        self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
     def _record(self, event: Any) -> None:
         self._journal(event)
         self._trajectory.apply(event)
 
     def _refuse(self, error: ModelError) -> Refusal:
-        """The reply to an agent whose call has failed for the last time."""
+        """Return the refusal for an agent whose call failed after all retries."""
         if self._ends_with(error):
             return self._fail(error)
         self.last_error = error
-        self.last_refusal = _refusal_of(error)
+        self.last_refusal = _error_refusal(error)
         return self.last_refusal
 
     def _fail(self, error: Exception) -> Refusal:
-        """No further call can be made."""
+        """Note that no further call can be made, and return the refusal."""
         if self.failure is None:
             self.failure = error
             self.ended.set()
-        return self._refusal_by(error)
+        return self._failure_refusal(error)
 
-    def _refusal_by(self, failure: Exception) -> Refusal:
+    def _failure_refusal(self, failure: Exception) -> Refusal:
         if isinstance(failure, Stopped):
-            return self._stopped()
+            return self._stopping_refusal()
         why = str(failure).strip() or type(failure).__name__
         return Refusal(_STOP, "failed", f"no more model calls: {why}")
 
-    def _stopped(self) -> Refusal:
+    def _stopping_refusal(self) -> Refusal:
         why = self._why_stopping() or "the run is stopping"
         return Refusal(_STOP, "stopped", f"{why}; it can be resumed")
 
 
 async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
-    """The endpoint's answer to a request that costs nothing, or its refusal."""
+    """Return the endpoint's answer to a request that costs nothing, or its refusal."""
     bodies: list[bytes] = []
+
+    def read(body: bytes) -> Completion:
+        bodies.append(body)
+        return free(body)
+
     try:
-        await model.complete(replace(request, read=partial(_keep, bodies, free)))
+        await model.complete(replace(request, read=read))
     except ModelError as error:
-        return Answer(_refusal_of(error))
+        return Answer(_error_refusal(error))
     reply = Answer()
     reply.finish(bodies[-1:])
     return reply
 
 
-def free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
-    """A GET request for `path`, below the root of an endpoint; see `ask_freely`."""
+def make_free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
+    """Make a GET request for `path`, below the root of an endpoint; see `ask_freely`."""
     return RelayRequest(method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=free)
 
 
-def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes) -> Completion:
-    bodies.append(body)
-    return read(body)
-
-
-def _refusal_of(error: ModelError) -> Refusal:
+def _error_refusal(error: ModelError) -> Refusal:
     if error.reply is not None:
         status, body = error.reply
         return Refusal(status, error.kind, str(error), body)

@@ -16,36 +16,36 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from agent.gateway.answers import Answer, List, Refusal, names_only
+from agent.gateway.answers import Answer, ListModels, Refusal, names_only
 from agent.gateway.relay import AgentCall, Relay
 from agent.models.dialects.openai_responses import API
 from agent.wires.base import SERVER_ERROR, Wire
-from agent.wires.reading import path_of
+from agent.wires.reading import strip_query
 from agent.wires.wire import WireError
-from agent.wires.wires import WIRES, wires_of
+from agent.wires.wires import WIRES, find_wires
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.closing import close_all
 
-# Responses that an agent asks for by their ids: those that it has made in the background.
+# Background responses, which an agent requests by their ids.
 #
-# OpenAI's Responses API answers a request with `background` at once, and the client then asks for
-# the response by its id until that is there. Here the call is an ordinary one, with the retries,
-# limits and records of all calls; only the agent does not wait for it. A response that was
-# recorded can be asked for as well, also after a crash.
+# OpenAI's Responses API answers a request with `background` at once; the client then polls for
+# the response by its id until it is complete. Here the call is an ordinary one, with the retries,
+# limits and records of all calls; only the agent does not wait for it. A recorded response can be
+# requested by its id, too, also after a crash.
 
-_PLACE = "/responses/"
+_RESPONSES_PATH = "/responses/"
 _CANCEL = "/cancel"
 
 
 @dataclass
-class _Begun:
+class _BackgroundResponse:
     """A response that is being made."""
 
     body: dict[str, Any]
-    """What it is until it is there."""
+    """The placeholder response that is returned while the model still answers."""
     reply: Answer
     reading: asyncio.Task[None]
-    """Keeps others from taking its reply for theirs."""
+    """A reader of the reply, so that an equal request does not join it."""
 
 
 class StoredResponses:
@@ -53,10 +53,13 @@ class StoredResponses:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._begun: dict[str, _Begun] = {}
+        self._begun: dict[str, _BackgroundResponse] = {}
 
     def answer(self, call: AgentCall) -> Answer:
-        """The reply to a model call; one in the background gets its id. Raises `WireError`."""
+        """Return the reply to a model call, or the id of one in the background.
+
+        Raises `WireError`.
+        """
         if call.wire.api != API:
             return self._relay.answer(call)
         is_background = call.body.get("background") is True
@@ -65,11 +68,11 @@ class StoredResponses:
         if earlier is not None:
             if not earlier.reply.is_done or earlier.reply.refusal is not None:
                 raise WireError("previous_response_id: that response is not completed")
-            body["previous_response_id"] = _made(earlier.reply)["id"]
+            body["previous_response_id"] = _parse_reply(earlier.reply)["id"]
         if is_background or earlier is not None:
             call = call._replace(body=body, content=exact_json.dumps(body))
         reply = self._relay.answer(call)
-        # A stream is waited for. What is there already is told at once.
+        # An agent waits for a stream. A reply that is complete is returned at once.
         if not is_background or reply.is_stream or reply.is_done:
             return reply
         return self._begin(body, reply)
@@ -94,7 +97,7 @@ class StoredResponses:
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
         }
         reading = asyncio.create_task(self._read(reply))
-        self._begun[id] = _Begun(begun, reply, reading)
+        self._begun[id] = _BackgroundResponse(begun, reply, reading)
         return _respond(begun)
 
     async def _read(self, reply: Answer) -> None:
@@ -102,9 +105,9 @@ class StoredResponses:
             await reply.done()
 
     def operate(self, method: str, wire: Wire, path: str) -> Answer | None:
-        """The answer to a request that names a response; None if it is none of these."""
-        plain = path_of(path)
-        _, place, id = plain.rpartition(_PLACE)
+        """Answer a request that names a response; return None for other requests."""
+        plain = strip_query(path)
+        _, place, id = plain.rpartition(_RESPONSES_PATH)
         if wire.api != API or not place:
             return None
         if method == "GET" and "/" not in id:
@@ -128,10 +131,10 @@ class StoredResponses:
             code = SERVER_ERROR if refusal.status >= 500 else "invalid_prompt"
             error = {"code": code, "message": f"{refusal.message} ({refusal.kind})"}
             return _respond({**begun.body, "status": "failed", "error": error})
-        return _respond(_made(begun.reply))
+        return _respond(_parse_reply(begun.reply))
 
     def _cancel(self, id: str, path: str) -> Answer:
-        """The call goes on at the endpoint: it is paid and recorded, but not shown to the agent."""
+        """Cancel a response for the agent. The endpoint completes it: it is paid and recorded."""
         begun = self._begun.get(id)
         if begun is not None and not begun.reply.is_done:
             begun.body["status"] = "cancelled"
@@ -145,7 +148,7 @@ class StoredResponses:
         return Answer(Refusal(404, "not_found", message))
 
 
-def _made(reply: Answer) -> dict[str, Any]:
+def _parse_reply(reply: Answer) -> dict[str, Any]:
     made: dict[str, Any] = exact_json.loads(b"".join(reply.parts))
     return made
 
@@ -165,15 +168,16 @@ KEEPALIVE_S = 3.0
 """Silence after which a stream sends a sign of life: agents give up on silent connections."""
 
 _CLOSE_S = 2.0
-"""For connections to read the end of their replies when the gateway closes."""
+"""Time for connections to read the end of their replies when the gateway closes."""
 
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _JSON = "application/json"
 _CODINGS: Mapping[str, Literal["gzip", "brotli", "zstd"] | None]
 _CODINGS = {"gzip": "gzip", "deflate": None, "br": "brotli", "zstd": "zstd"}
-"""How requests may be packed (RFC 9110), and what Arrow calls that, which has no deflate."""
+"""Accepted values of Content-Encoding, and pyarrow's codec for each. None: zlib, as pyarrow lacks
+deflate."""
 NO_NAMES = names_only(())
-"""The list of models where none is known."""
+"""The answer to requests for a list of models if none is known."""
 
 
 class Gateway:
@@ -184,37 +188,37 @@ class Gateway:
         relay: Relay,
         *,
         wires: Collection[str],
-        models: List = NO_NAMES,
+        models: ListModels = NO_NAMES,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
-        """`wires` are the dialects that the agent may speak; `models` says which models it has."""
+        """`wires` are the dialects that the agent may speak; `models` answers with its models."""
         self.relay = relay
         self._models = models
-        self._wires = wires_of(wires)
+        self._wires = find_wires(wires)
         self._stored = StoredResponses(relay)
         self._keepalive_s = keepalive_s
         self._key: str | None = None
         self._servers: list[tuple[asyncio.Server, web.Server]] = []
 
     async def serve_unix(self, path: Path) -> None:
-        """Listen on a socket at `path`: who reaches it is the agent."""
+        """Listen on a socket at `path`. Whoever can open it is taken for the agent."""
         loop = asyncio.get_running_loop()
-        server = server_of(self.handle)
+        server = make_server(self.handle)
         self._servers.append((await loop.create_unix_server(server, path), server))
 
     async def serve_tcp(self) -> tuple[int, str]:
-        """Listen on a free port of 127.0.0.1; return it, and the key that requests must have."""
+        """Listen on a free port of 127.0.0.1; return the port and the key that requests need."""
         loop = asyncio.get_running_loop()
         self._key = secrets.token_urlsafe(24)
-        server = server_of(self.handle)
+        server = make_server(self.handle)
         listener = await loop.create_server(server, "127.0.0.1", 0)
         self._servers.append((listener, server))
         return listener.sockets[0].getsockname()[1], self._key
 
     async def close(self) -> None:
-        """Take no more connections, wait for the calls in flight, and record them.
+        """Accept no more connections, wait for the calls in flight, and record them.
 
-        Raises what made further calls impossible; see `Relay.close`.
+        Raises the error that made further calls impossible; see `Relay.close`.
         """
         for listener, _ in self._servers:
             listener.close()
@@ -229,17 +233,19 @@ class Gateway:
         """Answer a request; `path` is used instead of its own path."""
         path = request.raw_path if path is None else path
         wire = next((w for w in self._wires if w.operation(request.method, path)), None)
-        if self._key is not None and not is_key(request, self._key):
-            return _refused(wire, Refusal(401, "auth", "the key is not that of this gateway"))
+        if self._key is not None and not has_key(request, self._key):
+            return _error_response(
+                wire, Refusal(401, "auth", "the key is not that of this gateway")
+            )
         if wire is None:
-            return await self._probed(request, path)
+            return await self._answer_probe(request, path)
         operation = wire.operation(request.method, path)
         if operation == "other":
             if "upgrade" in request.headers:
                 return web.Response(status=426)  # clients then send the request in the usual way
             if (stored := self._stored.operate(request.method, wire, path)) is not None:
-                return _whole(wire, stored)
-            return self._unknown(wire, request, path)
+                return _body_response(wire, stored)
+            return self._refuse_unknown(wire, request, path)
         try:
             call = await _read(request, wire, path)
             if operation == "count_tokens":
@@ -248,33 +254,35 @@ class Gateway:
                 reply = self._stored.answer(call)
         except WireError as error:
             self.relay.refused = str(error)
-            return _refused(wire, Refusal(400, "bad_request", str(error)))
+            return _error_response(wire, Refusal(400, "bad_request", str(error)))
         except web.HTTPRequestEntityTooLarge:
             message = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
             self.relay.refused = message
-            return _refused(wire, Refusal(413, "bad_request", message))
+            return _error_response(wire, Refusal(413, "bad_request", message))
         with self.relay.answers.reading(reply):
             if reply.is_stream:
                 return await self._send_events(request, reply, wire)
             await reply.done()
-            response = _whole(wire, reply)
+            response = _body_response(wire, reply)
             await response.prepare(request)
             await response.write_eof()
             return response
 
-    async def _probed(self, request: web.BaseRequest, path: str) -> web.Response:
-        """Answer other requests: clients check whether a server responds, and its models."""
-        plain = path_of(path)
+    async def _answer_probe(self, request: web.BaseRequest, path: str) -> web.Response:
+        """Answer requests by which clients check that a server responds, and list its models."""
+        plain = strip_query(path)
         if request.method in ("GET", "HEAD"):
             if not plain:
                 return web.Response()
             if plain.endswith("/models"):
                 reply = await self._models(path, _headers_of(request))
-                return _whole(None, reply)
-        return self._unknown(None, request, path)
+                return _body_response(None, reply)
+        return self._refuse_unknown(None, request, path)
 
-    def _unknown(self, wire: Wire | None, request: web.BaseRequest, path: str) -> web.Response:
-        """Refuse what is no model call of this agent's APIs."""
+    def _refuse_unknown(
+        self, wire: Wire | None, request: web.BaseRequest, path: str
+    ) -> web.Response:
+        """Refuse a request that is no model call of this agent's APIs."""
         message = f"{request.method} {path}: the gateway answers model calls only"
         others = (other for other in WIRES.values() if other.operation(request.method, path))
         if wire is None and (other := next(others, None)) is not None:
@@ -282,15 +290,15 @@ class Gateway:
             self.relay.refused = message
         elif request.method == "POST":  # others ask whether something is there
             self.relay.refused = self.relay.refused or message
-        return _refused(wire, Refusal(404, "not_found", message))
+        return _error_response(wire, Refusal(404, "not_found", message))
 
     async def _send_events(
         self, request: web.BaseRequest, reply: Answer, wire: Wire
     ) -> web.StreamResponse:
-        """Send a reply as it comes. Until the first part is there its status is open."""
-        await self._change(reply, 0)
+        """Send a reply as it comes. The status is sent with the first part."""
+        await self._wait_for_more(reply, 0)
         if reply.refusal is not None and not reply.parts:
-            response: web.StreamResponse = _refused(wire, reply.refusal)
+            response: web.StreamResponse = _error_response(wire, reply.refusal)
             await response.prepare(request)
             await response.write_eof()
             return response
@@ -306,15 +314,15 @@ class Gateway:
                 await response.write(wire.keepalive)
             if reply.is_done and sent == len(reply.parts):
                 break
-            await self._change(reply, sent)
+            await self._wait_for_more(reply, sent)
         if reply.refusal is not None:
             status, kind, message, _ = reply.refusal
             await response.write(wire.stream_error(status, kind, message))
         await response.write_eof()
         return response
 
-    async def _change(self, reply: Answer, known: int) -> None:
-        """Wait for more of a reply, but not so long that the agent gives up."""
+    async def _wait_for_more(self, reply: Answer, known: int) -> None:
+        """Wait for more parts of a reply, at most for the keep-alive interval."""
         try:
             async with asyncio.timeout(self._keepalive_s):
                 await reply.change(known)
@@ -322,10 +330,10 @@ class Gateway:
             return
 
 
-def server_of(
+def make_server(
     handler: Callable[[web.BaseRequest], Any],
 ) -> web.Server:
-    """An HTTP server whose handler is cancelled when its client disconnects."""
+    """Make an HTTP server whose handler is cancelled when its client disconnects."""
     loop = asyncio.get_running_loop()
 
     def request_of(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
@@ -338,12 +346,12 @@ def server_of(
         request_factory=request_of,
         handler_cancellation=True,
         access_log=None,
-        auto_decompress=False,  # it knows neither br nor zstd
+        auto_decompress=False,  # aiohttp's decoder knows neither br nor zstd
     )
 
 
-def key_of(request: web.BaseRequest) -> str:
-    """The API key of a request, wherever its API has it; "" if there is none."""
+def request_key(request: web.BaseRequest) -> str:
+    """The API key of a request, from the header or query of any API; "" without one."""
     headers = request.headers
     for name in ("x-api-key", "x-goog-api-key", "api-key"):
         if name in headers:
@@ -351,15 +359,15 @@ def key_of(request: web.BaseRequest) -> str:
     return headers.get("Authorization", "").removeprefix("Bearer ") or request.query.get("key", "")
 
 
-def is_key(request: web.BaseRequest, key: str) -> bool:
+def has_key(request: web.BaseRequest, key: str) -> bool:
     """Whether a request has this key."""
-    return hmac.compare_digest(key_of(request).encode(), key.encode())
+    return hmac.compare_digest(request_key(request).encode(), key.encode())
 
 
-async def body_of(request: web.BaseRequest) -> bytes:
-    """The body of a request, unpacked.
+async def read_body(request: web.BaseRequest) -> bytes:
+    """Read the body of a request and decompress it.
 
-    Raises `WireError`, and `web.HTTPRequestEntityTooLarge` if it is larger than it may be.
+    Raises `WireError`, and `web.HTTPRequestEntityTooLarge` above `MAX_REQUEST_BYTES`.
     """
     content = await request.read()
     coding = request.headers.get("Content-Encoding", "identity").lower()
@@ -369,7 +377,7 @@ async def body_of(request: web.BaseRequest) -> bytes:
         known = ", ".join(_CODINGS)
         raise WireError(f"Content-Encoding {coding!r} is not known: send {known}, or none")
     try:
-        # A small body can take seconds, in which other conversations go on.
+        # In a thread: a small body can take seconds, and other conversations must go on.
         unpacked = await asyncio.to_thread(_unpack, content, coding)
     except (OSError, zlib.error) as error:
         raise WireError(f"the request is not {coding}, as it says: {error}") from error
@@ -379,7 +387,10 @@ async def body_of(request: web.BaseRequest) -> bytes:
 
 
 def _unpack(content: bytes, coding: str) -> bytes:
-    """At most a byte more than a request may have. Raises `OSError` and `zlib.error`."""
+    """Decompress up to one byte more than a request may have.
+
+    Raises `OSError` and `zlib.error`.
+    """
     if (codec := _CODINGS[coding]) is None:
         inflating = zlib.decompressobj()
         unpacked = inflating.decompress(content, MAX_REQUEST_BYTES + 1)
@@ -393,7 +404,7 @@ def _unpack(content: bytes, coding: str) -> bytes:
 
 
 async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
-    content = await body_of(request)
+    content = await read_body(request)
     has_halves = False
     try:
         body = exact_json.loads(content)
@@ -426,17 +437,17 @@ def _headers_of(request: web.BaseRequest) -> Mapping[str, str]:
     return {name.lower(): value for name, value in request.headers.items()}
 
 
-def _whole(wire: Wire | None, reply: Answer) -> web.Response:
+def _body_response(wire: Wire | None, reply: Answer) -> web.Response:
     if reply.refusal is not None:
-        return _refused(wire, reply.refusal)
+        return _error_response(wire, reply.refusal)
     return web.Response(body=b"".join(reply.parts), content_type=_JSON)
 
 
-def _refused(wire: Wire | None, refusal: Refusal) -> web.Response:
+def _error_response(wire: Wire | None, refusal: Refusal) -> web.Response:
     status, kind, message, body = refusal
     if body is None:
         error = {"error": {"message": message, "type": kind}}
         body = exact_json.dumps(error) if wire is None else wire.error(status, kind, message)
-    # Clients of some SDKs ask again on other words than the status.
+    # Some SDKs decide by this header, not by the status, whether to repeat a call.
     headers = {"x-should-retry": "false"} if status == 400 else {}
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)

@@ -1,4 +1,4 @@
-"""What agents that run as commands ask: their requests, read, compared and sorted.
+"""Requests of agents that run as commands: reading them, and grouping them into conversations.
 
 These modules only compute; they do no I/O.
 """

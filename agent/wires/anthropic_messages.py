@@ -1,4 +1,4 @@
-"""Anthropic messages, as agents speak it."""
+"""The server side of Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from agent.messages.message import Message
 from agent.models.dialects.anthropic_messages import API, read_blocks
-from agent.wires.base import MadeCall, Wire, sse, type_of
+from agent.wires.base import MadeCall, Wire, error_type, sse
 from agent.wires.reading import (
     CallsInOrder,
     Layout,
     Schemas,
     function_tool,
-    message_of,
-    objects_in,
-    results_and_said,
+    make_message,
+    require_objects,
+    split_results,
 )
 from agent.wires.wire import WireError
 from batch_trajectories.basics import exact_json
@@ -23,11 +23,11 @@ from batch_trajectories.basics import exact_json
 _READ_ELSEWHERE = frozenset({"model", "messages", "system", "tools", "stream", "metadata"})
 
 _RUN_BY_AGENTS = ("bash_", "text_editor_", "computer_", "memory_", "tool_search_tool_")
-"""Beginnings of the types of tools that Anthropic defines and that do not reach out of its API."""
+"""Beginnings of the types of tools that Anthropic defines and the agent runs."""
 
 
 class MessagesWire(Wire):
-    """See `Wire`."""
+    """Anthropic's messages API; see `Wire`."""
 
     api = API
     keepalive = sse({"type": "ping"}, event="ping")
@@ -51,15 +51,15 @@ class MessagesWire(Wire):
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
-        return body.get("system"), objects_in(body.get("messages"), "messages")
+        return body.get("system"), require_objects(body.get("messages"), "messages")
 
     def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `Wire.tools_of`."""
-        tools = objects_in(body.get("tools") or [], "tools")
-        return [*tools, *objects_in(body.get("mcp_servers") or [], "mcp_servers")]
+        tools = require_objects(body.get("tools") or [], "tools")
+        return [*tools, *require_objects(body.get("mcp_servers") or [], "mcp_servers")]
 
     def upstream_path(self, path: str) -> str:
-        """See `Wire.upstream_path`. A query is passed on."""
+        """See `Wire.upstream_path`. Passes the query on."""
         _, mark, query = path.partition("?")
         return super().upstream_path(path) + mark + query
 
@@ -78,7 +78,7 @@ class MessagesWire(Wire):
     def write_reply(
         self, id: str, model: str, text: str, calls: Sequence[MadeCall]
     ) -> dict[str, Any]:
-        """See `Wire`."""
+        """See `Wire.write_reply`."""
         blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
         blocks += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
@@ -105,7 +105,10 @@ class MessagesWire(Wire):
 
 
 def _error(status: int, kind: str, message: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": type_of(status), "message": f"{message} ({kind})"}}
+    return {
+        "type": "error",
+        "error": {"type": error_type(status), "message": f"{message} ({kind})"},
+    }
 
 
 def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -123,7 +126,7 @@ def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _start_and_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and what is then added to it."""
+    """Return a block as it begins, and the deltas that complete it."""
     start, deltas = dict(block), []
     match block:
         case {"type": "text", "text": str(text)}:
@@ -146,17 +149,17 @@ def _start_and_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[di
 
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
-        return [message_of(API, "system", raw[1])]
+        return [make_message(API, "system", raw[1])]
     match raw.get("role"):
         case "system":
-            return [message_of(API, "system", raw.get("content"))]
+            return [make_message(API, "system", raw.get("content"))]
         case "user":
             return _read_user(raw.get("content"), calls)
         case "assistant":
             content = raw.get("content")
             if isinstance(content, str):
                 return [Message(role="assistant", content=content)]
-            return [read_blocks(objects_in(content, "content"))]
+            return [read_blocks(require_objects(content, "content"))]
         case role:
             raise WireError(f"its role is {role!r}; known: user, assistant, system")
 
@@ -169,11 +172,11 @@ def _read_user(content: Any, calls: CallsInOrder) -> list[Message]:
         if block.get("type") != "tool_result":
             return None
         id, is_error = str(block.get("tool_use_id") or ""), bool(block.get("is_error"))
-        said = message_of(API, "tool", block.get("content") or "")
+        content = make_message(API, "tool", block.get("content") or "")
         result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
-        return {**result, "is_error": is_error, **said}
+        return {**result, "is_error": is_error, **content}
 
-    return results_and_said(API, objects_in(content, "content"), read_result)
+    return split_results(API, require_objects(content, "content"), read_result)
 
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:

@@ -1,7 +1,7 @@
-"""A dialect as agents speak it, and what the dialects have in common.
+"""The server side of an API that agents speak, with OpenAI's behaviour as the default.
 
-`agent.models.dialects` writes requests and reads replies; a `Wire` is the opposite side: it reads
-requests and writes replies. Bodies pass through unchanged; a wire says what they mean.
+`agent.models.dialects` is the client side: it writes requests and reads replies. A `Wire` reads
+requests and writes replies. Bodies pass through unchanged; a wire tells their meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 
 from agent.models.dialects.dialect import Assembly, dialect_of, read_reply
 from agent.models.model import Completion, ignored
-from agent.wires.reading import Asked, Layout, Schemas, path_of, read_request
+from agent.wires.reading import CallFields, Layout, Schemas, read_request, strip_query
 from agent.wires.wire import (
     NOTHING_VOLATILE,
     Earlier,
@@ -40,23 +40,23 @@ SERVER_ERROR = "server_error"
 
 
 def sse(data: Any, *, event: str = "") -> bytes:
-    """One server-sent event: JSON data, and its name if the API names its events."""
+    """Write a server-sent event: JSON data, and a name if the API names its events."""
     name = f"event: {event}\n".encode() if event else b""
     return name + b"data: " + exact_json.dumps(data) + b"\n\n"
 
 
-def type_of(status: int) -> str:
-    """The type of an error with this status, as OpenAI and Anthropic name it."""
+def error_type(status: int) -> str:
+    """The type of an error with this HTTP status, as OpenAI and Anthropic name it."""
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
-def lower_of(limit: int, given: Any) -> int:
-    """The lower of the limit and `given`, if that is a number."""
+def lower_limit(limit: int, given: Any) -> int:
+    """Return `given` if it is an integer below the limit, else the limit."""
     return min(limit, given) if type(given) is int else limit
 
 
 class MadeCall(NamedTuple):
-    """A call that a reply makes."""
+    """A tool call of a reply."""
 
     id: str
     name: str
@@ -64,7 +64,7 @@ class MadeCall(NamedTuple):
 
 
 class Wire(ABC):
-    """One API, as agents speak it. Paths may have a query; they begin with a slash.
+    """The server side of one API. Paths begin with a slash and may have a query.
 
     The defaults are OpenAI's; an API that differs overrides them.
     """
@@ -73,27 +73,27 @@ class Wire(ABC):
     """The API of the endpoints that answer, as in `ModelSettings.api`."""
     layout: Layout
     keepalive = b": keepalive\n\n"
-    """What can be sent in a stream at any time to show that it is alive: a comment."""
+    """A comment that can be sent in a stream at any time to show that it is alive."""
     call_path: str
     """The end of the paths of model calls."""
     count_path = ""
-    """What follows `call_path` in a request to count tokens, if the API has such requests."""
+    """The path behind `call_path` of requests that count tokens; "" if the API has none."""
     headers = frozenset[str]()
     """The headers of agents that are passed on, lower-case."""
     limits: tuple[str, ...]
-    """The fields of a body that limit the reply; the first is set where a body has none."""
+    """The fields of a body that limit the reply; a body without any gets the first."""
     server_field = ""
-    """A field beside `tools` that has the provider run tools."""
+    """The field beside `tools` that makes the provider run tools; "" for none."""
     automatic: Any = "auto"
-    """The choice of tools that leaves it to the model."""
+    """The value of `tool_choice` that leaves the choice to the model."""
     closing = b""
-    """The event with which every stream ends; b"" for none."""
+    """The event that ends every stream; b"" for none."""
     ends: tuple[str, ...]
-    """Strings of which every event that ends a reply has one; see `is_end`."""
+    """Strings of which each event that ends a reply has one; see `is_end`."""
 
     def operation(self, method: str, path: str) -> Operation | None:
-        """What a request to `path` asks for; None if it is not a request of this API."""
-        plain = path_of(path)
+        """Return the purpose of a request; None if it is not a request of this API."""
+        plain = strip_query(path)
         if plain.endswith(self.call_path):
             return "call" if method == "POST" else "other"
         if not self.count_path or f"{self.call_path}/" not in plain:
@@ -111,24 +111,23 @@ class Wire(ABC):
     ) -> WireRequest:
         """Read the body of a model call.
 
-        `before` are earlier requests of the same agent (see `Threads.read`): what the body
-        repeats of them is not read again. `earlier` knows what it continues without repeating it.
-        Raises `WireError`.
+        `before` are earlier requests of the same agent, whose parts are reused if the body repeats
+        them. `earlier` finds the messages that the body continues by an id. Raises `WireError`.
         """
         return read_request(self.layout, body, self.asked(path, body), volatile, before, earlier)
 
     def with_items(
         self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """The body of a call with the `items` of earlier replies where it only names their ids."""
+        """Replace references to items of earlier replies by the `items` with these ids."""
         del items
         return body
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
-        """What a call asks for beside the fields that have the same meaning for all."""
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+        """Extract the fields of a call that each API names in its own way."""
         del path
         system, messages = self.messages_of(body)
-        return Asked(
+        return CallFields(
             model=body.get("model"),
             system=system,
             messages=messages,
@@ -141,21 +140,21 @@ class Wire(ABC):
         )
 
     def follows(self, body: Mapping[str, Any]) -> str:
-        """The id of what a call continues without repeating it, "" if it repeats all."""
+        """The id of the reply or conversation that a call continues; "" if it repeats all."""
         del body
         return ""
 
     def has_followed(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
-        """Whether the endpoint has read what the request continues by an id."""
+        """Whether the reply shows that the endpoint read the messages continued by an id."""
         del request, reply
         return True
 
     @abstractmethod
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """The system prompt that is not among the messages, and the messages."""
+        """Return the system prompt that is not among the messages, and the messages."""
 
     def tools_of(self, body: Mapping[str, Any]) -> Any:
-        """The tools, with an object for each other field that has the provider run tools."""
+        """Return the tools, and an object per other field that makes the provider run tools."""
         return body.get("tools")
 
     def rewritten(
@@ -167,61 +166,64 @@ class Wire(ABC):
         max_tokens: int | None = None,
         without_server_tools: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Path and body with another model name, a limit on the reply of at most `max_tokens`, or
-        without the tools that the provider would run. `body` is not altered.
+        """Return the path and a copy of the body with changes; None or False: no change.
+
+        `model` is another model name, `max_tokens` the highest limit on the reply.
+        `without_server_tools` removes the tools that the provider would run.
         """
         new = dict(body)
         if model is not None:
             new["model"] = model
         if max_tokens is not None:
             names = [name for name in self.limits if new.get(name) is not None] or self.limits[:1]
-            new |= {name: lower_of(max_tokens, new.get(name)) for name in names}
+            new |= {name: lower_limit(max_tokens, new.get(name)) for name in names}
         if without_server_tools:
             new.pop(self.server_field, None)
             _remove_server_tools(new, self.layout.read_tool, automatic=self.automatic)
         return path, new
 
     def upstream_path(self, path: str) -> str:
-        """Where the request goes, below the root of an endpoint."""
-        counts = path_of(path).endswith(self.count_path)
+        """The path that the request is sent to, below the root of an endpoint."""
+        counts = strip_query(path).endswith(self.count_path)
         return dialect_of(self.api).path + (self.count_path if counts else "")
 
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Those of an agent's headers (names in any case) that are passed on, names lower-case.
+        """Select the headers of an agent that are passed on; their names become lower-case.
 
-        Never keys, cookies, or headers of the connection.
+        Never includes keys, cookies, or headers of the connection.
         """
         lowered = ((name.lower(), value) for name, value in headers.items())
         return {name: value for name, value in lowered if name in self.headers}
 
     def read_reply(self, body: bytes) -> Completion:
-        """What a reply says. Raises `ModelError`."""
+        """Read the body of a reply. Raises `ModelError`."""
         return read_reply(self.api, body)
 
     def assembly(self) -> Assembly:
-        """Puts a streamed reply together."""
+        """Make an object that puts a streamed reply together."""
         return dialect_of(self.api).assembly(ignored)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
-        """A recorded reply as the body that answers a request without streaming."""
+        """Write a recorded reply as the body that answers a request without streaming."""
         return exact_json.dumps(body)
 
     @abstractmethod
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
-        """A recorded reply as the events that answer a request with streaming.
+        """Write a recorded reply as the events that answer a request with streaming.
 
-        Their assembly is `body` again.
+        Put together, they are `body` again.
         """
 
     @abstractmethod
     def write_reply(
         self, id: str, model: str, text: str, calls: Sequence[MadeCall]
     ) -> dict[str, Any]:
-        """The whole body of a reply with this text and these calls; its usage is made up."""
+        """Write the body of a reply with this text and these calls, and with invented usage."""
 
     def last_event(self, data: str) -> bool:
-        """Whether a stream's event with this data ends the reply: it and all later events have to
-        wait until the reply is durable.
+        """Whether a stream's event with this data ends the reply.
+
+        That event and all later ones have to wait until the reply is on disk.
         """
         if not any(f'"{mark}"' in data for mark in self.ends):
             return False
@@ -236,55 +238,56 @@ class Wire(ABC):
         return False
 
     def is_end(self, event: Any) -> bool:
-        """Whether an event in which one of `ends` occurs ends the reply.
+        """Whether an event ends the reply, given that one of `ends` occurs in it.
 
-        May raise `AttributeError` and `TypeError` where an event has another form.
+        May raise `AttributeError` and `TypeError` for events in another form.
         """
         return event.get("type") in self.ends
 
     def error(self, status: int, kind: str, message: str) -> bytes:
-        """The body of an error reply. `kind` is a word such as "budget" or "stopped"."""
-        error = {"message": message, "type": type_of(status), "param": None, "code": kind}
+        """Write the body of an error reply. `kind` is a word such as "budget" or "stopped"."""
+        error = {"message": message, "type": error_type(status), "param": None, "code": kind}
         return exact_json.dumps({"error": error})
 
     @abstractmethod
     def stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """An event that ends a stream whose headers are sent.
+        """Write the error event that ends a stream whose headers are already sent.
 
-        `status` is what would have been sent instead: clients repeat the call from 500 on.
+        `status` is the HTTP status that would have been sent instead: from 500 on, clients repeat
+        the call.
         """
 
 
 def _remove_server_tools(
     body: dict[str, Any], read_tool: Callable[[Mapping[str, Any]], Schemas], *, automatic: Any
 ) -> None:
-    """Remove the tools that the provider would run.
+    """Remove the tools that the provider would run from `body`.
 
-    `automatic` replaces the choice of a tool that is gone.
+    `automatic` replaces the choice of a tool that is removed.
     """
     tools = body.get("tools") or []
-    own_tools = [tool for tool in tools if not isinstance(read_tool(tool), str)]
-    if len(own_tools) == len(tools):
+    agent_tools = [tool for tool in tools if not isinstance(read_tool(tool), str)]
+    if len(agent_tools) == len(tools):
         return
-    if not own_tools:
+    if not agent_tools:
         for key in ("tools", "tool_choice", "parallel_tool_calls"):
             body.pop(key, None)
         return
-    body["tools"] = own_tools
-    chosen = _chosen(body.get("tool_choice"))
-    if chosen is not None and chosen not in map(_name, own_tools):
+    body["tools"] = agent_tools
+    chosen = _chosen_tool(body.get("tool_choice"))
+    if chosen is not None and chosen not in map(_tool_name, agent_tools):
         body["tool_choice"] = automatic
 
 
-def _chosen(choice: Any) -> str | None:
-    """The tool that a choice prescribes; None if it leaves the choice to the model."""
+def _chosen_tool(choice: Any) -> str | None:
+    """The name of the tool that a choice prescribes; None if the model may choose."""
     if not isinstance(choice, dict) or choice.get("type") in ("auto", "any", "none"):
         return None
-    return _name(choice)
+    return _tool_name(choice)
 
 
-def _name(tool: Mapping[str, Any]) -> str:
-    """A tool's name: in OpenAI's chat API it is one level down."""
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    """The name of a tool; in OpenAI's chat API it is one level down."""
     inner = tool.get(str(tool.get("type")))
     named = inner if isinstance(inner, dict) else tool
     return str(named.get("name") or named.get("type") or "")

@@ -1,4 +1,4 @@
-"""Gemini's generateContent, as agents speak it. The model's name is in the path."""
+"""The server side of Gemini's generateContent. The model's name is in the path."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from agent.messages.message import Message
 from agent.models.dialects.gemini import API, read_parts
 from agent.models.errors import ModelError
 from agent.models.model import generation_config
-from agent.wires.base import MadeCall, Wire, lower_of, sse
+from agent.wires.base import MadeCall, Wire, lower_limit, sse
 from agent.wires.reading import (
-    Asked,
+    CallFields,
     CallsInOrder,
     Layout,
     Schemas,
     function_tool,
-    message_of,
-    objects_in,
-    path_of,
-    results_and_said,
+    make_message,
+    require_objects,
+    split_results,
+    strip_query,
 )
 from agent.wires.wire import Operation, WireError
 from batch_trajectories.basics import exact_json
@@ -46,7 +46,7 @@ _STATUSES: Mapping[int, str] = {
 
 
 class GeminiWire(Wire):
-    """See `Wire`."""
+    """Gemini's generateContent; see `Wire`."""
 
     api = API
     keepalive = b"\n"  # Google's own client takes no comments
@@ -63,20 +63,20 @@ class GeminiWire(Wire):
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
-        match = _PATH.search(path_of(path))
+        match = _PATH.search(strip_query(path))
         if match is None:
             return None
         return _OPERATIONS.get(match["method"], "other") if method == "POST" else "other"
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """See `Wire.asked`."""
-        match = _PATH.search(path_of(path))
+        match = _PATH.search(strip_query(path))
         is_stream = match is not None and match["method"] == "streamGenerateContent"
         if is_stream and "alt=sse" not in path:
             raise WireError("streams are sent as events only: add ?alt=sse to the path")
         system, messages = self.messages_of(body)
         limit = generation_config(body).get("maxOutputTokens")
-        return Asked(
+        return CallFields(
             model=match and match["model"],
             system=system,
             messages=messages,
@@ -88,7 +88,7 @@ class GeminiWire(Wire):
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
         system = body.get("systemInstruction") or body.get("system_instruction")
-        return system, objects_in(body.get("contents"), "contents")
+        return system, require_objects(body.get("contents"), "contents")
 
     def rewritten(
         self,
@@ -106,7 +106,7 @@ class GeminiWire(Wire):
             path = re.sub(r"(?<=/models/)[^/:]*(?=:)", lambda _: model, plain) + mark + query
         if max_tokens is not None:
             config = generation_config(body)
-            limit = lower_of(max_tokens, config.get("maxOutputTokens"))
+            limit = lower_limit(max_tokens, config.get("maxOutputTokens"))
             new.pop("generation_config", None)
             new["generationConfig"] = {**config, "maxOutputTokens": limit}
         if without_server_tools and body.get("tools"):
@@ -120,7 +120,7 @@ class GeminiWire(Wire):
         return path, new
 
     def upstream_path(self, path: str) -> str:
-        """See `Wire.upstream_path`. Of the query, only the form of the stream is passed on."""
+        """See `Wire.upstream_path`. Passes on `alt=sse` of the query, and nothing else."""
         plain, _, query = path.partition("?")
         match = _PATH.search(plain.rstrip("/"))
         if match is None:
@@ -130,7 +130,7 @@ class GeminiWire(Wire):
         return f"{version}/models/{match['model']}:{match['method']}{form}"
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
-        """See `Wire.stream_of`: the reply without its end, then its end."""
+        """See `Wire.stream_of`. Two events: the reply without its finish reason, and that."""
         candidates = objects_among(body.get("candidates"))
         begun = [{k: c[k] for k in c if k != "finishReason"} for c in candidates]
         ended = [
@@ -145,7 +145,7 @@ class GeminiWire(Wire):
     def write_reply(
         self, id: str, model: str, text: str, calls: Sequence[MadeCall]
     ) -> dict[str, Any]:
-        """See `Wire`."""
+        """See `Wire.write_reply`."""
         parts: list[dict[str, Any]] = [{"text": text}] if text else []
         parts += [{"functionCall": {"name": call.name, "args": call.arguments}} for call in calls]
         content = {"role": "model", "parts": parts}
@@ -179,11 +179,11 @@ class GeminiWire(Wire):
 
 
 def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The declared functions, and one object for each kind of tool that Google would run."""
+    """Return the declared functions, and an object for each kind of tool that Google would run."""
     tools: list[dict[str, Any]] = []
-    for tool in objects_in(body.get("tools") or [], "tools"):
+    for tool in require_objects(body.get("tools") or [], "tools"):
         for kind, given in tool.items():
-            tools += objects_in(given or [], kind) if kind in _DECLARED else [{"kind": kind}]
+            tools += require_objects(given or [], kind) if kind in _DECLARED else [{"kind": kind}]
     return tools
 
 
@@ -197,7 +197,7 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         given = raw[1]
-        return [message_of(API, "system", given if isinstance(given, str) else _parts(given))]
+        return [make_message(API, "system", given if isinstance(given, str) else _parts(given))]
     match raw.get("role") or "user":
         case "model":
             try:
@@ -214,14 +214,17 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    return objects_in(content.get("parts") or [] if isinstance(content, dict) else None, "parts")
+    return require_objects(
+        content.get("parts") or [] if isinstance(content, dict) else None, "parts"
+    )
 
 
 def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Message]:
-    """Results without ids, or with ids that no call has, are in call order.
+    """Read a message of the user, with its results.
 
-    Subagents of Gemini CLI send calls without the ids that their results have.
+    Results without ids, or with ids of no call, are in the order of calls.
     """
+    # Subagents of Gemini CLI send calls without the ids that their results have.
     awaited = calls.latest()
 
     def read_result(part: Mapping[str, Any], before: int) -> Message | None:
@@ -235,7 +238,7 @@ def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Mes
                 id = call["id"]
         return _read_result(id, result)
 
-    return results_and_said(API, parts, read_result)
+    return split_results(API, parts, read_result)
 
 
 def _read_result(id: str, result: Mapping[str, Any]) -> Message:
@@ -247,8 +250,8 @@ def _read_result(id: str, result: Mapping[str, Any]) -> Message:
     if not isinstance(text, str):
         text = exact_json.dumps(given).decode()
     name = str(result.get("name") or "")
-    said = message_of(API, "tool", [{"text": text}, *objects_among(result.get("parts"))])
-    return {**said, "tool_call_id": id, "name": name, "is_error": is_error}
+    message = make_message(API, "tool", [{"text": text}, *objects_among(result.get("parts"))])
+    return {**message, "tool_call_id": id, "name": name, "is_error": is_error}
 
 
 WIRE = GeminiWire()

@@ -1,7 +1,8 @@
-"""Which conversations the threads of an agent make up, and what each of them is.
+"""The conversations of an agent, found among its threads, and the kind of each one.
 
-A line is a thread up to its last call that counts. Threads that another one continues, and those
-whose replies another one repeats behind changed messages, are no lines of their own.
+A conversation is a thread up to the last call that the latest start made in it. A thread that
+another thread continues is no conversation of its own. Neither is a thread whose replies another
+thread repeats after changed messages: the difference is kept as `Rewritten`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.messages.message import PLAIN, ExchangeEvent, Message, split_inline_reasoning
+from agent.messages.message import PLAIN, ExchangeEvent, Message
 from agent.wires.thread import Thread
 from agent.wires.threads import Threads
 
@@ -23,8 +24,8 @@ SIDE = "side"
 SUBAGENT = "subagent"
 
 _TAG = re.compile(r"</?\w+>")
-_LONG = 20
-"""Characters of a text that can be recognized in another."""
+_MIN_QUOTED_CHARS = 20
+"""Minimum length of a text that identifies a reply when another text quotes it."""
 
 
 @dataclass(slots=True)
@@ -34,21 +35,21 @@ class Line:
     thread: Thread
     messages: list[Message]
     replies: list[tuple[int, int]]
-    """The position and the number of each recorded reply among the messages."""
+    """The position among the messages and the call number of each recorded reply."""
     tools: list[dict[str, Any]]
-    """All that its calls offered; of several with one name, the latest."""
+    """The schemas of all tools that its calls offered; the latest one of each name."""
     has_tools: bool
-    """Its last call offered some."""
+    """Whether its last call offered tools."""
     name: str = ""
-    """Its kind; "" for the main conversation."""
+    """The kind of conversation; "" for the main one."""
     is_about: bool = False
-    """It ends with a call about another line that had already ended."""
+    """Whether it ends with a call about another conversation that had already ended."""
     own: set[int] = field(default_factory=set)
-    """The calls that are part of no line before this one."""
+    """The numbers of the calls that are part of no conversation before this one."""
 
     @property
     def key(self) -> str:
-        """Its name within the record."""
+        """The name of the conversation within the record."""
         return f"thread#{self.thread.number}"
 
     @property
@@ -56,255 +57,293 @@ class Line:
         """The numbers of its calls."""
         return [number for _, number in self.replies]
 
-    def final_text(self) -> str:
-        """The text of the last reply; "" if it has calls."""
-        last = self.messages[-1]
-        return "" if last.get("tool_calls") else split_inline_reasoning(last["content"]).rest
-
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """Calls that were shown other messages in the place of some of their line."""
+    """Calls whose requests had other messages than the conversation that they are part of."""
 
     calls: list[int]
+    """The numbers of these calls."""
     line: Line
     start: int
     end: int
     messages: list[Message]
-    """The messages shown instead of those of the line from `start` to before `end`."""
+    """The messages of the requests in place of the conversation's from `start` to before `end`."""
     until: int
-    """The position in the line of the reply to the last of them."""
+    """The position in the conversation of the reply to the last of these calls."""
     shown: Line
-    """The same calls, with what they were shown."""
+    """The same calls as a conversation of their own, with the messages of their requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The conversations of an agent."""
+    """All conversations of an agent."""
 
     main: Line | None
-    """None if the agent made no call."""
+    """The conversation of the task itself; None if the agent made no call."""
     others: list[Line]
     rewritten: list[Rewritten]
     set_aside: list[ExchangeEvent]
-    """Calls before the last restart that are part of no line."""
+    """The calls before the last restart that are part of no conversation."""
 
 
 def lines_of(threads: Threads, prompt: str) -> Lines:
-    """The conversations of an agent whose task is `prompt`."""
-    lines, changed = _divided(_all_lines(threads))
-    lines.sort(key=lambda line: line.replies[-1][1])
-    summarized = {one.line.key for one in changed if _is_whole(one)}
-    main = _main(lines, threads, prompt, summarized)
+    """Find the conversations of an agent whose task is `prompt`."""
+    conversations, rewritten = _drop_continued(_one_per_thread(threads))
+    conversations.sort(key=lambda one: one.numbers[-1])
+    summarized = {one.line.key for one in rewritten if _follows_summary(one)}
+    main = _find_main(conversations, threads, prompt, summarized)
     counted: set[int] = set()
     if main is not None:
-        lines.remove(main)
-        lines.sort(key=lambda line: line.replies[0][1])
-        # What a compaction keeps is the work of the line before it.
-        before = [line for line in lines if line.name == BEFORE_COMPACTION]
-        for line in (*before, main, *(line for line in lines if line not in before)):
-            line.own = set(line.numbers) - counted
-            counted |= line.own
-        trunk = {*main.numbers, *(n for line in lines if line.name for n in line.numbers)}
-        for line in lines:
-            line.name = line.name or _plain(line, threads) or _name_of(line, trunk)
+        conversations.remove(main)
+        conversations.sort(key=lambda one: one.numbers[0])
+        # Calls that a compaction keeps belong to the conversation before it.
+        before = [one for one in conversations if one.name == BEFORE_COMPACTION]
+        after = [one for one in conversations if one.name != BEFORE_COMPACTION]
+        for one in (*before, main, *after):
+            one.own = set(one.numbers) - counted
+            counted |= one.own
+        trunk = {*main.numbers, *(n for one in conversations if one.name for n in one.numbers)}
+        for one in conversations:
+            one.name = one.name or _plain_api(one, threads) or _kind(one, trunk)
     aside = [event for event in threads.exchanges if event["number"] not in counted]
-    return Lines(main, lines, changed, aside)
+    return Lines(main, conversations, rewritten, aside)
 
 
-def _all_lines(threads: Threads) -> list[Line]:
-    """Each thread up to its last call of this start."""
+def _one_per_thread(threads: Threads) -> list[Line]:
+    """Make a conversation of each thread, up to the last call of the latest start."""
     last = {threads.end_of(number)[0].number: number for number in sorted(threads.live)}
-    lines = []
+    conversations = []
     for number in last.values():
         thread, end = threads.end_of(number)
         replies = [reply for reply in thread.replies if reply[0] < end]
         offered = [threads.tools_of(number) for _, number in replies]
-        tools = _union(offered)
-        lines.append(
+        conversations.append(
             Line(
                 thread=thread,
                 messages=thread.messages[:end],
                 replies=replies,
-                tools=tools,
+                tools=_unite_tools(offered),
                 has_tools=bool(offered[-1]),
             )
         )
-    return lines
+    return conversations
 
 
-def _union(offered: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _unite_tools(offered: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     if all(tools is offered[0] for tools in offered):
         return offered[0]
     by_name = {str(tool["function"].get("name")): tool for tools in offered for tool in tools}
     return [*by_name.values()]
 
 
-def _divided(lines: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
-    """The lines that others do not continue, and what those were shown that others repeat."""
-    having: defaultdict[int, list[Line]] = defaultdict(list)
-    for line in lines:
-        for number in line.numbers:
-            having[number].append(line)
-    same, changed = [], []
-    for line in lines:
-        numbers = set(line.numbers)
+def _drop_continued(conversations: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
+    """Drop conversations that others continue; return the rest, and the dropped that differ."""
+    by_call: defaultdict[int, list[Line]] = defaultdict(list)
+    for one in conversations:
+        for number in one.numbers:
+            by_call[number].append(one)
+    rest, rewritten = [], []
+    for one in conversations:
+        numbers = set(one.numbers)
         repeating = [
             other
-            for other in having[line.numbers[-1]]
-            if other is not line and numbers.issubset(other.numbers)
+            for other in by_call[one.numbers[-1]]
+            if other is not one and numbers.issubset(other.numbers)
         ]
-        later = [other for other in repeating if not _is_about(other, line)]
+        later = [other for other in repeating if not _is_about(other, one)]
         for other in repeating:
-            other.is_about = other.is_about or _is_about(other, line)
+            other.is_about = other.is_about or _is_about(other, one)
         if not later:
-            same.append(line)
+            rest.append(one)
             continue
         longest = max(later, key=lambda other: len(other.replies))
-        if longest.messages[: len(line.messages)] != line.messages:
-            changed.append(_difference(line, longest))
-    return same, changed
+        if longest.messages[: len(one.messages)] != one.messages:
+            rewritten.append(_compare(one, longest))
+    return rest, rewritten
 
 
-def _is_about(other: Line, line: Line) -> bool:
-    """Whether a line that continues another one only ends with a call about its answer."""
-    is_answer = line.has_tools and not line.messages[-1].get("tool_calls")
+def _is_about(other: Line, ended: Line) -> bool:
+    """Whether `other` continues the conversation `ended` only by a call about its answer."""
+    is_answer = ended.has_tools and not ended.messages[-1].get("tool_calls")
     return is_answer and not other.has_tools
 
 
-def _difference(line: Line, later: Line) -> Rewritten:
-    """What the calls of a line were shown where the later line has something else."""
-    at = next(at for at, number in later.replies if number == line.numbers[-1])
-    shown, instead = line.messages[:-1], later.messages[:at]
-    start = _common(shown, instead)
-    alike = _common(shown[start:][::-1], instead[start:][::-1])
-    calls = [number for position, number in line.replies if position >= start]
-    different = shown[start : len(shown) - alike]
+def _compare(earlier: Line, later: Line) -> Rewritten:
+    """Find where the requests of `earlier` had other messages than `later` has."""
+    until = next(at for at, number in later.replies if number == earlier.numbers[-1])
+    before, after = earlier.messages[:-1], later.messages[:until]
+    start = _count_common(before, after)
+    common_at_end = _count_common(before[start:][::-1], after[start:][::-1])
     return Rewritten(
-        calls=calls,
+        calls=[number for position, number in earlier.replies if position >= start],
         line=later,
         start=start,
-        end=at - alike,
-        messages=different,
-        until=at,
-        shown=line,
+        end=until - common_at_end,
+        messages=before[start : len(before) - common_at_end],
+        until=until,
+        shown=earlier,
     )
 
 
-def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many first messages two lists have in common."""
+def _count_common(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """Count the first messages that two lists have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def _is_whole(changed: Rewritten) -> bool:
-    """Whether its line begins with the reply to one call that was shown another conversation."""
-    is_first = changed.calls == changed.line.numbers[:1]
-    return is_first and changed.start <= 1 and changed.end == changed.until
+def _follows_summary(rewritten: Rewritten) -> bool:
+    """Whether a conversation begins with the reply to one call that had all other messages.
 
-
-def _main(
-    lines: Sequence[Line], threads: Threads, prompt: str, summarized: Container[str]
-) -> Line | None:
-    """The line of the task itself, up to its end: what follows a compaction belongs to it.
-
-    `summarized` has the keys of lines that begin with a reply to another conversation.
+    Compactions are such calls: their reply, a summary, begins the next conversation.
     """
-    lines = [line for line in lines if not line.is_about]
-    lines = [line for line in lines if _plain(line, threads) is None] or lines
-    if not lines:
+    is_first = rewritten.calls == rewritten.line.numbers[:1]
+    return is_first and rewritten.start <= 1 and rewritten.end == rewritten.until
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A conversation that may be the main one."""
+
+    conversation: Line
+    similarity: int
+    """How clearly it begins with the task, 0 to 3; see `_similarity`."""
+
+    @property
+    def begins_with_task_and_tools(self) -> bool:
+        """Whether the task is in its opening, and its calls offer tools."""
+        return self.similarity > 0 and bool(self.conversation.tools)
+
+    def rank_by_task(self) -> tuple[bool, int, int, int]:
+        """Return the sort key for candidates of which one begins with the task; highest first."""
+        one = self.conversation
+        return (
+            self.begins_with_task_and_tools,
+            self.similarity,
+            -one.numbers[0],  # the one that began first
+            len(one.replies),
+        )
+
+    def rank_by_length(self) -> tuple[bool, int, int]:
+        """Return the sort key for candidates of which none begins with the task; highest first."""
+        one = self.conversation
+        return bool(one.tools), len(one.replies), -one.numbers[0]
+
+
+def _find_main(
+    conversations: Sequence[Line], threads: Threads, prompt: str, summarized: Container[str]
+) -> Line | None:
+    """Find the conversation of the task, and name those that compactions or restarts ended.
+
+    `summarized` has the keys of conversations that begin with a summary. Returns None if there is
+    no conversation.
+    """
+    candidates = [one for one in conversations if not one.is_about]
+    candidates = [one for one in candidates if _plain_api(one, threads) is None] or candidates
+    if not candidates:
         return None
-    graded = [(line, _grade(line, prompt)) for line in lines]
-    # The words of a call for a title are no task where another line has tools.
-    offers = any(line.tools for line in lines)
-    if any(grade and (line.tools or not offers) for line, grade in graded):
-        main = max(
-            graded,
-            key=lambda it: (
-                bool(it[1] and it[0].tools),
-                it[1],
-                -it[0].numbers[0],
-                len(it[0].replies),
-            ),
-        )[0]
-    else:
-        main = max(lines, key=lambda line: (bool(line.tools), len(line.replies), -line.numbers[0]))
-    while later := _after_compaction(main, lines, threads, prompt, summarized):
+    main = _most_likely_main(candidates, prompt)
+    while later := _after_compaction(main, candidates, threads, prompt, summarized):
         is_repeated = _opening(later) == _opening(main)
         main.name = EARLIER if is_repeated else BEFORE_COMPACTION
         main = later
     return main
 
 
-def _grade(line: Line, prompt: str) -> int:
-    """How clearly the prompt is in what the line starts with: as it is, in quotes, or within."""
+def _most_likely_main(conversations: Sequence[Line], prompt: str) -> Line:
+    candidates = [_Candidate(one, _similarity(one, prompt)) for one in conversations]
+    # A call without tools may only ask for a title and quote the task, so without tools the task
+    # counts only if no conversation offers any.
+    if any(one.tools for one in conversations):
+        is_task_known = any(one.begins_with_task_and_tools for one in candidates)
+    else:
+        is_task_known = any(one.similarity for one in candidates)
+    rank = _Candidate.rank_by_task if is_task_known else _Candidate.rank_by_length
+    return max(candidates, key=rank).conversation
+
+
+def _similarity(conversation: Line, prompt: str) -> int:
+    """Return how clearly the user's first messages hold the prompt.
+
+    3: as whole lines; 2: in quotes; 1: within a line; 0: not at all.
+    """
     prompt = prompt.strip()
     best = 0
-    for text in _opening(line):
+    for text in _opening(conversation):
         if prompt not in text:
             continue
         if f"\n{prompt}\n" in f"\n{text.strip()}\n":
             return 3
-        quoted = any(f"{mark}{prompt}{mark}" in text for mark in "\"'`")
-        best = max(best, 2 if quoted else 1)
+        is_quoted = any(f"{mark}{prompt}{mark}" in text for mark in "\"'`")
+        best = max(best, 2 if is_quoted else 1)
     return best
 
 
-def _opening(line: Line) -> list[str]:
-    """What the user says before the first reply."""
-    first = line.replies[0][0]
-    return [message["content"] for message in line.messages[:first] if message["role"] == "user"]
+def _opening(conversation: Line) -> list[str]:
+    """The texts of the user before the first reply."""
+    first = conversation.replies[0][0]
+    messages = conversation.messages[:first]
+    return [message["content"] for message in messages if message["role"] == "user"]
 
 
 def _after_compaction(
-    line: Line, lines: Sequence[Line], threads: Threads, prompt: str, summarized: Container[str]
+    ended: Line,
+    conversations: Sequence[Line],
+    threads: Threads,
+    prompt: str,
+    summarized: Container[str],
 ) -> Line | None:
-    """The line that continues another one with a summary, or repeats it from the beginning.
+    """Find the conversation that continues `ended` from a summary, or repeats it from its start.
 
-    It has the same tools, its calls follow the last one, and it may keep the latest messages. It
-    starts with the text of an earlier reply; or its system prompt is the same, and it starts with
-    the prompt or with the reply to another conversation.
+    Its calls follow the last one of `ended` and offer the same tools; it may keep the latest
+    messages. It starts with the text of an earlier reply; or it has the same system prompt, and
+    starts with the prompt or with a summary. Returns None if there is no such conversation.
     """
-    numbers = set(line.numbers)
-    for other in sorted(lines, key=lambda other: other.numbers[0]):
+    numbers = set(ended.numbers)
+    for other in sorted(conversations, key=lambda other: other.numbers[0]):
         kept = [number for number in other.numbers if number in numbers]
-        begin = next((number for number in other.numbers if number not in numbers), -1)
-        if begin <= line.numbers[-1] or kept not in ([], line.numbers[1:][-len(kept) :]):
+        first_new = next((number for number in other.numbers if number not in numbers), -1)
+        if first_new <= ended.numbers[-1] or kept not in ([], ended.numbers[1:][-len(kept) :]):
             continue
-        if not line.tools or line.tools != other.tools:
+        if not ended.tools or ended.tools != other.tools:
             continue
-        starts_so = other.key in summarized or (not kept and _grade(other, prompt))
-        if _repeats_a_reply(other, threads, begin) or (
-            starts_so and _system(line) == _system(other)
-        ):
+        if _repeats_reply(other, threads, first_new):
+            return other
+        begins_anew = other.key in summarized or (not kept and _similarity(other, prompt) > 0)
+        if begins_anew and _system_prompt(ended) == _system_prompt(other):
             return other
     return None
 
 
-def _system(line: Line) -> str:
-    first = line.messages[0]
+def _system_prompt(conversation: Line) -> str:
+    """The text of its system message; "" if it has none."""
+    first = conversation.messages[0]
     return first["content"] if first["role"] == "system" else ""
 
 
-def _repeats_a_reply(line: Line, threads: Threads, before: int) -> bool:
-    """Whether the user's first words hold such a text, or what its last tags enclose."""
-    opening = [" ".join(said.split()) for said in _opening(line)]
-    for event in threads.exchanges[:before]:
+def _repeats_reply(conversation: Line, threads: Threads, end: int) -> bool:
+    """Whether the user's first messages hold the text of a reply to a call before number `end`.
+
+    The text between the last tags of a reply counts, too: agents ask for summaries in tags.
+    """
+    opening = [" ".join(text.split()) for text in _opening(conversation)]
+    for event in threads.exchanges[:end]:
         text = " ".join(event["reply"]["message"]["content"].split())
         enclosed = [part.strip() for part in _TAG.split(text) if part.strip()][-1:]
-        for words in (text, *enclosed):
-            if len(words) >= _LONG and any(words in said for said in opening):
+        for quote in (text, *enclosed):
+            if len(quote) >= _MIN_QUOTED_CHARS and any(quote in text for text in opening):
                 return True
     return False
 
 
-def _plain(line: Line, threads: Threads) -> str | None:
-    """The kind of a line that is not a chat; None for a chat."""
-    dialect = threads.exchanges[line.numbers[0]]["dialect"]
+def _plain_api(conversation: Line, threads: Threads) -> str | None:
+    """The API of a conversation that is no chat, such as embeddings; None for a chat."""
+    dialect = threads.exchanges[conversation.numbers[0]]["dialect"]
     return dialect if dialect in PLAIN else None
 
 
-def _name_of(line: Line, trunk: Set[int]) -> str:
-    if not line.has_tools:
+def _kind(conversation: Line, trunk: Set[int]) -> str:
+    """The kind of a conversation other than the main one; `trunk` has the calls of that."""
+    if not conversation.has_tools:
         return SIDE
-    return SUBAGENT if trunk.isdisjoint(line.numbers) else BRANCH
+    return SUBAGENT if trunk.isdisjoint(conversation.numbers) else BRANCH

@@ -1,4 +1,4 @@
-"""OpenAI chat completions, as agents speak it."""
+"""The server side of OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from agent.wires.reading import (
     Schemas,
     custom_tool,
     function_tool,
-    objects_in,
     placeholder,
+    require_objects,
 )
 from agent.wires.wire import WireError
 from batch_trajectories.basics import exact_json
@@ -44,7 +44,7 @@ _REASONING = ("reasoning_content", "reasoning")
 
 
 class ChatWire(Wire):
-    """See `Wire`."""
+    """OpenAI's chat completions; see `Wire`."""
 
     api = API
     call_path = "/chat/completions"
@@ -65,15 +65,16 @@ class ChatWire(Wire):
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
-        return None, objects_in(body.get("messages"), "messages")
+        return None, require_objects(body.get("messages"), "messages")
 
     def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `Wire.tools_of`."""
-        tools = objects_in(body.get("tools") or [], "tools")
+        tools = require_objects(body.get("tools") or [], "tools")
         return [*tools, {"type": "web_search_options"}] if self.server_field in body else tools
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`. Clients expect fields of a whole reply that a stream does not have."""
+        """See `Wire.whole`."""
+        # Clients expect two fields that a reply put together from a stream does not have.
         return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
@@ -92,7 +93,7 @@ class ChatWire(Wire):
     def write_reply(
         self, id: str, model: str, text: str, calls: Sequence[MadeCall]
     ) -> dict[str, Any]:
-        """See `Wire`."""
+        """See `Wire.write_reply`."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
@@ -114,7 +115,8 @@ class ChatWire(Wire):
         }
 
     def last_event(self, data: str) -> bool:
-        """See `Wire.last_event`. Clients can act on the finish reason already."""
+        """See `Wire.last_event`."""
+        # Clients can act on the finish reason before the closing event.
         return self.is_closing(data) or super().last_event(data)
 
     def is_closing(self, data: str) -> bool:
@@ -126,17 +128,16 @@ class ChatWire(Wire):
         return any(choice.get("finish_reason") for choice in event.get("choices") or [])
 
     def stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.stream_error`. opencode repeats calls that fail with this code."""
+        """See `Wire.stream_error`."""
+        # opencode repeats calls that fail with `SERVER_ERROR`.
         code = SERVER_ERROR if status >= 500 else kind
         return b"data: " + self.error(status, code, message) + b"\n\n"
 
 
 def _deltas_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A choice as parts of a stream, without its end.
-
-    One part, of which clients read the reasoning first. Where the text came first, it is a part of
-    its own: agents keep the order in their summaries.
-    """
+    """Write a choice as the parts of a stream, without the finish reason."""
+    # Clients read the reasoning of a part first. A text that came before the reasoning gets a part
+    # of its own, because agents keep the order in their summaries.
     message = dict(object_of(choice, "message"))
     if calls := objects_among(message.get("tool_calls")):
         message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
@@ -153,9 +154,9 @@ def _deltas_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _read_part(raw: dict[str, Any], calls: CallsInOrder) -> list[Message]:
     match raw.get("role"):
         case "system" | "developer":
-            return [_with_parts(Message(role="system", content=""), raw.get("content"))]
+            return [_add_content(Message(role="system", content=""), raw.get("content"))]
         case "user":
-            return [_with_parts(Message(role="user", content=""), raw.get("content"))]
+            return [_add_content(Message(role="user", content=""), raw.get("content"))]
         case "assistant":
             try:
                 return [read_message(raw)]
@@ -166,26 +167,26 @@ def _read_part(raw: dict[str, Any], calls: CallsInOrder) -> list[Message]:
             result = Message(
                 role="tool", tool_call_id=id, name=calls.name(id), content="", is_error=False
             )
-            return [_with_parts(result, raw.get("content"))]
+            return [_add_content(result, raw.get("content"))]
         case role:
             raise WireError(f"its role is {role!r}; known: system, user, assistant, tool")
 
 
-def _with_parts(message: Message, content: Any) -> Message:
-    """The message with this content: a text, or parts of which some are not text."""
-    if isinstance(content, list) and (others := [part for part in content if _is_other(part)]):
-        content = [placeholder(part) if _is_other(part) else part for part in content]
+def _add_content(message: Message, content: Any) -> Message:
+    """Add the content, a text or a list of parts, to a message."""
+    if isinstance(content, list) and (others := [part for part in content if _is_no_text(part)]):
+        content = [placeholder(part) if _is_no_text(part) else part for part in content]
         message["provider_blocks"] = {"api": API, "blocks": others}
     message["content"] = flat_text(content)
     return message
 
 
-def _is_other(part: Any) -> bool:
+def _is_no_text(part: Any) -> bool:
     return isinstance(part, dict) and not isinstance(part.get("text"), str)
 
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:
-    """Functions; also custom tools, whose input is free text."""
+    """Read a function, or a custom tool, whose input is free text."""
     match tool.get("type"):
         case "function":
             function = object_of(tool, "function")

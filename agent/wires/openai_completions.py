@@ -1,6 +1,6 @@
-"""OpenAI's embeddings and legacy completions, as agents ask for them beside their conversations.
+"""The server side of OpenAI's embeddings and legacy completions.
 
-Each call is a conversation of one reply. To be read, a reply is written as one of chat completions.
+Each call is a conversation of one reply. Replies are read in the form of chat completions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent.models.model import Completion
 from agent.models.parsing import load_object, object_of
 from agent.wires.base import sse
 from agent.wires.openai_chat import ChatWire
-from agent.wires.reading import Asked, CallsInOrder, Layout, path_of, placeholder
+from agent.wires.reading import CallFields, CallsInOrder, Layout, placeholder, strip_query
 from agent.wires.wire import Operation, WireError
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
@@ -24,17 +24,17 @@ from batch_trajectories.basics.exact_json import objects_among
 _CHOICE_FIELDS = frozenset({"index", "text", "finish_reason"})
 _KNOWN = ("id", "model", "usage", "error", "base_resp")
 _MAX_CHOICES = 128
-"""Choices of one reply that are kept, which is all that OpenAI gives for a prompt."""
+"""Maximum choices that are kept of a reply; OpenAI gives no more for a prompt."""
 
 
 class CompletionsWire(ChatWire):
-    """See `Wire`. Its calls go to an endpoint that speaks chat completions."""
+    """Legacy completions; see `Wire`. Calls go to an endpoint that speaks chat completions."""
 
     call_path = "/completions"
     limits: tuple[str, ...] = ("max_tokens",)
     server_field = ""
     given = "prompt"
-    """The field with the texts."""
+    """The field of the body with the texts."""
 
     def __init__(self, dialect: str = COMPLETION) -> None:
         known = frozenset({"model", self.given, "stream", "stream_options", "user"})
@@ -48,14 +48,14 @@ class CompletionsWire(ChatWire):
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
-        is_chat = path_of(path).endswith(ChatWire.call_path)
+        is_chat = strip_query(path).endswith(ChatWire.call_path)
         return None if is_chat else super().operation(method, path)
 
     def upstream_path(self, path: str) -> str:
         """See `Wire.upstream_path`."""
         return self.call_path
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """See `Wire.asked`."""
         given = body.get(self.given)
         is_list = isinstance(given, list) and given and not isinstance(given[0], int)
@@ -64,7 +64,7 @@ class CompletionsWire(ChatWire):
             raise WireError(f"{self.given}: it must be a text, tokens, or a list of these")
         limit = body.get("max_tokens")
         is_stream = body.get("stream") is True
-        return Asked(
+        return CallFields(
             model=body.get("model"),
             system=None,
             messages=pieces,
@@ -105,7 +105,7 @@ class CompletionsWire(ChatWire):
 
 
 class EmbeddingsWire(CompletionsWire):
-    """See `Wire`. Its replies have no text."""
+    """Embeddings; see `Wire`. Replies have no text."""
 
     call_path = "/embeddings"
     limits = ()
@@ -114,7 +114,7 @@ class EmbeddingsWire(CompletionsWire):
     def __init__(self) -> None:
         super().__init__(EMBEDDINGS)
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
+    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """See `Wire.asked`."""
         return super().asked(path, body)._replace(is_stream=False, max_tokens=0)
 
@@ -123,9 +123,9 @@ class EmbeddingsWire(CompletionsWire):
         reply = load_object(body)
         if not isinstance(reply.get("data"), list):
             raise ModelError("malformed", "the reply has no list of embeddings")
-        said = {"role": "assistant", "content": ""}
+        message = {"role": "assistant", "content": ""}
         usage = {"completion_tokens": 0, **object_of(reply, "usage")}
-        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return _read_as_chat({**reply, "usage": usage}, [choice])
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
@@ -164,7 +164,7 @@ class _TextAssembly:
 
 
 def _read_as_chat(reply: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Completion:
-    """The parts of the reply that a record needs; the body itself is kept as it came."""
+    """Read the fields of a reply that a record needs; the body itself is kept as it came."""
     known = {key: reply[key] for key in _KNOWN if key in reply}
     return read_reply(CHAT, exact_json.dumps({**known, "choices": choices}))
 

@@ -1,4 +1,4 @@
-"""OpenAI Responses, as agents speak it."""
+"""The server side of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from agent.wires.reading import (
     Schemas,
     custom_tool,
     function_tool,
-    message_of,
-    objects_in,
+    make_message,
     placeholder,
-    unknown_earlier,
+    require_objects,
+    unknown_earlier_message,
 )
 from agent.wires.wire import WireError, WireRequest
 from batch_trajectories.basics import exact_json
@@ -41,7 +41,7 @@ _READ_ELSEWHERE = frozenset(
         "safety_identifier",
         "store",
         "user",
-        # These name what is read in their place.
+        # The messages that these name are read in their place.
         "previous_response_id",
         "conversation",
     }
@@ -57,11 +57,11 @@ _RUN_BY_PROVIDER = (
     "mcp",
     "tool_search",
 )
-"""Beginnings of the types of tools that the agent does not run."""
+"""Beginnings of the types of tools that the provider runs."""
 
 
 class ResponsesWire(Wire):
-    """See `Wire`. The last event of a stream has all of the reply."""
+    """OpenAI's Responses API; see `Wire`. The last event of a stream has the whole reply."""
 
     api = API
     call_path = "/responses"
@@ -85,19 +85,20 @@ class ResponsesWire(Wire):
         given = body.get("input") or []
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        return body.get("instructions"), _grouped(objects_in(given, "input"))
+        return body.get("instructions"), _group_replies(require_objects(given, "input"))
 
     def with_items(
         self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """See `Wire.with_items`. The AI SDK names all that the endpoint has stored."""
+        """See `Wire.with_items`."""
+        # The AI SDK sends only the ids of items that the endpoint has stored.
         given = body.get("input")
-        if not isinstance(given, list) or not any(map(_named, given)):
+        if not isinstance(given, list) or not any(map(_referenced_id, given)):
             return body
-        return {**body, "input": [items.get(_named(item), item) for item in given]}
+        return {**body, "input": [items.get(_referenced_id(item), item) for item in given]}
 
     def follows(self, body: Mapping[str, Any]) -> str:
-        """See `Wire.follows`. A conversation is given by its id or as an object with that."""
+        """See `Wire.follows`. A conversation may be an id or an object with the id."""
         conversation = body.get("conversation")
         if isinstance(conversation, dict):
             conversation = conversation.get("id")
@@ -107,9 +108,10 @@ class ResponsesWire(Wire):
         return id
 
     def has_followed(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
-        """See `Wire.has_followed`. Servers that ignore the id do not repeat it, or give null."""
-        said = reply.get("previous_response_id", request.follows), conversation_of(reply)
-        return not request.follows or request.follows in said
+        """See `Wire.has_followed`."""
+        # Servers that ignore the id do not repeat it, or give null.
+        repeated = reply.get("previous_response_id", request.follows), conversation_of(reply)
+        return not request.follows or request.follows in repeated
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
@@ -121,10 +123,10 @@ class ResponsesWire(Wire):
     def write_reply(
         self, id: str, model: str, text: str, calls: Sequence[MadeCall]
     ) -> dict[str, Any]:
-        """See `Wire`."""
-        said = {"type": "output_text", "text": text, "annotations": []}
+        """See `Wire.write_reply`."""
+        part = {"type": "output_text", "text": text, "annotations": []}
         message = {"type": "message", "id": f"msg_{id}", "status": "completed", "role": "assistant"}
-        output: list[dict[str, Any]] = [{**message, "content": [said]}] if text else []
+        output: list[dict[str, Any]] = [{**message, "content": [part]}] if text else []
         output += [
             {
                 "type": "function_call",
@@ -149,7 +151,8 @@ class ResponsesWire(Wire):
         }
 
     def stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.stream_error`. Codex repeats calls that fail with most codes."""
+        """See `Wire.stream_error`."""
+        # Codex repeats calls that fail with most other codes.
         code = SERVER_ERROR if status >= 500 else "invalid_prompt"
         error = {"code": code, "message": f"{message} ({kind})"}
         reply = {"id": "", "object": "response", "status": "failed", "error": error, "output": []}
@@ -162,7 +165,7 @@ def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
     for n, item in enumerate(body.get("output") or ()):
-        yield {"type": "response.output_item.added", "output_index": n, "item": _begun(item)}
+        yield {"type": "response.output_item.added", "output_index": n, "item": _begin_item(item)}
         for event in _events_of_item(item):
             yield {"item_id": item.get("id", ""), "output_index": n, **event}
         yield {"type": "response.output_item.done", "output_index": n, "item": item}
@@ -175,10 +178,10 @@ _EMPTY: Mapping[str, Mapping[str, Any]] = {
     "function_call": {"arguments": "", "status": "in_progress"},
     "custom_tool_call": {"input": ""},
 }
-"""The empty fields of an item that has just begun."""
+"""The fields of an item, by its type, that are empty when it begins."""
 
 
-def _begun(item: Mapping[str, Any]) -> dict[str, Any]:
+def _begin_item(item: Mapping[str, Any]) -> dict[str, Any]:
     return {**item, **_EMPTY.get(str(item.get("type")), {})}
 
 
@@ -219,15 +222,15 @@ def _events_of_item(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "response.custom_tool_call_input.done", "input": text}
 
 
-def _named(item: Any) -> str:
-    """The id of the item that stands in this one's place, "" if it is one itself."""
+def _referenced_id(item: Any) -> str:
+    """The id of the item that a reference names; "" if `item` is no reference."""
     if not isinstance(item, dict) or item.get("type") != _REFERENCE:
         return ""
     return str(item.get("id") or "")
 
 
-def _grouped(items: Sequence[dict[str, Any]]) -> list[Any]:
-    """The items, with those of one reply together in a list."""
+def _group_replies(items: Sequence[dict[str, Any]]) -> list[Any]:
+    """Put the items of each reply together in a list."""
     pieces: list[Any] = []
     for item in items:
         if not is_assistants(item):
@@ -240,7 +243,7 @@ def _grouped(items: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def is_assistants(item: Mapping[str, Any]) -> bool:
-    """Whether an item is of a model's reply."""
+    """Whether an item is part of a model's reply."""
     kind = item.get("type")
     if kind is None or kind == "message":
         return item.get("role") == "assistant"
@@ -250,7 +253,9 @@ def is_assistants(item: Mapping[str, Any]) -> bool:
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         kind, given = raw
-        return [unknown_earlier(API, given) if kind == EARLIER else _said("system", given)]
+        return [
+            unknown_earlier_message(API, given) if kind == EARLIER else _message("system", given)
+        ]
     if isinstance(raw, list):
         try:
             return [read_output([{"type": "message", **item} for item in raw])]
@@ -260,27 +265,27 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if kind is None or kind == "message":
         match raw.get("role"):
             case "system" | "developer":
-                return [_said("system", raw.get("content"))]
+                return [_message("system", raw.get("content"))]
             case "user":
-                return [_said("user", raw.get("content"))]
+                return [_message("user", raw.get("content"))]
             case role:
                 known = "user, assistant, system, developer"
                 raise WireError(f"its role is {role!r}; known: {known}")
     if str(kind).endswith("_output"):
         id = str(raw.get("call_id") or raw.get("id") or "")
-        said = _said("tool", raw.get("output") or "")
+        content = _message("tool", raw.get("output") or "")
         result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
-        return [{**result, "is_error": False, **said}]
+        return [{**result, "is_error": False, **content}]
     if kind == _REFERENCE:
-        return [unknown_earlier(API, _named(raw))]
+        return [unknown_earlier_message(API, _referenced_id(raw))]
     message = Message(role="user", content=_placeholder(raw))
     message["provider_blocks"] = {"api": API, "blocks": [raw]}
     return [message]
 
 
-def _said(role: Role, content: Any) -> Message:
+def _message(role: Role, content: Any) -> Message:
     parts = [content] if isinstance(content, dict) else content
-    return message_of(API, role, parts, _placeholder)
+    return make_message(API, role, parts, _placeholder)
 
 
 def _placeholder(item: Mapping[str, Any]) -> str:
@@ -292,7 +297,7 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     if kind == "custom":
         return [custom_tool(tool)]
     if kind == "namespace":
-        read = [_read_tool(one) for one in objects_in(tool.get("tools") or [], "tools")]
+        read = [_read_tool(one) for one in require_objects(tool.get("tools") or [], "tools")]
         return [schema for one in read if not isinstance(one, str) for schema in one]
     if kind.startswith(_RUN_BY_PROVIDER):
         return str(tool.get("server_label") or kind)

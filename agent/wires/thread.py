@@ -1,4 +1,4 @@
-"""One thread of an agent's calls: a sequence of messages that only grows."""
+"""One thread of an agent's calls, a sequence of messages that only grows, and its patches."""
 
 from __future__ import annotations
 
@@ -7,54 +7,59 @@ from operator import is_
 from typing import Any
 
 from agent.messages.message import Message, ToolCall, hides_reasoning
-from agent.wires.reading import CallsInOrder, in_order_of_calls, message_digest, runs_of_results
+from agent.wires.reading import CallsInOrder, message_digest, order_by_calls, runs_of_results
 from agent.wires.wire import Volatile
 from batch_trajectories.basics import exact_json
 
 # The differences between a request and its recorded thread.
 #
-# Agents write calls again, drop reasoning or text, put results in another order, and texts that
-# change from start to start stand in their requests as they are now. A thread keeps each message
-# as it was recorded; a patch says what a call was shown in its place. Ids of calls, and white
-# space around texts, are no difference.
+# A request may differ from the recorded thread: agents write calls anew, drop reasoning or text,
+# reorder results, and refresh texts such as the date. A thread keeps each message as it was
+# recorded; a patch records how one request differs. Ids of calls, and white space around texts,
+# are no difference.
 
 Patch = dict[str, Any]
-"""The keys of a message that are otherwise: `content`, `reasoning` ("" if it was dropped) and
-`tool_calls`; `message_at`: the position of the recorded result that stands here instead. An empty
-patch: the message is as it was recorded."""
+"""The keys of a message that differ from the recorded one: `content`, `reasoning` ("" if it was
+dropped) and `tool_calls`. `message_at` is the position of the recorded result that the request has
+here instead. An empty patch means that the message is as it was recorded."""
 
 Patches = Mapping[int, Patch]
-"""By position among the messages of a request."""
+"""Patches by the position of the message in the request."""
 
 
-def patch_of(known: Message, shown: Message, ids: Mapping[str, str]) -> Patch:
-    """The patch that turns `known` into `shown`; `ids` maps the agent's ids to the record's."""
+def make_patch(recorded: Message, requested: Message, ids: Mapping[str, str]) -> Patch:
+    """Make the patch that turns the recorded message into the requested one.
+
+    `ids` maps the agent's ids of calls to those of the record.
+    """
     patch: Patch = {}
-    if known["content"] != shown["content"] and (
-        known["content"].strip() != shown["content"].strip()
+    if recorded["content"] != requested["content"] and (
+        recorded["content"].strip() != requested["content"].strip()
     ):
-        patch["content"] = shown["content"]
-    if known["role"] != "assistant":
+        patch["content"] = requested["content"]
+    if recorded["role"] != "assistant":
         return patch
-    thought = (shown.get("reasoning") or "").strip()
-    if thought != (known.get("reasoning") or "").strip() and (thought or not _hides(shown)):
+    thought = (requested.get("reasoning") or "").strip()
+    if thought != (recorded.get("reasoning") or "").strip() and (
+        thought or not _hides_reasoning(requested)
+    ):
         patch["reasoning"] = thought
-    made, now = known.get("tool_calls", ()), shown.get("tool_calls", ())
-    if len(made) != len(now) or not all(map(_says_same, made, now)):
+    made, now = recorded.get("tool_calls", ()), requested.get("tool_calls", ())
+    if len(made) != len(now) or not all(map(_is_same_call, made, now)):
         patch["tool_calls"] = [{**call, "id": ids.get(call["id"], call["id"])} for call in now]
     return patch
 
 
-def moved_results(
-    recorded: Sequence[Message], shown: Sequence[Message], first: int
+def find_moved_results(
+    recorded: Sequence[Message], requested: Sequence[Message], first: int
 ) -> dict[int, int]:
-    """The results, from position `first` on, that a request shows in another one's place.
+    """Find the results, from position `first` on, that a request has in another order.
 
-    By their positions in `shown`, the positions in `recorded`.
+    Returns their positions in `recorded` by their positions in `requested`.
     """
     moved: dict[int, int] = {}
     ours = dict(runs_of_results(recorded, first))
-    for start, answered in runs_of_results(shown, first):
+    for start, answered in runs_of_results(requested, first):
         known = ours.get(start, answered)
         if known != answered and sorted(known) == sorted(answered):
             moved |= {
@@ -65,35 +70,38 @@ def moved_results(
     return moved
 
 
-def same_first(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many first messages are the very same objects."""
+def count_same_objects(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """Count the first messages of two lists that are the very same objects."""
     pairs = enumerate(map(is_, one, other))
     return next((n for n, same in pairs if not same), min(len(one), len(other)))
 
 
 def changes(before: Patches, now: Patches) -> dict[int, Patch]:
-    """The change from the patches of an earlier request to those of a later one."""
+    """Return the patches of a later request that differ from those of an earlier one.
+
+    A patch that only the earlier one has is empty here.
+    """
     if before == now:
         return {}
     places = sorted({*before, *now})
     return {n: now.get(n, {}) for n in places if before.get(n, {}) != now.get(n, {})}
 
 
-def changed(before: Patches, change: Patches) -> Patches:
-    """Apply the result of `changes`."""
+def apply_changes(before: Patches, change: Patches) -> Patches:
+    """Apply what `changes` returned to the patches of the earlier request."""
     if not change:
         return before
     return {n: patch for n, patch in {**before, **change}.items() if patch}
 
 
-def _hides(message: Message) -> bool:
-    """Whether it has reasoning that only the endpoint can read."""
+def _hides_reasoning(message: Message) -> bool:
+    """Whether a message has reasoning that only the endpoint can read."""
     blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
     extras = [call.get("extra_content") for call in message.get("tool_calls", ())]
     return hides_reasoning(blocks, extras, None)
 
 
-def _says_same(one: ToolCall, other: ToolCall) -> bool:
+def _is_same_call(one: ToolCall, other: ToolCall) -> bool:
     """Whether two calls have the same name and arguments, however these are written."""
     made, now = one["function"], other["function"]
     if made["name"] != now["name"]:
@@ -114,50 +122,52 @@ class Thread:
         self.number = number
         self.messages: list[Message] = parent.messages[:shared] if parent else []
         self.replies: list[tuple[int, int]] = []
-        """The position and the number of each recorded reply, in the order of the messages."""
+        """The position among the messages and the call number of each recorded reply, in order."""
         self.tools: list[dict[str, Any]] = parent.tools if parent else []
-        """Those of its latest call."""
+        """The tool schemas of the latest call."""
         if parent is not None:
             self.replies = [reply for reply in parent.replies if reply[0] < shared]
-        patches = parent.shown.items() if parent else ()
-        self.shown: Patches = {at: patch for at, patch in patches if at < shared}
-        """The patches of its latest call."""
+        patches = parent.patches.items() if parent else ()
+        self.patches: Patches = {at: patch for at, patch in patches if at < shared}
+        """The patches of the latest call."""
         self._digests: list[bytes] = []
-        self._own_digests: list[bytes] = []
+        self._digests_by_position: list[bytes] = []
         self._calls = CallsInOrder()
 
     def digests(self, volatile: Volatile) -> list[bytes]:
-        """One per message, as those of a request."""
+        """Return a digest per message; those of results are in the order of the calls."""
         known = len(self._digests)
         if known < len(self.messages):
-            self._digests += in_order_of_calls(self.messages, self.own_digests(volatile), known)
+            self._digests += order_by_calls(
+                self.messages, self.digests_by_position(volatile), known
+            )
         return self._digests
 
-    def own_digests(self, volatile: Volatile) -> list[bytes]:
-        """One per message, in the order of the messages."""
-        for message in self.messages[len(self._own_digests) :]:
-            self._own_digests.append(message_digest(message, self._calls, volatile))
+    def digests_by_position(self, volatile: Volatile) -> list[bytes]:
+        """Return a digest per message, in the order of the messages."""
+        for message in self.messages[len(self._digests_by_position) :]:
+            self._digests_by_position.append(message_digest(message, self._calls, volatile))
             self._calls.add(message.get("tool_calls", ()))
-        return self._own_digests
+        return self._digests_by_position
 
-    def replies_within(self, shared: int) -> int:
-        """How many of its first messages are recorded replies."""
-        if shared == len(self.messages):
+    def count_replies(self, end: int) -> int:
+        """Count the recorded replies among the first `end` messages."""
+        if end == len(self.messages):
             return len(self.replies)
-        return sum(at < shared for at, _ in self.replies)
+        return sum(at < end for at, _ in self.replies)
 
 
-def before_results(messages: Sequence[Message], end: int) -> int:
-    """`end`, or the start of the run of results that it would split: their order differs from that
-    of their digests."""
+def move_before_results(messages: Sequence[Message], end: int) -> int:
+    """Return `end`, or the start of the results of one reply if `end` is among them."""
+    # Such results cannot be divided: their digests are in the order of calls, not in theirs.
     if end < len(messages) and messages[end]["role"] == "tool":
         while end > 0 and messages[end - 1]["role"] == "tool":
             end -= 1
     return end
 
 
-def common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many first items two lists have in common."""
+def count_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Count the first digests that two lists have in common."""
     for n, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return n

@@ -1,8 +1,8 @@
-"""The fold of an agent's calls into threads.
+"""Groups an agent's model calls into threads by the first messages that they have in common.
 
-A call continues the thread whose messages it
-repeats; if it repeats only the beginning of one, a new thread branches off there. A restart sets
-all calls aside; those that are asked for again become part of their conversations again.
+A call continues the thread whose messages it repeats. If it repeats only the beginning of a thread,
+a new thread branches off there. A restart of the agent sets all calls aside; a call that the agent
+makes again becomes part of its thread again.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ from agent.wires.reading import CallsInOrder, message_digest
 from agent.wires.thread import (
     Patches,
     Thread,
-    before_results,
-    changed,
+    apply_changes,
     changes,
-    common,
-    moved_results,
-    patch_of,
-    same_first,
+    count_common,
+    count_same_objects,
+    find_moved_results,
+    make_patch,
+    move_before_results,
 )
 from agent.wires.wire import NOTHING_VOLATILE, Part, Volatile, WireRequest
 from batch_trajectories.basics.exact_json import objects_among
 
-# Which recorded reply an agent repeats, also where it has changed it.
+# Finding the recorded replies that a request repeats, although the agent may have changed them.
 #
 # Agents keep the ids of calls and change other things: they write defaults into arguments, cut
-# `cd` off commands, drop text, or keep one of several calls. A reply is found by its ids, at its
-# place where several replies have an id. Where an agent makes its own ids it is found by its
-# digest, and else as the only reply that followed the same messages.
+# `cd` off commands, drop text, or keep one of several calls. A reply is found by the ids of its
+# calls; if several replies share an id, by its position, too. If the agent makes its own ids, a
+# reply is found by its digest, or else as the only reply that followed the same messages.
 
 
 class _Reply(NamedTuple):
-    """A recorded reply, with the calls as the agent got them."""
+    """A recorded reply, with its calls as the agent got them."""
 
     number: int
+    """The number of its call."""
     at: int
-    """Its position in its thread."""
+    """The position in its thread."""
     digests: list[bytes]
-    """Those of its thread."""
+    """The digests of the messages of its thread."""
     text: str
     calls: list[ToolCall]
 
@@ -67,7 +68,7 @@ class _Reply(NamedTuple):
         return _names(self.calls)
 
     def alike(self, digests: Sequence[bytes]) -> int:
-        """How many of the messages before it are also in another conversation."""
+        """Count the messages before the reply that other `digests` have at the same positions."""
         return sum(map(eq, self.digests[: self.at], digests))
 
 
@@ -76,14 +77,14 @@ class Found(NamedTuple):
 
     messages: list[Message]
     digests: list[bytes]
-    """One per message; those of replies that were found are the replies' own."""
+    """A digest per message; a reply that was found has its own digest as it was recorded."""
     replies: dict[int, int]
-    """The numbers of these replies, by the positions of the messages."""
+    """The call numbers of the replies by the positions of the messages that repeat them."""
     is_whole: bool
-    """No call of these replies is missing."""
+    """Whether the messages have all calls of these replies."""
 
-    def same(self, messages: Sequence[Message]) -> int:
-        """How many first messages are the very same ones."""
+    def count_same(self, messages: Sequence[Message]) -> int:
+        """Count the first messages that are the very same objects; 0 unless `is_whole`."""
         if not self.is_whole:
             return 0
         limit = min(len(messages), len(self.messages))
@@ -91,7 +92,7 @@ class Found(NamedTuple):
         return next((n for n, is_same in pairs if not is_same), limit)
 
 
-_NOTHING = Found([], [], {}, is_whole=True)
+_NOTHING_FOUND = Found([], [], {}, is_whole=True)
 
 
 class Repeats:
@@ -102,15 +103,15 @@ class Repeats:
         self._by_digest: defaultdict[bytes, list[int]] = defaultdict(list)
         self._by_id: defaultdict[str, list[_Reply]] = defaultdict(list)
         self._by_place: defaultdict[tuple[int, str], list[_Reply]] = defaultdict(list)
-        """By position and id; "" stands for all of a position."""
+        """Replies by position and id of a call; the id "" has all replies of a position."""
 
     @property
     def count(self) -> int:
-        """How many replies are known."""
+        """The number of replies that were added."""
         return len(self._replies)
 
     def add(self, exchange: ExchangeEvent, at: int, digests: list[bytes]) -> None:
-        """Take the next recorded reply, which is at position `at` of a thread with `digests`."""
+        """Add the next recorded reply, at position `at` of a thread with these `digests`."""
         message = exchange["reply"]["message"]
         made = message.get("tool_calls", [])
         ids = exchange.get("ids") or [call["id"] for call in made]
@@ -128,12 +129,12 @@ class Repeats:
             self._by_id[id].append(reply)
             self._by_place[at, id].append(reply)
 
-    def with_digest(self, digest: bytes) -> Sequence[int]:
-        """The numbers of the replies with this digest."""
+    def find_by_digest(self, digest: bytes) -> Sequence[int]:
+        """The call numbers of the replies with this digest."""
         return self._by_digest.get(digest, ())
 
     def calls(self, number: int) -> Sequence[ToolCall]:
-        """The calls of a reply, with the ids that the agent got."""
+        """The tool calls of the reply to call `number`, with the ids that the agent got."""
         return self._replies[number].calls
 
     def find(
@@ -144,36 +145,39 @@ class Repeats:
         live: Collection[int],
         before: Iterable[Found],
     ) -> Found:
-        """The replies that a request repeats; of several, one of `live` is more likely.
+        """Find the replies that a request repeats; if several fit, one of `live` is preferred.
 
-        What `before`, of earlier requests, has of the same messages is not looked for again.
+        `before` has the results for earlier requests, which are used for messages in common.
         """
         messages = request.messages
-        best = max(before, key=lambda earlier: earlier.same(messages), default=_NOTHING)
-        same = best.same(messages)
+        best = max(before, key=lambda one: one.count_same(messages), default=_NOTHING_FOUND)
+        same = best.count_same(messages)
         digests = best.digests[:same] + request.digests[same:]
         replies = {n: number for n, number in best.replies.items() if n < same}
         calls: CallsInOrder | None = None  # needed once a message has not all calls of its reply
         for n, message in enumerate(messages[same:], same):
             if message["role"] == "assistant":
                 made = _calls(message)
-                if (reply := self._find(message, n, digests, live)) is not None:
+                if (reply := self._find_by_calls(message, n, digests, live)) is not None:
                     replies[n], digests[n] = reply.number, reply.digests[reply.at]
                     if calls is None and len(made) != len(reply.calls):
                         calls = CallsInOrder()
                         for earlier in messages[:n]:
                             calls.add(_calls(earlier))
-                    made = reply.calls if _is_by_id(message, reply) else made
+                    made = reply.calls if _has_id_of(message, reply) else made
                 if calls is not None:
                     calls.add(made)
             elif calls is not None and message["role"] == "tool":
                 digests[n] = message_digest(message, calls, volatile)
         return Found(messages, digests, replies, is_whole=calls is None)
 
-    def _find(
+    def _find_by_calls(
         self, message: Message, n: int, digests: Sequence[bytes], live: Collection[int]
     ) -> _Reply | None:
-        """The reply that a message repeats, other than by its digest."""
+        """Find the reply that message `n` repeats by its calls; None if there is none.
+
+        Also None if its digest is known: `Threads` then finds it by that.
+        """
         ids, names = [call["id"] for call in _calls(message)], _names(_calls(message))
         here = [
             reply
@@ -181,7 +185,7 @@ class Repeats:
             for reply in self._by_place.get((n, id), ())
             if reply.digests[n - 1 : n] == digests[n - 1 : n]
         ]
-        if len(here) == 1:  # as nearly always; to compare takes time
+        if len(here) == 1:  # nearly always: skip the slow comparison
             return here[0]
         if here:
             return max(
@@ -207,7 +211,8 @@ class Repeats:
         return following[0] if text in following[0].text and (text or ids) else None
 
 
-def _is_by_id(message: Message, reply: _Reply) -> bool:
+def _has_id_of(message: Message, reply: _Reply) -> bool:
+    """Whether a message has a call of the reply, by its id."""
     ids = {call["id"] for call in reply.calls}
     return any(call["id"] in ids for call in _calls(message))
 
@@ -220,13 +225,13 @@ def _names(calls: Sequence[ToolCall]) -> list[str]:
     return [call["function"]["name"] for call in calls]
 
 
-_MOST_RECENT = 8
-"""Requests that are remembered for reading the next: one of each of the latest threads."""
+_MAX_RECENT = 8
+"""Maximum requests that are kept to compare the next one with: one per thread, latest threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request belongs; see the fields of `ExchangeEvent`."""
+    """The place of a request among the threads; see the fields of `ExchangeEvent`."""
 
     thread: int
     shared: int
@@ -237,15 +242,15 @@ class Placement:
     turn: int
     """The number of the reply among those of the thread."""
     after: int | None
-    """The number of the latest earlier call with token ids in the thread."""
+    """The number of the latest earlier call with token ids in the thread; None: there is none."""
     call_ids: Sequence[str]
-    """The ids of the calls before the reply."""
+    """The ids of the tool calls before the reply."""
     shown: Patches
-    """What changes among the messages that the request shows otherwise than the thread has them."""
+    """The patches of the request that differ from those of the thread's previous request."""
 
 
 class _Recent(NamedTuple):
-    """The call with which the next ones of its thread are compared."""
+    """The latest call of a thread, with which its next one is compared."""
 
     request: WireRequest
     repeated: Found
@@ -257,35 +262,40 @@ class Threads:
 
     def __init__(self) -> None:
         self.volatile: Volatile = NOTHING_VOLATILE
-        """Decides how requests are placed; set it before the first `place`."""
+        """What digests leave out. Set it before the first `place`."""
         self.exchanges: list[ExchangeEvent] = []
         """All recorded calls, by number."""
         self.threads: list[Thread] = []
         self.live: set[int] = set()
-        """The numbers of the calls that the last start has made."""
+        """The numbers of the calls that the latest start of the agent has made."""
         self.starts = 1
-        """How often the agent's command was started."""
+        """The number of starts of the agent's command."""
         self.exit: AgentExitEvent | None = None
-        """How the last start ended, if it did."""
+        """The end of the latest start; None while it runs."""
         self.parts = Parts()
-        """Parts that events hold in full; later events refer to them by digest."""
+        """Content parts that an event holds in full; later events refer to them by digest."""
         self._repeats = Repeats()
-        self._recent_of: dict[int, _Recent] = {}
+        self._recent_by_thread: dict[int, _Recent] = {}
         self._by_id: dict[str, int] = {}
-        """The latest call by the ids of replies and of conversations at the endpoint."""
+        """The number of the latest call by the ids of replies, and of endpoint conversations."""
         self._items: dict[str, Mapping[str, Any]] = {}
         """The items of all replies by their ids; see `Wire.with_items`."""
         self._ends: list[tuple[int, int]] = []
-        """The thread of each call, and how many messages it had after the reply."""
+        """The thread of each call, and its number of messages after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
+        """The tool schemas that each call offered."""
         self._starts: list[int] = []
-        self._shown: list[Patches] = []
+        """The start of the agent that made each call, from 1."""
+        self._patches: list[Patches] = []
+        """The patches of each call."""
         self._aside: defaultdict[str, list[int]] = defaultdict(list)
         """The numbers of the calls that are set aside, by key, the earliest last."""
         self._after: list[int | None] = []
-        """See `Placement.after`, for each call."""
+        """`Placement.after` of each call."""
         self._has_ids = False
+        """Whether a reply has token ids."""
         self._answered = 0
+        """The number of calls that the latest start has made again."""
         self._diverged_at: int | None = None
 
     @property
@@ -293,30 +303,29 @@ class Threads:
         """The number of the next call to be recorded."""
         return len(self.exchanges)
 
-    @property
-    def calls(self) -> int:
-        """How many calls were paid for."""
-        return len(self.exchanges)
-
     def read(self, wire: Wire, path: str, body: Mapping[str, Any]) -> WireRequest:
-        """A model call of this agent; see `Wire.read`. Raises `WireError`."""
+        """Read a model call of this agent; see `Wire.read`. Raises `WireError`."""
         whole = wire.with_items(body, self._items)
         return wire.read(path, whole, self.volatile, self._recent, self._earlier)
 
     @property
     def _recent(self) -> list[WireRequest]:
-        """The latest requests of the latest threads; none after a resume."""
-        return [recent.request for recent in reversed(self._recent_of.values())]
+        """The latest request of each of the latest threads; none after a resume."""
+        return [recent.request for recent in reversed(self._recent_by_thread.values())]
 
     @property
     def diverged_at(self) -> int | None:
-        """How many calls the last start answered before its first new one, while others were set
-        aside; None if none are set aside now.
+        """The number of calls that the latest start made again before its first new one.
+
+        None if no call is set aside now, or none is new.
         """
         return self._diverged_at if self._aside else None
 
     def _earlier(self, id: str) -> Part | None:
-        """See `Earlier`. Replies have the ids that the agent got."""
+        """Return the messages up to the reply with an id; see `Earlier`.
+
+        Calls have the ids that the agent got.
+        """
         if (number := self._by_id.get(id)) is None:
             return None
         thread, end = self.end_of(number)
@@ -328,11 +337,11 @@ class Threads:
                 got = [ToolCall(**{**call, "id": id}) for call, id in made]
                 messages[at] = {**messages[at], "tool_calls": got}
         calls = [call for message in messages for call in message.get("tool_calls", ())]
-        digests = thread.own_digests(self.volatile)[first:end]
+        digests = thread.digests_by_position(self.volatile)[first:end]
         return Part((EARLIER, id, number), messages[first:], digests, calls, first_call=0)
 
     def end_of(self, number: int) -> tuple[Thread, int]:
-        """The thread of a call, and how many messages it had after the reply."""
+        """Return the thread of a call, and the thread's number of messages after the reply."""
         thread, end = self._ends[number]
         return self.threads[thread], end
 
@@ -342,14 +351,17 @@ class Threads:
 
     def shown_to(self, number: int) -> Patches:
         """The patches of one call."""
-        return self._shown[number]
+        return self._patches[number]
 
     def start_of(self, number: int) -> int:
-        """The start of the agent that made a call, from 1."""
+        """The number of the agent's start that made a call, from 1."""
         return self._starts[number]
 
     def token_chain(self, number: int | None) -> list[ReplyEvent]:
-        """The replies whose tokens a call's prompt continues, in order, and its own at the end."""
+        """The replies whose tokens the prompt of call `number` continues, in order.
+
+        The reply of the call itself is the last one. Empty for None.
+        """
         chain: list[ReplyEvent] = []
         while number is not None:
             chain.append(self.exchanges[number]["reply"])
@@ -357,18 +369,18 @@ class Threads:
         return chain[::-1]
 
     def tokens_after(self, number: int, last: int | None) -> TurnTokens:
-        """The tokens of a call where the latest earlier one with token ids is `last`."""
+        """The tokens of a call, for a row in which `last` is the previous call with token ids."""
         if self._after[number] == last or not has_ids(self.exchanges[number]["reply"]):
             return self.exchanges[number]["reply"]["tokens"]
         return restated(self.token_chain(number), self.token_chain(last))
 
     def unanswered(self, key: str) -> ExchangeEvent | None:
-        """The earliest call with this key that is set aside, if there is one."""
+        """The earliest call with this key that is set aside; None if there is none."""
         numbers = self._aside.get(key)
         return self.exchanges[numbers[-1]] if numbers else None
 
     def apply(self, event: AgentEvent) -> None:
-        """Take one event into the fold."""
+        """Take the next event of the journal."""
         match event["kind"]:
             case "exchange":
                 self._apply_exchange(event)
@@ -396,20 +408,20 @@ class Threads:
             source = None if parent is None else self.threads[parent]
             self.threads.append(Thread(event["thread"], source, event["shared"]))
         thread = self.threads[event["thread"]]
-        echoes = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
+        repeated = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
         for n, message in enumerate(self.parts.whole(event["added"])):
-            if n in echoes:
-                thread.replies.append((len(thread.messages), echoes[n]))
-                message = self.exchanges[echoes[n]]["reply"]["message"]
+            if n in repeated:
+                thread.replies.append((len(thread.messages), repeated[n]))
+                message = self.exchanges[repeated[n]]["reply"]["message"]
             thread.messages.append(message)
-        self._after.append(self._latest_with_ids(number for _, number in thread.replies))
+        self._after.append(self._last_with_ids(number for _, number in thread.replies))
         self._has_ids = self._has_ids or has_ids(event["reply"])
         thread.replies.append((len(thread.messages), event["number"]))
         thread.messages.append(event["reply"]["message"])
         thread.tools = event.get("tools", thread.tools)
         change = {at: patch for at, patch in event.get("shown", ())}  # noqa: C416 - lists of two
-        thread.shown = changed(thread.shown, change)
-        self._shown.append(thread.shown)
+        thread.patches = apply_changes(thread.patches, change)
+        self._patches.append(thread.patches)
         if self._aside and self._diverged_at is None:
             self._diverged_at = self._answered
         if event["dialect"] == RESPONSES:
@@ -424,25 +436,26 @@ class Threads:
         self._ends.append((thread.number, len(thread.messages)))
 
     def place(self, request: WireRequest) -> Placement:
-        """Where a request belongs now: call it once its reply is complete."""
-        repeated = self._repeated(request)
-        source, shared = self._longest(request.messages, repeated.digests)
+        """Find the place of a request among the threads. Call it once its reply is complete."""
+        repeated = self._find_repeated(request)
+        source, shared = self._find_source(request.messages, repeated.digests)
         added = request.messages[shared:]
-        echoes = self._echoes(source, shared, request, repeated)
+        repeats = self._find_repeats_after(source, shared, request, repeated)
         replies = {at: number for at, number in source.replies if at < shared} if source else {}
-        replies |= {shared + at: number for at, number in echoes}
+        replies |= {shared + at: number for at, number in repeats}
         recorded = self._recorded_calls(source, shared, request, replies)
         ids = [call["id"] for made in recorded for call in made]
         if ids != [call["id"] for part in request.parts for call in part.calls]:
-            added = self._with_ids(request, shared, replies, recorded)
+            added = self._replace_ids(request, shared, replies, recorded)
         continues = source is not None and shared == len(source.messages)
         if source and continues and source.tools and not request.tools:
-            # After an answer, a call without tools is about the conversation, not part of it.
+            # After an answer, a call without tools is about the conversation, such as one for a
+            # title, and not part of it.
             continues = bool(source.messages[-1].get("tool_calls"))
         thread = source.number if source and continues else len(self.threads)
         tools = source.tools if source else []
-        patches = self._patches(request, source, shared, replies)
-        before = source.shown if source else {}
+        patches = self._make_patches(request, source, shared, replies)
+        before = source.patches if source else {}
         self._remember(thread, _Recent(request, repeated, patches))
         return Placement(
             thread=thread,
@@ -450,27 +463,27 @@ class Threads:
             added=added,
             tools=None if tools == request.tools else request.tools,
             of=None if source is None or continues else source.number,
-            echoes=echoes,
-            turn=1 + len(echoes) + (source.replies_within(shared) if source else 0),
+            echoes=repeats,
+            turn=1 + len(repeats) + (source.count_replies(shared) if source else 0),
             call_ids=ids,
             shown=changes({at: patch for at, patch in before.items() if at < shared}, patches),
-            after=self._latest_with_ids(number for _, number in sorted(replies.items())),
+            after=self._last_with_ids(number for _, number in sorted(replies.items())),
         )
 
-    def _latest_with_ids(self, numbers: Iterable[int]) -> int | None:
-        """The last of these calls whose reply has token ids."""
+    def _last_with_ids(self, numbers: Iterable[int]) -> int | None:
+        """The last of these calls whose reply has token ids; None if none has."""
         if not self._has_ids:
             return None
         having = (n for n in reversed([*numbers]) if has_ids(self.exchanges[n]["reply"]))
         return next(having, None)
 
-    def _longest(
+    def _find_source(
         self, messages: Sequence[Message], digests: list[bytes]
     ) -> tuple[Thread | None, int]:
-        """The thread that has most of the first messages, and how many it has.
+        """Find the thread that has most of the first messages, and count these messages.
 
-        Of several, the best is one that would be continued, then one of this start, then the
-        latest.
+        If several have equally many, the best is one that would be continued, then one of this
+        start, then the latest.
         """
         best: Thread | None = None
         rank = (0, False, False)
@@ -479,35 +492,36 @@ class Threads:
             limit = min(len(theirs), len(digests))
             if limit < rank[0] or theirs[0] != digests[0]:
                 continue
-            shared = limit if theirs[:limit] == digests[:limit] else common(theirs, digests)
+            shared = limit if theirs[:limit] == digests[:limit] else count_common(theirs, digests)
             for one in (thread.messages, messages):
-                shared = before_results(one, shared)
+                shared = move_before_results(one, shared)
             is_live = bool(thread.replies) and thread.replies[-1][1] in self.live
             if (mine := (shared, shared == len(theirs), is_live)) > rank:
                 best, rank = thread, mine
         return best, rank[0]
 
-    def _repeated(self, request: WireRequest) -> Found:
+    def _find_repeated(self, request: WireRequest) -> Found:
         for exchange in self.exchanges[self._repeats.count :]:
             thread, end = self.end_of(exchange["number"])
             self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
-        before = (recent.repeated for recent in self._recent_of.values())
+        before = (recent.repeated for recent in self._recent_by_thread.values())
         return self._repeats.find(request, self.volatile, live=self.live, before=before)
 
-    def _echoes(
+    def _find_repeats_after(
         self, source: Thread | None, shared: int, request: WireRequest, repeated: Found
     ) -> list[list[int]]:
-        """The recorded replies among the messages after the first `shared`.
+        """Find the recorded replies among the messages after the first `shared`.
 
-        An agent that changes earlier messages repeats the replies after them.
+        Returns pairs of the position behind these messages and the call number.
         """
+        # An agent that changes earlier messages repeats the replies after them.
         last = max((n for at, n in source.replies if at < shared), default=-1) if source else -1
-        echoes = []
+        found = []
         for n in range(shared, len(request.messages)):
             if request.messages[n]["role"] != "assistant":
                 continue
             if (number := repeated.replies.get(n)) is None:
-                known = self._repeats.with_digest(repeated.digests[n])
+                known = self._repeats.find_by_digest(repeated.digests[n])
                 later = [number for number in known if number > last]
                 number = min(
                     later,
@@ -516,69 +530,65 @@ class Threads:
                 )
             if number is not None:
                 last = number
-                echoes.append([n - shared, number])
-        return echoes
+                found.append([n - shared, number])
+        return found
 
     def _recorded_calls(
         self, source: Thread | None, shared: int, request: WireRequest, replies: Mapping[int, int]
     ) -> list[Sequence[ToolCall]]:
-        """The calls of each message of a request as the record has them."""
+        """The tool calls of each message of a request, as the record has them."""
         before = source.messages[:shared] if source else []
         after = enumerate(request.messages[shared:], shared)
-        said = (
+        recorded = (
             self.exchanges[replies[n]]["reply"]["message"] if n in replies else message
             for n, message in after
         )
-        return [message.get("tool_calls", ()) for message in (*before, *said)]
+        return [message.get("tool_calls", ()) for message in (*before, *recorded)]
 
-    def _with_ids(
+    def _replace_ids(
         self,
         request: WireRequest,
         shared: int,
         replies: Mapping[int, int],
         recorded: Sequence[Sequence[ToolCall]],
     ) -> list[Message]:
-        """The messages after the first `shared`, with the ids of the record.
-
-        An agent makes its own ids where a server gives none, and some servers repeat ids.
-        """
+        """Return the messages after the first `shared`, with the ids that the record has."""
+        # An agent makes its own ids if a server gives none, and some servers repeat ids.
         new: dict[str, str] = {}
         mapped = []
         for n, message in enumerate(request.messages):
-            ids = _ids(message.get("tool_calls", ()))
-            got = _ids(self._repeats.calls(replies[n])) if n in replies else ids
-            # Where an agent has left calls out, those that it kept are found by the ids it got.
-            pairs = zip(got if {*ids} <= {*got} else ids, _ids(recorded[n]), strict=False)
+            ids = _call_ids(message.get("tool_calls", ()))
+            got = _call_ids(self._repeats.calls(replies[n])) if n in replies else ids
+            # If the agent has left calls out, the rest are found by the ids that it got.
+            pairs = zip(got if {*ids} <= {*got} else ids, _call_ids(recorded[n]), strict=False)
             new.update(pairs)
             if n >= shared:
                 id = message.get("tool_call_id", "")
                 mapped.append({**message, "tool_call_id": new.get(id, id)} if id else message)
         return mapped
 
-    def _patches(
+    def _make_patches(
         self, request: WireRequest, source: Thread | None, shared: int, replies: Mapping[int, int]
     ) -> Patches:
-        """What the request shows otherwise; see `agent.wires.thread`.
-
-        What it has in common with the thread's previous request was compared then.
-        """
+        """Record how the request differs from its thread; see `agent.wires.thread`."""
+        # Messages in common with the thread's previous request were compared then.
         messages = request.messages
-        recent = self._recent_of.get(source.number) if source else None
-        same = min(shared, same_first(recent.request.messages, messages)) if recent else 0
-        same = before_results(messages, same)
+        recent = self._recent_by_thread.get(source.number) if source else None
+        same = min(shared, count_same_objects(recent.request.messages, messages)) if recent else 0
+        same = move_before_results(messages, same)
         found = {n: patch for n, patch in recent.patches.items() if n < same} if recent else {}
-        moved = moved_results(source.messages[:shared], messages, same) if source else {}
+        moved = find_moved_results(source.messages[:shared], messages, same) if source else {}
         for n in range(same, len(messages)):
             ids: Mapping[str, str] = {}
             if n in replies:
                 known = self.exchanges[replies[n]]["reply"]["message"]
-                got = _ids(self._repeats.calls(replies[n]))
-                ids = dict(zip(got, _ids(known.get("tool_calls", ())), strict=True))
+                got = _call_ids(self._repeats.calls(replies[n]))
+                ids = dict(zip(got, _call_ids(known.get("tool_calls", ())), strict=True))
             elif source and n < shared:
                 known = source.messages[moved.get(n, n)]
             else:
                 continue
-            patch = patch_of(known, messages[n], ids)
+            patch = make_patch(known, messages[n], ids)
             if n in moved:
                 patch["message_at"] = moved[n]
             if patch:
@@ -586,22 +596,23 @@ class Threads:
         return found
 
     def _remember(self, thread: int, recent: _Recent) -> None:
-        self._recent_of.pop(thread, None)
-        self._recent_of[thread] = recent
-        if len(self._recent_of) > _MOST_RECENT:
-            del self._recent_of[next(iter(self._recent_of))]
+        self._recent_by_thread.pop(thread, None)
+        self._recent_by_thread[thread] = recent
+        if len(self._recent_by_thread) > _MAX_RECENT:
+            del self._recent_by_thread[next(iter(self._recent_by_thread))]
 
 
 def opening_of(request: WireRequest) -> str:
-    """The messages up to the first of the user, as a digest: requests of one thread share it.
+    """Return a digest of the messages up to the first one of the user.
 
-    It is known before the reply is, and also in parallel calls; threads that part later share it,
-    too, and so the prompt that an endpoint may have cached.
+    All requests of a thread have the same one, and so have threads that branch off later.
     """
+    # Unlike the thread, it is known before the reply, also for parallel calls. Threads that share
+    # it share the prompt that an endpoint may have cached.
     roles = [message["role"] for message in request.messages]
     end = roles.index("user") + 1 if "user" in roles else 1
     return b"".join(request.digests[:end]).hex()
 
 
-def _ids(calls: Sequence[ToolCall]) -> list[str]:
+def _call_ids(calls: Sequence[ToolCall]) -> list[str]:
     return [call["id"] for call in calls]

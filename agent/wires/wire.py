@@ -1,4 +1,4 @@
-"""Requests of agents, as they were read."""
+"""The values that a request of an agent is read into."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Literal
 from agent.messages.message import Message, ToolCall
 
 Operation = Literal["call", "count_tokens", "other"]
-"""What a request asks for. A "call" is a model call; "other" has to be refused."""
+"""The purpose of a request. A "call" is a model call; "other" has to be refused."""
 
 
 class WireError(Exception):
-    """A request that cannot be relayed; answered with status 400 and these words."""
+    """A request that cannot be relayed; it is answered with status 400 and the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Volatile:
-    """What differs between two starts of an agent and does not decide the reply.
+    """Values that differ between two starts of an agent and do not decide the reply.
 
-    It is left out of the keys of requests and never changed in what is sent or recorded.
+    The keys of requests leave them out. Requests are sent and recorded with them.
     """
 
     fields: tuple[str, ...] = ()
     """Dotted paths of body fields beside messages and tools; `*` stands for any key."""
     texts: tuple[str, ...] = ()
-    """Regular expressions; what they match is cut from all texts."""
+    """Regular expressions; their matches are cut from all texts."""
 
 
 NOTHING_VOLATILE = Volatile()
@@ -36,35 +36,39 @@ NOTHING_VOLATILE = Volatile()
 class Part:
     """A piece of a request that was read: an item of its messages, or several that belong together.
 
-    A later request that repeats the piece reuses what was read of it.
+    A later request that repeats the piece reuses the part.
     """
 
     raw: Any
+    """The piece as it was in the body."""
     messages: Sequence[Message]
     digests: Sequence[bytes]
-    """One per message, in the order of the messages; see `agent.wires.reading`."""
+    """A digest per message, in the order of the messages; see `agent.wires.reading`."""
     calls: Sequence[ToolCall]
     first_call: int
-    """How many calls there are before it."""
+    """The number of tool calls before this part."""
 
 
 Earlier = Callable[[str], Part | None]
-"""Gives what the model read and wrote up to the reply with this id, or up to the last reply of the
-conversation with this id; None if it is unknown."""
+"""Finds the messages up to the reply with an id, or up to the last reply of the conversation with
+that id. Returns None for an unknown id."""
 
 
 def nothing_earlier(id: str) -> None:
-    """Knows no reply; see `Earlier`."""
+    """Find no reply; see `Earlier`."""
     del id
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of a request."""
+    """The tools that a request offers."""
 
     raw: Any
+    """The tools as they were in the body."""
     tools: list[dict[str, Any]]
+    """The schemas of the tools that the agent runs, in OpenAI form."""
     server_tools: tuple[str, ...]
+    """The names of the tools that the provider would run."""
     digest: bytes
 
 
@@ -77,28 +81,29 @@ class WireRequest:
 
     api: str
     model: str
-    """The name that the agent asked for."""
+    """The model's name as the agent sent it."""
     messages: list[Message]
-    """The system prompt included. Images and unknown parts are placeholders in the text, and whole
-    in `provider_blocks`."""
+    """All messages, with the system prompt. Images and unknown parts are placeholders in the text,
+    and whole in `provider_blocks`."""
     tools: list[dict[str, Any]]
-    """The schemas of tools that the agent runs, in OpenAI form."""
+    """The schemas of the tools that the agent runs, in OpenAI form."""
     is_stream: bool
     max_tokens: int | None
-    """The limit on the reply that the body sets."""
+    """The limit on the reply in the body; None without one."""
     key: str
-    """Identifies all that decides the reply; see `ExchangeEvent.key`."""
+    """A digest of everything that decides the reply; see `ExchangeEvent.key`."""
     server_tools: tuple[str, ...] = ()
-    """Names of tools that the provider would run, such as web search and remote MCP servers."""
+    """The names of tools that the provider would run, such as web search and remote MCP servers."""
     digests: list[bytes] = field(default_factory=list, repr=False)
-    """One per message, those of results in the order of calls; see `agent.wires.reading`."""
+    """A digest per message; those of results are in the order of calls."""
     parts: Sequence[Part] = field(default=(), repr=False)
-    """The parts that its messages were read from."""
+    """The parts that the messages were read from."""
     pieces: list[Any] = field(default_factory=list, repr=False)
     """The `raw` of all parts."""
     offer: Offer = field(default=_NO_OFFER, repr=False)
-    """What its tools were read from."""
     follows: str = ""
-    """The id of the reply, or of the conversation, that it continues without repeating it."""
+    """The id of the reply, or of the conversation, that the request continues without repeating it;
+    "" if it repeats everything."""
     is_instructed: bool = False
-    """The first message is for this call alone: what continues its reply by id does not have it."""
+    """Whether the first message holds instructions for this call only. A later call that continues
+    the reply by id does not inherit them."""

@@ -1,4 +1,4 @@
-"""The APIs that agents speak, found by name: `agent/wires/NAME.py` is the server's half of one."""
+"""The APIs that agents speak, by name: `agent/wires/NAME.py` is the server side of one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from agent.wires.base import Wire
 from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
 
 WIRES: Mapping[str, Wire] = {api: import_module(f"{__package__}.{api}").WIRE for api in RELAYED}
-"""By `ModelSettings.api`."""
+"""A wire for each `ModelSettings.api` that can be relayed."""
 
-_BESIDE = (CompletionsWire(), EmbeddingsWire())
+_WITHOUT_CHAT = (CompletionsWire(), EmbeddingsWire())
 
 
-def wires_of(apis: Collection[str]) -> list[Wire]:
-    """The wires of agents that speak these APIs."""
+def find_wires(apis: Collection[str]) -> list[Wire]:
+    """Return the wires for an agent that speaks these APIs."""
     is_openai = any(api.startswith("openai") for api in apis)
-    return [*(WIRES[api] for api in apis), *(_BESIDE if is_openai else ())]
+    return [*(WIRES[api] for api in apis), *(_WITHOUT_CHAT if is_openai else ())]

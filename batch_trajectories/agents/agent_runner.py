@@ -1,7 +1,7 @@
-"""Run an agent that is a command: in the sandbox of its conversation, with a gateway of its own.
+"""Runs an agent that is a command, in the sandbox of its conversation and with its own gateway.
 
-Each start begins with the workspace and the HOME of the first one. Calls that an earlier start has
-paid for are answered from the journal.
+After a crash the agent starts again with the workspace and the HOME of its first start. Calls that
+an earlier start has paid for are answered from the journal.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from batch_trajectories.engine.worker.agent_program import (
     HOME,
     SOCKET_DIR,
     VERSION_TIMEOUT_S,
+    Installed,
     NotInstalled,
     extras_of,
     path_of,
@@ -56,51 +57,55 @@ from toolsets.sandbox.factory import sandbox_kind
 from toolsets.sandbox.programs import forwarding
 from toolsets.workspace.removal import remove_tree
 
-# Why an agent has failed: its requests that were refused, and files that it does not see.
+# Reasons for which an agent failed: refused requests, and files that its sandbox lacks.
 
 
-def advice(agent: CommandAgent, config: RunConfig, *, refused: str | None, has_called: bool) -> str:
-    """What follows the reason of a failure; "" if nothing is known.
+def failure_hints(
+    agent: CommandAgent, config: RunConfig, *, refused: str | None, has_called: bool
+) -> str:
+    """Return the text to add to the reason of a failure; "" if nothing is known.
 
-    `refused` is why the gateway refused its last request, `has_called` whether a call was answered.
+    `refused` is the reason for which the gateway refused the last request, None if it refused none.
+    `has_called` tells whether a call was answered.
     """
-    said = [] if refused is None else [f"the gateway refused a request of it: {refused}"]
+    hints = [] if refused is None else [f"the gateway refused a request of it: {refused}"]
     if not has_called:
-        said += [
+        hints += [
             f"its sandbox does not show {path}: name the whole path in `command`, and in `programs`"
-            for path in _not_shown(agent, config)
+            for path in _hidden_files(agent, config)
         ]
-    return "".join(f"; {one}" for one in said)
+    return "".join(f"; {hint}" for hint in hints)
 
 
-def _not_shown(agent: CommandAgent, config: RunConfig) -> list[Path]:
-    """Files of this machine that its command names and its sandbox has not."""
+def _hidden_files(agent: CommandAgent, config: RunConfig) -> list[Path]:
+    """Find the files of this machine that the agent's command names and its sandbox lacks."""
     if config.uses_images or not sandbox_kind(config.sandbox).is_isolated:
         return []
-    shown = [*map(Path, program_of(agent, config).binds), Path("/usr")]
+    visible = [*map(Path, program_of(agent, config).binds), Path("/usr")]
     named = [Path(word).absolute() for word in agent.command[1:] if _is_name(word)]
     return [
         path
         for path in named
-        if path.is_file() and not any(path.is_relative_to(place) for place in shown)
+        if path.is_file() and not any(path.is_relative_to(place) for place in visible)
     ]
 
 
 def _is_name(word: str) -> bool:
-    """Whether a word of a command can name a file: the system refuses longer names."""
+    """Whether a word of a command can name a file."""
+    # The system refuses names of 255 characters and more.
     return "\n" not in word and len(word) < 255 and not word.startswith("-")
 
 
 _PORT = 8800
 _SOCKET = "socket"
-_LAST_WORDS_S = 10.0
-"""For a command to end by itself once it gets no more replies."""
+_EXIT_GRACE_S = 10.0
+"""Time for a command to end by itself once it gets no more replies."""
 _NO_LIMIT_S = 7 * 24 * 3600.0
 _OUTPUT_BYTES = 32 * 1024
-_SHOWN = 300
+_EXCERPT_CHARS = 300
 """Characters of an agent's output in the reason of a failure."""
 _SIGNALLED = 128
-"""Exit codes above it are those of signals."""
+"""Higher exit codes are this number plus that of a signal."""
 _KILLED = _SIGNALLED + signal.SIGKILL
 
 _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
@@ -108,15 +113,72 @@ _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0
 
 
 class _Ran(NamedTuple):
-    """How the last command of a start ended."""
+    """The end of the last command of a start."""
 
     result: ExecResult
     agent: CommandAgent
-    """With the version that it has."""
+    """The agent, with its version."""
     before: frozenset[int]
-    """The calls of the commands before it."""
+    """The numbers of the calls that earlier commands of this start made."""
     end: Finish | None
-    """Why there was no further message, where that ends the conversation."""
+    """The ending of the conversation if the user's messages ended it; else None."""
+
+
+class _Access(NamedTuple):
+    """The gateway as an agent reaches it."""
+
+    url: str
+    key: str
+    socket: Path | None
+    """The socket that the sandbox forwards to; None if the agent connects by TCP."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """One start of an agent in its sandbox."""
+
+    agent: CommandAgent
+    sandbox: Sandbox
+    access: _Access
+    program: str
+    """The path of the agent's own program."""
+    home: str
+    workspace: str
+    model: str
+    variables: Mapping[str, str]
+    """Environment variables that the agent does not set itself."""
+    in_image: bool
+
+    def terms(self, prompt: str, *, is_first: bool) -> dict[str, Any]:
+        """What `inside.forward` gets to run the command for a message of the user."""
+        agent = self.agent
+        values = {
+            "prompt": prompt,
+            "gateway": self.access.url,
+            "key": self.access.key,
+            "model": self.model,
+            "workspace": self.workspace,
+            "home": self.home,
+        }
+        name, *arguments = agent.command if is_first else agent.continues
+        program = self.program if name == agent.command[0] else name
+        files = agent.files.items() if is_first else ()
+        return {
+            "argv": [program, *(fill(text, values) for text in arguments)],
+            "env": {"HOME": self.home, **self.variables, **agent.environment(values)},
+            "inherits": self.in_image,
+            "cwd": self.workspace,
+            "stdin": fill(agent.stdin, values),
+            "files": {f"{self.home}/{path}": fill(text, values) for path, text in files},
+            "socket": None if self.access.socket is None else f"{SOCKET_DIR}/{_SOCKET}",
+            "port": _PORT,
+            "acp": agent.acp_terms(values),
+        }
+
+
+def _system_variables(installed: Installed) -> dict[str, str]:
+    """The variables that an image would set."""
+    return {"PATH": path_of(installed), "LANG": "C.UTF-8", "TERM": "dumb", "USER": "user"}
 
 
 class AgentRunner:
@@ -136,9 +198,9 @@ class AgentRunner:
             command.cancel()
 
     async def run(self, task: AgentTask) -> tuple[Finish, CommandAgent]:
-        """Run the agent to its end; return that, and the agent with its version.
+        """Run the agent to its end; return the ending, and the agent with its version.
 
-        Raises `AgentFailed`, `ModelError` where the endpoint failed, `Stopped`, and `HostError`.
+        Raises `AgentFailed`, `ModelError` if the endpoint failed, `Stopped`, and `HostError`.
         """
         if self._stops.is_stopping:
             raise Stopped
@@ -152,7 +214,7 @@ class AgentRunner:
         try:
             return ran.end or _ending(task, gateway.relay, ran.result, ran.before), ran.agent
         except AgentFailed as error:
-            more = advice(
+            more = failure_hints(
                 task.agent,
                 self._config,
                 refused=gateway.relay.refused,
@@ -192,90 +254,86 @@ class AgentRunner:
 
     async def _run_commands(self, task: AgentTask, gateway: Gateway) -> _Ran:
         """Run the agent for the task, and again for each further message of the user."""
-        config, workspace, agent = self._config, task.context.workspace, task.agent
+        config, agent = self._config, task.agent
         installed = program_of(agent, config)
-        async with _home_beside(workspace.root) as beside:
-            kind, in_image = sandbox_kind(config.sandbox), config.uses_images
-            shares_loopback = not kind.has_own_loopback and self._spaces.has_network(task.row)
-            socket = beside / _SOCKET if kind.is_isolated and not shares_loopback else None
-            url, key = f"http://127.0.0.1:{_PORT}", "placeholder"
-            if socket is not None:
-                # By a short name: the path of a socket may have 107 bytes.
-                with _open_directory(beside) as fd:
-                    await gateway.serve_unix(Path(f"/proc/self/fd/{fd}/{_SOCKET}"))
-                # A container's user may be another one; nobody else gets into the run directory.
-                socket.chmod(0o666)
-                beside.chmod(0o711)
-            else:
-                port, key = await gateway.serve_tcp()
-                url = f"http://127.0.0.1:{port}"
-            own_home = None if config.is_inside else HOME
-            extras = extras_of(installed, socket, in_image=in_image, home=own_home)
-            left_s = task.row.spec.options.max_conversation_s or _NO_LIMIT_S
+        async with _home_beside(task.context.workspace.root) as beside:
+            access = await self._serve(task, gateway, beside)
+            extras = extras_of(
+                installed,
+                access.socket,
+                in_image=config.uses_images,
+                home=None if config.is_inside else HOME,
+            )
+            limit_s = task.row.spec.options.max_conversation_s or _NO_LIMIT_S
             sandbox = None
             try:
                 sandbox, home = await self._spaces.for_agent(
-                    task.context,
-                    task.row,
-                    extras,
-                    timeout_s=left_s,
-                    output_bytes=_OUTPUT_BYTES,
+                    task.context, task.row, extras, timeout_s=limit_s, output_bytes=_OUTPUT_BYTES
                 )
-                if in_image and agent.version_command:
-                    asking = self._begin(
-                        sandbox, agent.version_command, timeout_s=VERSION_TIMEOUT_S
-                    )
-                    agent = agent.with_found(printed_version(agent, await self._result(asking)))
-                home = home or (HOME if kind.is_isolated else str(beside))
-                values = {
-                    "prompt": task.row.opening[-1]["content"],
-                    "gateway": url,
-                    "key": key,
-                    "model": task.setup.settings.name,
-                    "workspace": str(Path(sandbox.home) / workspace.start_dir),
-                    "home": home,
-                }
-                own = {"HOME": home}
-                if not in_image:
-                    own |= {"PATH": path_of(installed), "LANG": "C.UTF-8"}
-                    own |= {"TERM": "dumb", "USER": "user"}
-                further = self._further_messages(task)
-                said, answers = [values["prompt"]], list[str]()
-                before: frozenset[int] = frozenset()
-                while True:
-                    words = agent.continues if answers else agent.command
-                    program = installed.path if words[0] == agent.command[0] else words[0]
-                    terms: dict[str, Any] = {
-                        "argv": [program, *(fill(text, values) for text in words[1:])],
-                        "env": own | agent.environment(values),
-                        "inherits": in_image,
-                        "cwd": values["workspace"],
-                        "stdin": fill(agent.stdin, values),
-                        "files": {}
-                        if answers
-                        else {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
-                        "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
-                        "port": _PORT,
-                        "acp": agent.acp_terms(values),
-                    }
-                    argv, stdin = forwarding(terms, in_image=in_image)
-                    command = self._begin(sandbox, argv, stdin=stdin, timeout_s=max(left_s, 0.001))
-                    result = await self._ended(task, gateway, command)
-                    left_s -= result.duration_s
-                    ran = _Ran(result, agent, before, None)
-                    if further is None or not _has_answered(task, gateway.relay, ran):
-                        return ran
-                    answers.append(_last_text(task))
-                    message = await further(said, answers)
-                    if message is None or isinstance(message, Finish):
-                        return ran._replace(end=message)
-                    said.append(message)
-                    values["prompt"] = message
-                    assert task.trajectory.agent_calls is not None
-                    before = frozenset(task.trajectory.agent_calls.live)
+                if config.uses_images and agent.version_command:
+                    agent = await self._ask_version(agent, sandbox)
+                if not home:
+                    home = HOME if sandbox_kind(config.sandbox).is_isolated else str(beside)
+                start = _Start(
+                    agent=agent,
+                    sandbox=sandbox,
+                    access=access,
+                    program=installed.path,
+                    home=home,
+                    workspace=str(Path(sandbox.home) / task.context.workspace.start_dir),
+                    model=task.setup.settings.name,
+                    variables={} if config.uses_images else _system_variables(installed),
+                    in_image=config.uses_images,
+                )
+                return await self._hold_conversation(task, gateway, start, limit_s)
             finally:
                 stops = () if sandbox is None else (sandbox.stop,)
                 await close_all(*stops, gateway.close)
+
+    async def _serve(self, task: AgentTask, gateway: Gateway, beside: Path) -> _Access:
+        """Have the gateway listen where the sandbox can reach it; `beside` may get the socket."""
+        kind = sandbox_kind(self._config.sandbox)
+        shares_loopback = not kind.has_own_loopback and self._spaces.has_network(task.row)
+        if not kind.is_isolated or shares_loopback:
+            port, key = await gateway.serve_tcp()
+            return _Access(f"http://127.0.0.1:{port}", key, None)
+        # By a short name: the path of a socket may have 107 bytes.
+        with _open_directory(beside) as fd:
+            await gateway.serve_unix(Path(f"/proc/self/fd/{fd}/{_SOCKET}"))
+        socket = beside / _SOCKET
+        # A container's user may be another one; nobody else gets into the run directory.
+        socket.chmod(0o666)
+        beside.chmod(0o711)
+        return _Access(f"http://127.0.0.1:{_PORT}", "placeholder", socket)
+
+    async def _ask_version(self, agent: CommandAgent, sandbox: Sandbox) -> CommandAgent:
+        """Return the agent with the version that its program in the sandbox prints."""
+        command = self._begin(sandbox, agent.version_command, timeout_s=VERSION_TIMEOUT_S)
+        return agent.with_found(printed_version(agent, await self._result(command)))
+
+    async def _hold_conversation(
+        self, task: AgentTask, gateway: Gateway, start: _Start, left_s: float
+    ) -> _Ran:
+        """Run a command per message of the user, for at most `left_s` seconds in all."""
+        next_message = self._further_messages(task)
+        messages, answers = [task.row.opening[-1]["content"]], list[str]()
+        before: frozenset[int] = frozenset()
+        while True:
+            terms = start.terms(messages[-1], is_first=not answers)
+            argv, stdin = forwarding(terms, in_image=start.in_image)
+            command = self._begin(start.sandbox, argv, stdin=stdin, timeout_s=max(left_s, 0.001))
+            result = await self._wait_for_end(task, gateway, command)
+            left_s -= result.duration_s
+            ran = _Ran(result, start.agent, before, None)
+            if next_message is None or not _has_answered(task, gateway.relay, ran):
+                return ran
+            answers.append(_last_text(task))
+            message = await next_message(messages, answers)
+            if message is None or isinstance(message, Finish):
+                return ran._replace(end=message)
+            messages.append(message)
+            assert task.trajectory.agent_calls is not None
+            before = frozenset(task.trajectory.agent_calls.live)
 
     def _further_messages(self, task: AgentTask) -> FurtherMessage | None:
         spec = task.row.spec
@@ -298,7 +356,7 @@ class AgentRunner:
     def _begin(
         self, sandbox: Sandbox, argv: Sequence[str], **given: Any
     ) -> asyncio.Task[ExecResult]:
-        """Begin a command, which `stop` ends. Raises `Stopped`."""
+        """Begin a command that `stop` can end. Raises `Stopped`."""
         if self._stops.is_stopping:
             raise Stopped
         command = asyncio.create_task(sandbox.exec(argv, **given))
@@ -321,7 +379,7 @@ class AgentRunner:
                 raise Stopped from None
             return _ENDED
 
-    async def _ended(
+    async def _wait_for_end(
         self, task: AgentTask, gateway: Gateway, command: asyncio.Task[ExecResult]
     ) -> ExecResult:
         """Wait until a command has ended, or end it once it can get no more replies."""
@@ -335,9 +393,10 @@ class AgentRunner:
         return result
 
     async def with_version(self, agent: CommandAgent) -> CommandAgent:
-        """An agent with its version; that of a row's own program is asked for once.
+        """Return the agent with its version. The program is asked once per worker.
 
-        That in an image is found when it runs. Raises `AgentFailed`.
+        An agent in an image is returned unchanged: its version is found when it runs. Raises
+        `AgentFailed`.
         """
         command = agent.version_command
         if agent.found is not None or not command or self._config.uses_images:
@@ -351,23 +410,25 @@ class AgentRunner:
         return agent.with_found(self._versions[command])
 
 
-def _main_line(task: AgentTask) -> Line | None:
+def _main_conversation(task: AgentTask) -> Line | None:
     calls = task.trajectory.agent_calls
     return None if calls is None else lines_of(calls, task.row.opening[-1]["content"]).main
 
 
 def _last_reply(task: AgentTask, before: Collection[int] = ()) -> ReplyEvent | None:
     """The last reply of the main conversation; None if the agent has made no call since."""
-    main, calls = _main_line(task), task.trajectory.agent_calls
+    main, calls = _main_conversation(task), task.trajectory.agent_calls
     if main is None or calls is None or main.numbers[-1] in before:
         return None
     return calls.exchanges[main.numbers[-1]]["reply"]
 
 
 def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
-    """Whether an agent was not done, as its end says, though its last reply is a text: that may be
-    the summary of a compaction, or a title where it offered no tools."""
-    main, code = _main_line(task), result.exit_code or 0
+    """Whether the agent was killed or failed although its last reply is plain text.
+
+    Such a text may be a compaction's summary, or a title if the agent offered no tools.
+    """
+    main, code = _main_conversation(task), result.exit_code or 0
     has_failed, offered_none = relay.last_refusal is not None, main is not None and not main.tools
     if code == _KILLED or (has_failed and code != 0):
         return True
@@ -376,10 +437,10 @@ def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
 
 @asynccontextmanager
 async def _home_beside(root: Path) -> AsyncIterator[Path]:
-    """A directory beside a workspace for the time of one start."""
+    """Make a directory beside a workspace for the time of one start."""
     path = root.with_name(f"{root.name}.agent")
     if os.path.lexists(path):
-        await asyncio.to_thread(remove_tree, path)  # of a worker that was killed
+        await asyncio.to_thread(remove_tree, path)  # left by a worker that was killed
     path.mkdir(mode=0o700)
     try:
         yield path
@@ -399,7 +460,7 @@ def _open_directory(path: Path) -> Any:
 async def _end_after(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
     """End a command that continues although it gets no more replies."""
     await ended.wait()
-    await asyncio.wait([command], timeout=_LAST_WORDS_S)
+    await asyncio.wait([command], timeout=_EXIT_GRACE_S)
     command.cancel()
 
 
@@ -430,16 +491,17 @@ def _last_text(task: AgentTask) -> str:
 def _ending(
     task: AgentTask, relay: Relay, result: ExecResult, before: Collection[int] = ()
 ) -> Finish:
-    """How the conversation ended, as the relay saw it. Raises `AgentFailed`.
+    """Return the ending of the conversation, from its calls and the command's end.
 
-    `before` are calls of earlier commands of this start: the main conversation must go on.
+    `before` has the calls of earlier commands of this start; the main conversation must have later
+    ones. Raises `AgentFailed`, and `ModelError` if the last call failed.
     """
     if relay.ending is not None:
         return relay.ending
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
     last = _last_reply(task, before)
-    # A command that was ended was not done, even after a final reply.
+    # A command that had to be ended was not done, even after a final reply.
     if last is not None and not result.was_filling and not _is_cut_off(task, relay, result):
         match last["finish_reason"]:
             case "length" | "refusal" | "context_exceeded" as cut:
@@ -462,7 +524,7 @@ def _ending(
     if result.was_filling:
         how = "was ended because its workspace is over --workspace_mb:"
         when = f"it holds {result.full_mb} MB"
-    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+    output = clip((result.stderr or result.stdout).strip(), max_chars=_EXCERPT_CHARS)
     raise AgentFailed(f"agent {task.agent.name!r} {how} {when}: {output or 'no output'}")
 
 
@@ -485,7 +547,7 @@ def further_messages(
     stops: Stops,
     conversation: str,
 ) -> FurtherMessage:
-    """What gives the messages of a row, or of its simulated user."""
+    """Make the function that returns the next message of the row or of its simulated user."""
 
     def gated(model: Model) -> StoppableModel:
         return StoppableModel(stops, model, kept)

@@ -1,4 +1,4 @@
-"""A model on loopback that has an agent run two commands, and keeps every request."""
+"""A model server on loopback that makes an agent run two commands, and keeps every request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from agent.gateway.server import server_of
+from agent.gateway.server import make_server
 from agent.wires.base import MadeCall, Wire
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json
 
 _COMMAND_FIELDS = ("command", "cmd", "commands", "script")
-"""What tools call the command that they run."""
+"""Names of the argument in which tools take a command."""
 
 _FILLERS: Mapping[str, Any] = {
     "string": "check",
@@ -27,16 +27,16 @@ _FILLERS: Mapping[str, Any] = {
     "array": [],
     "object": {},
 }
-"""Values of further required arguments, by their types. As a number: milliseconds to wait."""
+"""Values for other required arguments, by type. The number suits a timeout in milliseconds."""
 
 
 def new_call(name: str, arguments: dict[str, Any]) -> MadeCall:
-    """A call with an id as no other has, like those of real models."""
+    """Make a call with a unique id, as real models do."""
     return MadeCall(f"call_{secrets.token_hex(8)}", name, arguments)
 
 
 def command_call(tools: Sequence[Mapping[str, Any]], command: str) -> MadeCall | None:
-    """The call that runs a command; None if no tool (OpenAI form) takes one."""
+    """Make a call that runs a command; None if no tool (in OpenAI form) takes one."""
     for tool in tools:
         function = tool["function"]
         schema = function.get("parameters") or {}
@@ -61,25 +61,25 @@ def _filler(schema: Mapping[str, Any]) -> Any:
 
 
 def reply_body(api: str, model: str, text: str, calls: Sequence[MadeCall]) -> dict[str, Any]:
-    """The whole body of a reply with a text and calls."""
+    """Write the body of a reply with a text and calls."""
     return WIRES[api].write_reply(f"check_{secrets.token_hex(8)}", model, text, calls)
 
 
 COMMANDS = ("echo checked > check.txt && cat check.txt", "cat check.txt && echo again")
-"""What the model has the agent run, one command per reply."""
+"""The commands that the agent has to run, one per reply."""
 
 ANSWER = "Both commands have run."
 """The final answer."""
 
 _CLOSE_S = 2.0
-"""For replies in flight when it closes; 0 would be no limit."""
+"""Time for replies in flight when the server closes; 0 would be no limit."""
 
 _TITLE = "Check"
-"""What requests get in which the agent offers no tools, such as those for a title."""
+"""The reply to requests that offer no tools, such as those for a title."""
 
 
 class AnsweredCall(NamedTuple):
-    """A model call of the agent, and what was replied."""
+    """A model call of the agent, and the reply."""
 
     wire: Wire
     body: dict[str, Any]
@@ -89,23 +89,24 @@ class AnsweredCall(NamedTuple):
 
 
 class CheckEndpoint:
-    """Answers by the number of commands whose results a request has."""
+    """Answers each request by the number of commands whose results it has."""
 
     def __init__(self, final_command: str | None) -> None:
-        """`final_command` is run instead of an answer by agents that end by a call."""
+        """`final_command` replaces the answer for agents that end by a call; else None."""
         self.requests: list[AnsweredCall] = []
-        """Those that were answered, in order."""
+        """The answered requests, in order."""
         self.has_all_results = asyncio.Event()
-        """A request has the results of all commands. It waits for `may_end`."""
+        """Set once a request has the results of all commands."""
         self.may_end = asyncio.Event()
+        """Releases such requests, which wait for it."""
         self._final_command = final_command
         self._steps: dict[str, int] = {}
-        """By id, after how many commands a reply came."""
+        """The number of commands before a reply, by the id of the reply."""
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
-        """Listen on a free port of 127.0.0.1; gives the URL."""
-        server = server_of(self._handle)
+        """Listen on a free port of 127.0.0.1; yields the URL."""
+        server = make_server(self._handle)
         listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
         try:
             yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
@@ -136,7 +137,7 @@ class CheckEndpoint:
         step = self._steps.get(read.follows, 0) + sum(
             message["role"] == "tool" for message in read.messages
         )
-        text, call = self._due(read, step)
+        text, call = self._next_reply(read, step)
         if read.tools and step >= len(COMMANDS):
             self.has_all_results.set()
             await self.may_end.wait()
@@ -152,8 +153,8 @@ class CheckEndpoint:
         await response.write_eof()
         return response
 
-    def _due(self, read: WireRequest, step: int) -> tuple[str, MadeCall | None]:
-        """The text and the call of the next reply."""
+    def _next_reply(self, read: WireRequest, step: int) -> tuple[str, MadeCall | None]:
+        """Return the text of the next reply, and its call; None without one."""
         if not read.tools:
             return _TITLE, None
         if step < len(COMMANDS):

@@ -1,7 +1,7 @@
-"""Runs an agent, kills it, starts it again, and says what would go wrong in a run.
+"""Checks an agent: runs it, kills it, starts it again, and reports what would go wrong in a run.
 
-The agent runs as in any run: its sandbox, gateway, records and resuming are the real ones. Only the
-model is not: it is a server on loopback that costs nothing.
+The agent runs as in any run, with the real sandbox, gateway, records and resuming. Only the model
+is replaced, by a server on loopback that costs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from agent.gateway.command_agent import CommandAgent
 from agent.models.dialects import gemini
 from agent.models.dialects.dialect import base_url_at
-from agent.wires.reading import cut, head_of
+from agent.wires.reading import cut, deciding_fields
 from agent.wires.wire import Volatile
 from batch_trajectories.agents.check_endpoint import AnsweredCall, CheckEndpoint
 from batch_trajectories.api.stored_run import open_run
@@ -31,13 +31,13 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.records.names import EXPORTS, LOG_FILE
 
-# Where two requests of one agent differ, and how its file says that it does not matter.
+# The differences between two requests of one agent, and the settings that ignore them.
 
 _TEXTS = frozenset({"messages", "tools"})
-"""`volatile.texts` is for these, `volatile.fields` for all others."""
+"""Fields whose differences `volatile.texts` ignores; for all others it is `volatile.fields`."""
 
 _CONTEXT = 16
-"""How many characters before a word identify it."""
+"""Characters before a word that identify it."""
 
 _WORD = r"[^\s\"'<>,;]+"
 _BEFORE_WORDS = frozenset(" \n\t\r\"'<>,;=(")
@@ -46,18 +46,18 @@ _NOTHING = object()
 
 
 class Difference(NamedTuple):
-    """A value that is not the same in two requests."""
+    """A value that differs between two requests."""
 
     path: str
-    """Dotted; items of lists by their numbers."""
+    """The dotted path of the value; list items are numbers."""
     before: str
     after: str
     advice: str
-    """The line of the agent's file that has it ignored."""
+    """The line for the agent's file that ignores the difference; "" if there is none."""
 
 
-def what_decides(request: AnsweredCall, volatile: Volatile) -> dict[str, Any]:
-    """What decides whether a later request is the same: see `agent.wires.reading`."""
+def deciding_values(request: AnsweredCall, volatile: Volatile) -> dict[str, Any]:
+    """Return the values that decide whether a later request is the same."""
     read = request.read
     messages = [
         {
@@ -67,7 +67,7 @@ def what_decides(request: AnsweredCall, volatile: Volatile) -> dict[str, Any]:
         }
         for message in read.messages
     ]
-    head = head_of(request.body, request.wire.layout.read_elsewhere, volatile.fields)
+    head = deciding_fields(request.body, request.wire.layout.read_elsewhere, volatile.fields)
     return {**head, "tools": read.tools, "messages": messages}
 
 
@@ -82,42 +82,44 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]
             yield from differences(one, other, f"{path}.{n}")
     elif before != after:
         if path.partition(".")[0] not in _TEXTS:
-            yield Difference(path, _shown(before), _shown(after), f"volatile.fields: [{path}]")
+            yield Difference(path, _excerpt(before), _excerpt(after), f"volatile.fields: [{path}]")
         elif isinstance(before, str) and isinstance(after, str):
-            yield from _in_texts(path, before, after)
+            yield from _text_differences(path, before, after)
         else:
-            yield Difference(path, _shown(before), _shown(after), "")
+            yield Difference(path, _excerpt(before), _excerpt(after), "")
 
 
-def _in_texts(path: str, before: str, after: str) -> Iterator[Difference]:
-    """The words that differ, until the rest is equal."""
+def _text_differences(path: str, before: str, after: str) -> Iterator[Difference]:
+    """Yield the words that differ, until the rest is equal."""
     while before != after:
         start = _equal_chars(before, after)
-        # A time differs as a word, not from the digit on that is another one.
+        # Report whole words: "12:05 and 12:07", not "5 and 7".
         while start and before[start - 1] not in _BEFORE_WORDS:
             start -= 1
         known = before[max(0, start - _CONTEXT) : start]
         pattern = re.escape(known).replace("\\ ", " ") + _WORD
         is_distinct = re.search(r"\w\w", known) is not None
         advice = f"volatile.texts: [{json.dumps(pattern)}]" if is_distinct else ""
-        yield Difference(path, _from(known, before, start), _from(known, after, start), advice)
+        yield Difference(
+            path, _word_after(known, before, start), _word_after(known, after, start), advice
+        )
         if not is_distinct:
             return
         before, after = (re.sub(pattern, "", text) for text in (before, after))
 
 
 def _equal_chars(one: str, other: str) -> int:
-    """How many characters the beginnings of two texts have in common."""
+    """Count the first characters that two texts have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _from(known: str, text: str, start: int) -> str:
+def _word_after(known: str, text: str, start: int) -> str:
     match = re.match(_WORD, text[start:])
     return repr(known + (match[0] if match else ""))
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     if value is _NOTHING:
         return "(nothing)"
     return clip(json.dumps(value, ensure_ascii=False), max_chars=80)
@@ -127,18 +129,18 @@ _PROMPT = "Run the commands that the task needs, one at a time, and then say tha
 _KEY_ENV = "AGENT_CHECK_KEY"
 _RUN = "check"
 _MODEL = "check-model"
-_LAST_WORDS_S = 30.0
-"""For a run to start, and to end once its agent has had the time that there is."""
-_SHOWN = 5
-"""Differences that are named."""
-_SHOWN_CHARS = 600
+_EXTRA_S = 30.0
+"""Time beyond the agent's own for a run to start and to end."""
+_MAX_DIFFERENCES = 5
+"""Maximum differences that are reported."""
+_EXCERPT_CHARS = 600
 
 _URL = (
     "It has to call models at {gateway}, which `command`, `env` or `files` can give it, and by an "
     "API that `speaks` names"
 )
 _REFUSED = "the gateway refused"
-"""In the reason of a failure: a call came, but not one that the run can make."""
+"""Words in the reason of a failure: the agent made a call, but one that the run cannot relay."""
 _FINAL_CALL = "If it ends by a call of a tool instead of a text, set `final_call`"
 
 Level = Literal["ok", "note", "problem"]
@@ -146,10 +148,10 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was tried."""
+    """The result of one part of the check."""
 
     level: Level
-    """`note`: nothing is lost; `problem`: tasks, money or rows would be."""
+    """A `note` means that nothing is lost; a `problem`, that tasks, money or rows would be."""
     text: str
 
 
@@ -158,18 +160,18 @@ def check_agent(
 ) -> list[Finding]:
     """Have an agent run two commands, kill it before its last reply, and start it again.
 
-    `final_command` is for agents with `final_call`; None: one is made of that expression. Raises
-    `ConfigError` where the agent cannot be started.
+    `final_command` is for agents with `final_call`; None: it is made from that expression. Raises
+    `ConfigError` if the agent cannot be started.
     """
     if agent.final_call is not None and final_command is None:
-        final_command = _command_of(agent.final_call)
+        final_command = _make_final_command(agent.final_call)
     with tempfile.TemporaryDirectory(prefix="agent-check-") as directory:
         trial = _Trial(agent, Path(directory), CheckEndpoint(final_command), sandbox)
         asyncio.run(trial.run(timeout_s))
         return [*trial.findings()]
 
 
-def _command_of(final_call: str) -> str:
+def _make_final_command(final_call: str) -> str:
     literal = re.sub(r"\\(.)", r"\1", final_call)
     command = f"echo {literal}"
     if re.search(final_call, command) is None:
@@ -191,10 +193,10 @@ class _Trial:
         self._sandbox = sandbox
         self._was_killed = False
         self._before_kill = 0
-        """How many requests were answered before the kill."""
+        """The number of requests that were answered before the kill."""
         self._timed_out = False
         self._ends_at = 0.0
-        """By the monotonic clock."""
+        """The end of the check, by the monotonic clock."""
 
     async def run(self, timeout_s: float) -> None:
         """Start the agent, kill its run once all results are there, and start it again."""
@@ -202,7 +204,7 @@ class _Trial:
         self._ends_at = time.monotonic() + timeout_s
         async with self._endpoint.serve() as url:
             try:
-                async with asyncio.timeout(timeout_s + _LAST_WORDS_S):
+                async with asyncio.timeout(timeout_s + _EXTRA_S):
                     await self._try(url)
             except TimeoutError:
                 self._timed_out = True
@@ -246,7 +248,7 @@ class _Trial:
             "concurrency": 1,
             "max_attempts": 2,
             "max_turns": 20,
-            # What is left of --timeout_s: the run then ends the agent, and has its output.
+            # The rest of --timeout_s: then the run ends the agent and still gets its output.
             "max_conversation_s": left_s,
             "accept_config_change": "max_conversation_s",
             "prices": json.dumps({_MODEL: {"input": 0, "output": 0}}),
@@ -274,33 +276,35 @@ class _Trial:
             raise ConfigError(reason.removeprefix("error: "))
 
     def findings(self) -> Iterator[Finding]:
-        """What was seen, in the order in which it happens."""
+        """Yield the findings, in the order in which things happen in a run."""
         requests = self._endpoint.requests
         run = open_run(self._directory / "trajectories" / _RUN)
         record = next(run.records(), None)
         failures = [line["message"] for line in run.failures()]
         if not requests:
             reason = (
-                failures[-1] if failures else f"it went on until --timeout_s{self._log(record)}"
+                failures[-1]
+                if failures
+                else f"it went on until --timeout_s{self._write_log(record)}"
             )
             advice = "" if _REFUSED in reason else f". {_URL}"
             yield Finding("problem", f"no model call of it was answered: {reason}{advice}")
             return
         apis = ", ".join(sorted({request.read.api for request in requests}))
         yield Finding("ok", f"{len(requests)} model calls were answered ({apis})")
-        yield from self._tools(requests)
+        yield from self._check_tools(requests)
         if self._timed_out or (record is not None and record["status"] == "time_limit"):
-            text = f"it has not ended in time: give it more by --timeout_s{self._log(record)}"
+            text = f"it has not ended in time: give it more by --timeout_s{self._write_log(record)}"
             yield Finding("problem", text)
         elif record is None:
             yield Finding("problem", f"it has no answer: {failures[-1]}. {_FINAL_CALL}")
         else:
-            yield from self._ending(record)
-            yield from self._resuming(record)
-            yield from self._rows(record)
+            yield from self._check_ending(record)
+            yield from self._check_resuming(record)
+            yield from self._check_rows(record)
 
-    def _log(self, record: Mapping[str, Any] | None) -> str:
-        """Keep what is known of an agent that did not end; names the file."""
+    def _write_log(self, record: Mapping[str, Any] | None) -> str:
+        """Write a log about an agent that did not end; return words that name the file."""
         ran = {} if record is None else record["agent"]
         said = "".join(f"[{name}]\n{ran[name]}\n" for name in ("stdout", "stderr") if ran.get(name))
         path = self._directory / "trajectories" / _RUN / LOG_FILE
@@ -311,8 +315,8 @@ class _Trial:
             file.write(f"{said}[run.log]\n{log}")
         return f"; what it printed, and the log of its run, are in {file.name}"
 
-    def _tools(self, requests: Sequence[AnsweredCall]) -> Iterator[Finding]:
-        """Whether the commands ran, and how calls and ids come back."""
+    def _check_tools(self, requests: Sequence[AnsweredCall]) -> Iterator[Finding]:
+        """Check that the commands ran, and how calls and ids come back."""
         made = {call.id: call for request in requests for call in request.calls}
         if not made:
             yield Finding("note", "no tool of it takes a command: calls were not tried")
@@ -322,7 +326,7 @@ class _Trial:
         if any("checked" in result for result in results):
             yield Finding("ok", f"{len(results)} commands ran, and their results came back")
         else:
-            shown = clip(" | ".join(results) or "no result", max_chars=_SHOWN_CHARS)
+            shown = clip(" | ".join(results) or "no result", max_chars=_EXCERPT_CHARS)
             yield Finding("problem", f"the commands did not run: {shown}")
         shown_again = [
             call for message in last.messages for call in message.get("tool_calls") or ()
@@ -339,7 +343,7 @@ class _Trial:
                     f"it repeats calls of {name} with other arguments; rows hold the model's own",
                 )
 
-    def _ending(self, record: dict[str, Any]) -> Iterator[Finding]:
+    def _check_ending(self, record: dict[str, Any]) -> Iterator[Finding]:
         if record["status"] == "completed":
             yield Finding("ok", "its conversation ended as completed")
             return
@@ -347,7 +351,7 @@ class _Trial:
             "problem", f"its conversation ended as {record['status']}: {record['status_reason']}"
         )
 
-    def _resuming(self, record: dict[str, Any]) -> Iterator[Finding]:
+    def _check_resuming(self, record: dict[str, Any]) -> Iterator[Finding]:
         if not self._was_killed:
             yield Finding("note", "it ended before it could be killed: a restart was not tried")
             return
@@ -363,21 +367,21 @@ class _Trial:
             f"after a kill it makes another call than before, after {diverged_at} equal ones: "
             f"{paid} paid calls would be paid again",
         )
-        yield from self._divergence(diverged_at)
+        yield from self._explain_divergence(diverged_at)
 
-    def _divergence(self, diverged_at: int) -> Iterator[Finding]:
+    def _explain_divergence(self, diverged_at: int) -> Iterator[Finding]:
         requests = self._endpoint.requests
         if diverged_at >= self._before_kill or self._before_kill >= len(requests):
             return
         volatile = self._agent.what_varies
         before, after = (
-            what_decides(requests[at], volatile) for at in (diverged_at, self._before_kill)
+            deciding_values(requests[at], volatile) for at in (diverged_at, self._before_kill)
         )
-        for path, one, other, advice in islice(differences(before, after), _SHOWN):
+        for path, one, other, advice in islice(differences(before, after), _MAX_DIFFERENCES):
             said = f"; to ignore that, add `{advice}`" if advice else ""
             yield Finding("note", f"{path} was {one} and then {other}{said}")
 
-    def _rows(self, record: dict[str, Any]) -> Iterator[Finding]:
+    def _check_rows(self, record: dict[str, Any]) -> Iterator[Finding]:
         threads = [thread["name"] for thread in record.get("threads") or ()]
         if others := len(threads) - 1:
             yield Finding("note", f"{others} other conversations beside the main one: {threads}")
@@ -389,4 +393,6 @@ class _Trial:
         elif record["status"] == "completed":
             rejects = self._directory / "trajectories" / _RUN / EXPORTS / "rejects.jsonl"
             reason = rejects.read_text() if rejects.exists() else "unknown reason"
-            yield Finding("problem", f"its row is rejected: {clip(reason, max_chars=_SHOWN_CHARS)}")
+            yield Finding(
+                "problem", f"its row is rejected: {clip(reason, max_chars=_EXCERPT_CHARS)}"
+            )

@@ -1,6 +1,6 @@
 """Tools and calls in the forms of published files, read as those of OpenAI's chat API.
 
-A form that is not known is refused with its place; no key with a value is left out.
+An unknown form is refused with its place; no key with a value is dropped.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.importing.conversation import Unreadable, is_blank, refuse_unknown
 
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")
-"""Where a tool has the schema of its arguments: OpenAI, Anthropic, MCP."""
+"""Keys under which OpenAI, Anthropic and MCP have the schema of a tool's arguments."""
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
-"""Where a call has its arguments."""
-_OF_CALLS = frozenset({"id", "type", "index", "extra_content", "call_id", "tool_call_id"})
+"""Keys under which calls have their arguments."""
+_CALL_KEYS = frozenset({"id", "type", "index", "extra_content", "call_id", "tool_call_id"})
 """Keys of a call beside its function."""
 _TOOL_TYPES = ("function", "custom", "tool")
 _CALL_TYPES = ("function", "custom", "function_call", "tool_call", "tool_use", "tool")
 _ODD_NUMBER = re.compile(r"[0-9][.eE]|-0")
-"""What numbers hold that can be written in several ways."""
+"""Matches numbers that can be written in several ways."""
 
 
 class ForeignCall(NamedTuple):
     """A call of a source."""
 
     id: str
-    """"" without one."""
+    """The id of the call; "" without one."""
     name: str
     arguments: str
     extra: Mapping[str, Any]
-    """What a provider wants back with it."""
+    """Fields that a provider expects back with the call."""
 
 
 class Digits(str):
@@ -46,31 +46,31 @@ class Digits(str):
     __slots__ = ()
 
 
-def parsed(text: str, place: str, *, keeps_digits: bool = False) -> Any:
-    """A value that is written as JSON or as a literal of Python. Raises `Unreadable`.
+def parse_value(text: str, place: str, *, keeps_digits: bool = False) -> Any:
+    """Parse JSON or a Python literal. Raises `Unreadable`.
 
-    `keeps_digits`: numbers that are written in another way than Python does are `Digits`.
+    With `keeps_digits`, numbers that Python would write differently become `Digits`.
     """
     try:
         return _loads(text, keeps_digits=keeps_digits)
     except exact_json.JSONDecodeError as error:
-        value = _literal(text)
+        value = _parse_literal(text)
         if value is None:
             raise Unreadable(f"{place}: not JSON: {error}") from error
         return value
 
 
-def parsed_lines(text: str, place: str, *, keeps_digits: bool = False) -> list[Any]:
-    """The values of a text: one list, or one value after the other. Raises `Unreadable`."""
+def parse_values(text: str, place: str, *, keeps_digits: bool = False) -> list[Any]:
+    """Parse a text that is one list, or one value after the other. Raises `Unreadable`."""
     try:
         return [*_values(text, keeps_digits=keeps_digits)]
     except ValueError:
-        value = parsed(text, place, keeps_digits=keeps_digits)
+        value = parse_value(text, place, keeps_digits=keeps_digits)
         return value if isinstance(value, list) else [value]
 
 
 def json_text(value: Any) -> str:
-    """A value of a source as JSON, as models read it."""
+    """Write a value of a source as JSON, in the form that models read."""
     return valid_utf8(_written(value))
 
 
@@ -83,10 +83,13 @@ def _written(value: Any) -> str:
     return str(value) if isinstance(value, Digits) else json.dumps(value, ensure_ascii=False)
 
 
-def tools_of(given: Any, place: str) -> list[dict[str, Any]]:
-    """The schemas of tools: a list, one tool, or the text of either. Raises `Unreadable`."""
+def read_tool_schemas(given: Any, place: str) -> list[dict[str, Any]]:
+    """Read the schemas of tools: a list, one tool, or the text of either.
+
+    Raises `Unreadable`.
+    """
     if isinstance(given, str):
-        given = parsed_lines(given, place) if given.strip() else []
+        given = parse_values(given, place) if given.strip() else []
         if len(given) == 1 and isinstance(given[0], list):
             (given,) = given
     if isinstance(given, dict):
@@ -96,16 +99,16 @@ def tools_of(given: Any, place: str) -> list[dict[str, Any]]:
     tools = []
     for n, tool in enumerate(given):
         where = f"{place}[{n}]"
-        tools.append(_tool(parsed(tool, where) if isinstance(tool, str) else tool, where))
+        tools.append(_read_tool(parse_value(tool, where) if isinstance(tool, str) else tool, where))
     return tools
 
 
-def _tool(tool: Any, place: str) -> dict[str, Any]:
+def _read_tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise Unreadable(f"{place}: it must be an object")
     if isinstance(custom := tool.get("custom"), dict):
         refuse_unknown(tool, ("type", "custom"), place)
-        return _custom(custom, f"{place}.custom")
+        return _read_custom_tool(custom, f"{place}.custom")
     function, kind = tool, tool.get("type")
     if "function" in tool:
         function, place = tool["function"], f"{place}.function"
@@ -117,7 +120,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     elif kind not in (None, "function", "custom") and not any(key in tool for key in _SCHEMAS):
         raise Unreadable(f"{place}.type: {kind!r} is a tool of a provider, without a schema")
     elif kind == "custom" and not any(key in tool for key in _SCHEMAS):
-        return _custom(tool, place)
+        return _read_custom_tool(tool, place)
     else:
         _refuse_type(tool, _TOOL_TYPES, place)
     name, description = function.get("name"), function.get("description")
@@ -130,7 +133,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
         raise Unreadable(f"{place}.{found[1]}: the tool has {found[0]}, too")
     schema = function[found[0]] if found else None
     if isinstance(schema, str):
-        schema = parsed(schema, f"{place}.{found[0]}")
+        schema = parse_value(schema, f"{place}.{found[0]}")
     if not isinstance(schema, dict | None):
         raise Unreadable(f"{place}.{found[0]}: it must be an object")
     rest = {
@@ -142,39 +145,44 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     return {**made, "function": {**rest, **made["function"]}}
 
 
-def _custom(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A tool whose input is free text. Raises `Unreadable` for a grammar of that text."""
-    is_free = tool.get("format") in (None, {"type": "text"})
-    refuse_unknown(tool, ("type", "name", "description", *(["format"] * is_free)), place)
+def _read_custom_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Read a tool whose input is free text. Raises `Unreadable` if a grammar restricts it."""
+    known = {"type", "name", "description"}
+    if tool.get("format") in (None, {"type": "text"}):
+        known.add("format")
+    refuse_unknown(tool, known, place)
     return custom_tool(tool)
 
 
-def calls_of(given: Any, place: str) -> list[ForeignCall]:
-    """The calls of a reply: a list, one call, or the text of either. Raises `Unreadable`."""
+def read_calls(given: Any, place: str) -> list[ForeignCall]:
+    """Read the calls of a reply: a list, one call, or the text of either.
+
+    Raises `Unreadable`.
+    """
     if isinstance(given, str):
-        given = parsed_lines(given, place, keeps_digits=True)
+        given = parse_values(given, place, keeps_digits=True)
         if len(given) == 1 and isinstance(given[0], list):
             (given,) = given
     if isinstance(given, dict):
         given = [given]
     if not isinstance(given, list):
         raise Unreadable(f"{place}: it must be a list of calls")
-    return [call_of(call, f"{place}[{n}]") for n, call in enumerate(given)]
+    return [read_call(call, f"{place}[{n}]") for n, call in enumerate(given)]
 
 
-def call_of(call: Any, place: str) -> ForeignCall:
-    """A call, with its function inside it or not. Raises `Unreadable`."""
+def read_call(call: Any, place: str) -> ForeignCall:
+    """Read a call, whose function may be an object inside it. Raises `Unreadable`."""
     if isinstance(call, str):
-        call = parsed(call, place, keeps_digits=True)
+        call = parse_value(call, place, keeps_digits=True)
     if not isinstance(call, dict):
         raise Unreadable(f"{place}: it must be an object")
     function, inside = call, place
     if isinstance(call.get("function"), dict):
         function, inside = call["function"], f"{place}.function"
-        refuse_unknown(call, (*_OF_CALLS, "function"), place)
+        refuse_unknown(call, (*_CALL_KEYS, "function"), place)
     elif isinstance(call.get("custom"), dict):
         function, inside = call["custom"], f"{place}.custom"
-        refuse_unknown(call, (*_OF_CALLS, "custom"), place)
+        refuse_unknown(call, (*_CALL_KEYS, "custom"), place)
     _refuse_type(call, _CALL_TYPES, place)
     names = [key for key in ("name", "function", "tool_name") if isinstance(function.get(key), str)]
     if len(names) != 1 or not function[names[0]]:
@@ -182,22 +190,24 @@ def call_of(call: Any, place: str) -> ForeignCall:
     found = [key for key in _ARGUMENTS if function.get(key) is not None]
     if len(found) > 1:
         raise Unreadable(f"{inside}.{found[1]}: the call has {found[0]}, too")
-    own = _OF_CALLS if function is call else frozenset[str]()
+    own = _CALL_KEYS if function is call else frozenset[str]()
     refuse_unknown(function, (*own, names[0], *_ARGUMENTS), inside)
     arguments = function[found[0]] if found else {}
     if function is not call and inside.endswith(".custom"):
         arguments = {"input": arguments or ""}
     ids = [call[key] for key in ("id", "call_id", "tool_call_id") if not is_blank(call.get(key))]
     return ForeignCall(
-        str(ids[0]) if ids else "",
-        function[names[0]],
-        arguments if isinstance(arguments, str) else json_text(arguments),
-        {} if is_blank(call.get("extra_content")) else {"extra_content": call["extra_content"]},
+        id=str(ids[0]) if ids else "",
+        name=function[names[0]],
+        arguments=arguments if isinstance(arguments, str) else json_text(arguments),
+        extra={}
+        if is_blank(call.get("extra_content"))
+        else {"extra_content": call["extra_content"]},
     )
 
 
 def _refuse_type(value: Mapping[str, Any], known: Sequence[str], place: str) -> None:
-    """Raise `Unreadable` for a kind of tool or call that may be read in another way."""
+    """Raise `Unreadable` for an unknown type of tool or call."""
     if not is_blank(kind := value.get("type")) and kind not in known:
         raise Unreadable(f"{place}.type: {kind!r} is none of {', '.join(known)}")
 
@@ -215,15 +225,15 @@ def _integer(digits: str) -> int | Digits:
 
 
 def _values(text: str, *, keeps_digits: bool) -> Iterator[Any]:
-    """JSON values that follow each other. Raises `ValueError`."""
+    """Yield JSON values that follow each other. Raises `ValueError`."""
     decoder, at = json.JSONDecoder(), 0
     while text := text[at:].strip():
         _, at = decoder.raw_decode(text)
         yield _loads(text[:at], keeps_digits=keeps_digits)
 
 
-def _literal(text: str) -> Any:
-    """What a list or dict of Python says, as JSON has it; None where it is none."""
+def _parse_literal(text: str) -> Any:
+    """Parse a list or dict of Python as JSON values; return None if the text is none."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:

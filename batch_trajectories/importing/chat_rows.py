@@ -1,8 +1,8 @@
 """Rows of messages, in the forms of OpenAI, ShareGPT and the trainers that read either.
 
-A message has `role` and `content` or `from` and `value`; calls are objects, texts in tags or
-entries of their own; results, tools and arguments are JSON or text. What is null or empty is as
-absent. A key, role or part that is not known is refused with its place: what it says would be gone.
+A message has `role` and `content`, or `from` and `value`. Calls are objects, texts in tags, or
+entries of their own; results, tools and arguments are JSON or text. Null and empty values count as
+absent. An unknown key, role or part is refused with its place, because its content would be lost.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 from batch_trajectories.importing.call_forms import (
     ForeignCall,
-    call_of,
-    calls_of,
     json_text,
-    parsed,
-    parsed_lines,
+    parse_value,
+    parse_values,
+    read_call,
+    read_calls,
 )
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
     Unreadable,
+    facts_in_metadata,
     is_blank,
-    of_metadata,
     read_messages,
     refuse_unknown,
 )
@@ -38,17 +38,18 @@ from batch_trajectories.importing.row_columns import (
     MARKS,
     add_media,
     columns_of,
-    is_quiet,
-    is_quiet_row,
+    is_masked,
+    is_masked_row,
     refuse_pairs,
     refuse_unknown_columns,
     system_columns,
     tools_in,
-    union_of,
+    unite_tools,
     verdict_in,
 )
 from batch_trajectories.importing.tagged_text import (
     RESULT,
+    TaggedResult,
     has_calls,
     read_function_call,
     read_reply,
@@ -66,12 +67,13 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
     **dict.fromkeys(("tool_result", "function_response", "function-response", "ipython"), "tool"),
 }
-"""Of OpenAI, ShareGPT, LLaMA-Factory, ms-swift and Llama; `calls` is a reply that is all calls."""
+"""Kinds of entries by the roles of OpenAI, ShareGPT, LLaMA-Factory, ms-swift and Llama. The kind
+`calls` is a reply that has calls only."""
 
 _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_NOTES = frozenset(
+_NOTE_KEYS = frozenset(
     {
         "id",
         "uuid",
@@ -94,8 +96,8 @@ _NOTES = frozenset(
         "internal",  # of inspect: ids of a provider
     }
 )
-"""Keys of messages for those who keep them: no model reads or writes what they say."""
-_OF_REPLIES = frozenset(
+"""Keys of messages that no model reads or writes."""
+_REPLY_KEYS = frozenset(
     {
         "tool_calls",
         "function_call",
@@ -105,15 +107,15 @@ _OF_REPLIES = frozenset(
         *_REASONING_KEYS,
     }
 )
-_OF_PROVIDERS = frozenset({"reasoning_details", "thinking_blocks"})
-_OF_RESULTS = frozenset({"name", "tool_name", "function", "is_error", "tool_call_ids"})
+_PROVIDER_KEYS = frozenset({"reasoning_details", "thinking_blocks"})
+_RESULT_KEYS = frozenset({"name", "tool_name", "function", "is_error", "tool_call_ids"})
 _RESULT_IDS = ("tool_call_id", "tool_use_id", "call_id")
 
 _TEXT_KEYS = ("text", "value", "content")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _THOUGHTS = ("thinking", "reasoning")
-_OF_HIDDEN = ("type", *_THOUGHTS, "redacted", "signature", "summary")
-"""Keys of thoughts that a provider hides, with what it says of them."""
+_HIDDEN_THOUGHT_KEYS = ("type", *_THOUGHTS, "redacted", "signature", "summary")
+"""Keys of thoughts that a provider hides."""
 _MEDIA_PARTS = frozenset(
     {
         "image",
@@ -129,22 +131,22 @@ _MEDIA_PARTS = frozenset(
         "document",
     }
 )
-"""Parts that are no text; `export` refuses them by name."""
+"""Types of parts that are no text; `export` refuses them by name."""
 
-_SHOWN = 60
+_EXCERPT_CHARS = 60
 
 
 def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
-    """The conversation in a column of a row; `api` is what its record calls its dialect.
+    """Read the conversation in a column of a row; `api` is the dialect that its record names.
 
     Raises `Unreadable`.
     """
     entries = _entries_of(row, column)
     if entries[-1].get("role") == "exit" and str(row.get("trajectory_format")).startswith("mini-"):
-        del entries[-1]  # what mini-swe-agent submitted, which its model has written before
+        del entries[-1]  # mini-swe-agent's copy of the submission
     refuse_pairs(row)
-    known = of_metadata(metadata_in(row))
-    reading = _Reading(entries, column, is_plain=api != _API)
+    known = facts_in_metadata(metadata_in(row))
+    reading = _RowReader(entries, column, is_plain=api != _API)
     reading.read()
     _add_system(reading, row)
     messages = reading.messages()
@@ -154,17 +156,17 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
     model = {} if api == _API else {"model": known.get("model_returned")}
     replies = [dict(model) for message in messages if message["role"] == "assistant"]
     no_loss = reading.no_loss
-    if verdict is False or is_quiet_row(row):
+    if verdict is False or is_masked_row(row):
         no_loss = [*range(1, len(replies) + 1)]
     if verdict is not None and "check" not in known:
         known["check"] = {"passed": verdict, "reward": float(verdict)}
     tools = tools_in(row)
     if reading.tools:
-        tools = union_of(tools or [], reading.tools, f"{column}: <tools>")
+        tools = unite_tools(tools or [], reading.tools, f"{column}: <tools>")
     return Foreign(
         Dialogue(messages, replies, no_loss=no_loss),
         api,
-        id=id_of(row),
+        id=row_id(row),
         tools=reading.tools if tools is None else tools,
         columns=columns_of(row),
         facts=known,
@@ -174,10 +176,10 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
 def _entries_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     given = row.get(column)
     if isinstance(given, str):
-        given = parsed(given, column)
+        given = parse_value(given, column)
     if isinstance(given, list):
         given = [
-            parsed(one, f"{column}[{n}]") if isinstance(one, str) else one
+            parse_value(one, f"{column}[{n}]") if isinstance(one, str) else one
             for n, one in enumerate(given)
         ]
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
@@ -185,14 +187,14 @@ def _entries_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     return given
 
 
-def id_of(row: Mapping[str, Any]) -> str | None:
-    """The id of a row, None without one."""
+def row_id(row: Mapping[str, Any]) -> str | None:
+    """Return the id of a row; None without one."""
     id = row.get("id")
     return str(id) if isinstance(id, str | int) and str(id) else None
 
 
 def metadata_in(row: Mapping[str, Any]) -> Any:
-    """The column `metadata`, as an object where it is JSON text."""
+    """Return the column `metadata`, parsed if it is JSON text; None for other text."""
     metadata = row.get("metadata")
     if not isinstance(metadata, str):
         return metadata
@@ -202,8 +204,8 @@ def metadata_in(row: Mapping[str, Any]) -> Any:
         return None  # a text of other programs
 
 
-def _add_system(reading: _Reading, row: Mapping[str, Any]) -> None:
-    """Put the system prompt in a column of a row before its messages. Raises `Unreadable`."""
+def _add_system(reading: _RowReader, row: Mapping[str, Any]) -> None:
+    """Put the system prompt of a row's column before its messages. Raises `Unreadable`."""
     for name, prompt in system_columns(row):
         if isinstance(prompt, dict):
             prompt = [prompt]
@@ -217,7 +219,7 @@ def _add_system(reading: _Reading, row: Mapping[str, Any]) -> None:
             reading.read_so_far.insert(0, {"role": "system", "content": content})
 
 
-class _Reading:
+class _RowReader:
     """Reads the entries of a row, one after the other, as messages of OpenAI's chat API."""
 
     def __init__(
@@ -226,29 +228,29 @@ class _Reading:
         self._entries = entries
         self._column = column
         self._is_plain = is_plain
-        """Its messages keep nothing for a provider."""
+        """Whether the messages hold no blocks of a provider."""
         self._is_tagged = self._holds_tags()
         self._open: dict[str, str] = {}
-        """The calls of the last reply without a result: names of tools by id."""
+        """The names of tools by id, for the calls of the last reply that have no result."""
         self._ids: dict[str, str] = {}
-        """The same of all calls."""
+        """The names of tools by id, for all calls."""
         self._is_in_order = False
-        """Results since the last reply did not name their calls."""
+        """Whether a result since the last reply did not name its call."""
         self._taken = {one for entry in entries for one in _ids_in(entry)}
         self._may_merge = False
-        """The next entry, if it is all calls, belongs to the last reply."""
+        """Whether the next entry, if it has calls only, belongs to the last reply."""
         self._pictures: dict[int, list[dict[str, Any]]] = {}
-        """Of replies, by their numbers, from 1."""
+        """The pictures of replies, by their numbers, from 1."""
         self._errors: set[int] = set()
         """Positions of results that say that they are errors."""
         self.read_so_far: list[dict[str, Any]] = []
         self.no_loss: list[int] = []
-        """Numbers of the replies, from 1, that nobody is to learn."""
+        """The numbers of the replies, from 1, that carry no loss."""
         self.tools: list[dict[str, Any]] | None = None
-        """What a system prompt offers."""
+        """The tools that the system prompt offers; None without a list."""
 
     def read(self) -> None:
-        """Raises `Unreadable`."""
+        """Read all entries. Raises `Unreadable`."""
         for n, entry in enumerate(self._entries):
             place = f"{self._column}[{n}]"
             kind, key, content = self._kind_of(entry, place)
@@ -263,7 +265,7 @@ class _Reading:
                     self._read_reply(entry, content, place, key, is_all_calls=kind == "calls")
 
     def messages(self) -> list[Message]:
-        """What was read, as a gateway records it."""
+        """Return the messages that were read, as a gateway records them."""
         items = [
             (None, f"{self._column}: message {n}", one) for n, one in enumerate(self.read_so_far, 1)
         ]
@@ -275,8 +277,8 @@ class _Reading:
             elif message["role"] == "assistant":
                 replies += 1
                 self._keep_space(message, self.read_so_far[n])
-                # What came as blocks of a provider stays; a `<think>` block needs no copy.
-                if self._is_plain and _OF_PROVIDERS.isdisjoint(self.read_so_far[n]):
+                # Blocks of a provider stay; a `<think>` block needs no copy.
+                if self._is_plain and _PROVIDER_KEYS.isdisjoint(self.read_so_far[n]):
                     message.pop("provider_blocks", None)
                 if pictures := self._pictures.get(replies):
                     known = message.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
@@ -284,7 +286,7 @@ class _Reading:
         return messages
 
     def _keep_space(self, message: Message, given: Mapping[str, Any]) -> None:
-        """Give a reply its reasoning with the white space at the ends, which dialects cut off."""
+        """Restore the white space around the reasoning of a reply, which dialects cut off."""
         known = message.get("reasoning")
         content = given["content"]
         inline = _thoughts_in(content) if isinstance(content, str) else None
@@ -294,7 +296,10 @@ class _Reading:
                 return
 
     def system_of(self, content: Any, place: str) -> Any:
-        """A system prompt without tools in tags, which are kept. Raises `Unreadable`."""
+        """Return a system prompt without tools in tags; add these to `tools`.
+
+        Raises `Unreadable`.
+        """
         content = _parts(content, place)
         if not isinstance(content, str):
             is_text = all(part["type"] == "text" for part in content)
@@ -306,12 +311,13 @@ class _Reading:
             return content
         own, tools = read_system(content, place)
         if tools is not None:
-            self.tools = union_of(self.tools or [], tools, f"{place}: <tools>")
+            self.tools = unite_tools(self.tools or [], tools, f"{place}: <tools>")
         return own
 
     def _holds_tags(self) -> bool:
-        """Whether calls and results are in the texts. A reply may also speak of the tags: without
-        another sign of the dialect, or with calls as objects, the tags of messages are text."""
+        """Whether tags in the texts are calls and results."""
+        # A reply may also speak of the tags. Without another sign of the dialect, or with calls as
+        # objects, tags are text.
         kinds = [_ROLES.get(str(entry.get("role") or entry.get("from"))) for entry in self._entries]
         texts = [_plain_text(entry) for entry in self._entries]
         pairs = [*zip(kinds, texts, strict=True)]
@@ -332,7 +338,10 @@ class _Reading:
         )
 
     def _kind_of(self, entry: Mapping[str, Any], place: str) -> tuple[str, str, Any]:
-        """The kind of an entry, the key of its content, and the content. Raises `Unreadable`."""
+        """Return the kind of an entry, the key of its content, and the content.
+
+        Raises `Unreadable`.
+        """
         role_keys = [key for key in _ROLE_KEYS if not is_blank(entry.get(key))]
         if not role_keys:
             raise Unreadable(f"{place}.{self._usual(_ROLE_KEYS)}: it is missing")
@@ -352,19 +361,19 @@ class _Reading:
         return kind, key, entry.get(key)
 
     def _usual(self, keys: Sequence[str]) -> str:
-        return keys[self._is_plain]
+        return keys[1] if self._is_plain else keys[0]
 
     def _refuse_unknown(self, entry: Mapping[str, Any], kind: str, place: str) -> None:
-        """Raise `Unreadable` for a key that says something and is not known."""
-        known = {*_ROLE_KEYS, *_CONTENT_KEYS, *MARKS, *_NOTES}
+        """Raise `Unreadable` for an unknown key with a value."""
+        known = {*_ROLE_KEYS, *_CONTENT_KEYS, *MARKS, *_NOTE_KEYS}
         if kind in ("assistant", "calls"):
-            known |= _OF_REPLIES
+            known |= _REPLY_KEYS
             if entry.get("message_type") is not None:  # SWE-agent repeats the reply in parts
                 known |= {"action", "tool_call_ids"}
                 if _holds_lines_of(entry, entry.get("thought")):
                     known.add("thought")
         elif kind == "tool":
-            known |= {*_OF_RESULTS, *_RESULT_IDS}
+            known |= {*_RESULT_KEYS, *_RESULT_IDS}
         for key, value in entry.items():
             if key == "provider_specific_fields" and isinstance(value, dict):  # LiteLLM's copies
                 value = {name: one for name, one in value.items() if one != entry.get(name)}
@@ -376,14 +385,14 @@ class _Reading:
                     }
             is_kind = key == "type" and value in ("message", entry.get("role"), entry.get("from"))
             if key not in known and not is_blank(value) and not is_kind:
-                shown = clip(repr(value), max_chars=_SHOWN)
+                shown = clip(repr(value), max_chars=_EXCERPT_CHARS)
                 raise Unreadable(f"{place}.{key}: it is unknown in a message of this role: {shown}")
 
     def _read_system(self, entry: Mapping[str, Any], content: Any, place: str) -> None:
         del entry
         self._may_merge = False
         content = self.system_of(content, place)
-        if content:  # else all of it was the format's
+        if content:  # empty if it had tools only
             self.read_so_far.append({"role": "system", "content": content})
 
     def _read_user(self, entry: Mapping[str, Any], content: Any, place: str, key: str) -> None:
@@ -398,14 +407,14 @@ class _Reading:
         said: list[Any] = []
         for n, part in enumerate(_list_of(content, f"{place}.{key}")):
             if isinstance(part, dict) and part.get("type") == "tool_result":
-                self._say(said, f"{place}.{key}")
+                self._add_user_message(said, f"{place}.{key}")
                 said = []
                 self._read_result_part(part, f"{place}.{key}[{n}]")
             else:
                 said.append(part)
-        self._say(said, f"{place}.{key}")
+        self._add_user_message(said, f"{place}.{key}")
 
-    def _say(self, parts: list[Any], place: str) -> None:
+    def _add_user_message(self, parts: list[Any], place: str) -> None:
         if parts:
             self._refuse_unanswered(place)
             self.read_so_far.append({"role": "user", "content": _parts(parts, place)})
@@ -425,7 +434,7 @@ class _Reading:
         calls: list[ForeignCall] = []
         pictures: list[dict[str, Any]] = []
         if is_all_calls and not isinstance(content, str):
-            calls += calls_of(content, where)
+            calls += read_calls(content, where)
         elif is_all_calls:
             thoughts, rest = split_inline_reasoning(content)
             text, calls = read_function_call(rest, where)
@@ -440,9 +449,9 @@ class _Reading:
         elif content is not None:
             calls, pictures = _read_parts_of_reply(content, made, where)
         if not is_blank(given := entry.get("tool_calls")):
-            calls += calls_of(given, f"{place}.tool_calls")
+            calls += read_calls(given, f"{place}.tool_calls")
         if not is_blank(given := entry.get("function_call")):
-            calls.append(call_of(given, f"{place}.function_call"))
+            calls.append(read_call(given, f"{place}.function_call"))
         self._add_reasoning(made, entry, place)
         _add_reasoning_of_response(made, entry, place)
         if (
@@ -452,7 +461,7 @@ class _Reading:
             and not made["content"]
         ):
             raise Unreadable(f"{where}: it is missing")
-        quiet = is_quiet(entry, f"{place}.")
+        quiet = is_masked(entry, f"{place}.")
         if is_all_calls and self._may_merge and quiet == self._is_last_quiet():
             self._merge(made, calls)
             return
@@ -513,7 +522,7 @@ class _Reading:
             made["content"] = refusal
 
     def _refuse_unanswered(self, place: str) -> None:
-        """Raise `Unreadable` if fewer results came than calls, and none says whose it is."""
+        """Raise `Unreadable` if calls have no result and the results name no calls."""
         if self._is_in_order and self._open:
             raise Unreadable(
                 f"{place}: the calls before it have fewer results, and none names its call"
@@ -542,27 +551,26 @@ class _Reading:
             name = str(names[0]) if names else ""
             self._add_result(str(ids[0]) if ids else "", name, content, where, is_error=is_error)
             return
-        for result in self._results_in(content, where):
-            id, name, text, value = result
-            is_error = is_error or (self._is_tagged and _reads_like_an_error(value))
+        name = str(names[0]) if names else ""
+        for result in self._split_results(content, where):
+            has_failed = is_error or (self._is_tagged and _reads_like_an_error(result.value))
             self._add_result(
-                id, name or str(names[0] if names else ""), text, where, is_error=is_error
+                result.id, result.name or name, result.text, where, is_error=has_failed
             )
-            is_error = _is_error(entry, place)
 
-    def _results_in(self, text: str, place: str) -> list[tuple[str, str, str, Any]]:
-        """Id, name, text and value of the results in a text: several, as LLaMA-Factory has them."""
+    def _split_results(self, text: str, place: str) -> list[TaggedResult]:
+        """Split a text into results; LLaMA-Factory puts several into one."""
         if text.lstrip().startswith(RESULT) and (self._is_tagged or self._is_plain):
-            return [(one.id, one.name, one.text, one.value) for one in read_results(text, place)]
+            return read_results(text, place)
         texts = text.split(_BETWEEN_RESULTS) if len(self._open) > 1 else [text]
         if len(texts) == 1 and len(self._open) > 1:
-            values = _listed(text)
+            values = _parse_list(text)
             if len(values) == len(self._open):
                 texts = [one if isinstance(one, str) else json_text(one) for one in values]
-        return [("", "", one, one) for one in texts]
+        return [TaggedResult(id="", name="", text=one, value=one) for one in texts]
 
     def _read_result_part(self, part: Mapping[str, Any], place: str) -> None:
-        known = {"type", "content", "is_error", *_RESULT_IDS, *_NOTES}
+        known = {"type", "content", "is_error", *_RESULT_IDS, *_NOTE_KEYS}
         for key, value in part.items():
             if key not in known and not is_blank(value):
                 raise Unreadable(f"{place}.{key}: it is unknown in a result")
@@ -572,7 +580,7 @@ class _Reading:
         self._add_result(id, "", part.get("content"), f"{place}.content", is_error=is_error)
 
     def _add_result(self, id: str, name: str, content: Any, place: str, *, is_error: bool) -> None:
-        """Add a result to the call that it names, else to the first one without any of its name."""
+        """Add a result to the call that it names, or else to the first call without a result."""
         self._may_merge = False
         self._is_in_order |= not id and not name
         if not id or (self._is_tagged and id not in self._open):
@@ -607,7 +615,7 @@ class _Reading:
 _INLINE = re.compile(r"\s*<(think|thinking|reasoning|REASONING_SCRATCHPAD)>(.*?)</\1>", re.DOTALL)
 """A block of reasoning before a text."""
 _BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
-"""Between the results of one reply, as `export` writes them for LLaMA-Factory."""
+"""The text between the results of one reply, as `export` writes it for LLaMA-Factory."""
 
 
 def _plain_text(entry: Mapping[str, Any]) -> str:
@@ -616,7 +624,7 @@ def _plain_text(entry: Mapping[str, Any]) -> str:
 
 
 def _ids_in(entry: Mapping[str, Any]) -> list[str]:
-    """The ids of calls that an entry has as objects."""
+    """Return the ids of the calls that an entry has as objects."""
     found = [entry.get("tool_calls"), entry.get("content"), entry.get("value")]
     return [
         str(one["id"])
@@ -634,14 +642,14 @@ def _list_of(value: Any, place: str) -> list[Any]:
 
 
 def _parts(content: Any, place: str) -> Any:
-    """Text, or parts of text and media in the form of OpenAI's API. Raises `Unreadable`."""
+    """Convert content to text, or to parts in the form of OpenAI's API. Raises `Unreadable`."""
     if isinstance(content, str):
         return content
     return [_part(one, f"{place}[{n}]") for n, one in enumerate(_list_of(content, place))]
 
 
 def _type_of(part: Any) -> str | None:
-    """The type of a part; None without one, "unknown" if it is no text."""
+    """Return the type of a part; None without one, "unknown" if the type is no text."""
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if isinstance(kind, str | None) else "unknown"
 
@@ -660,11 +668,11 @@ def _part(part: Any, place: str) -> Any:
 
 
 def _text_in(part: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
-    """The text of a part, under one of these keys. Raises `Unreadable`."""
+    """Return the text of a part, under one of these keys. Raises `Unreadable`."""
     found = [key for key in keys if part.get(key) is not None]
     if len(found) != 1 or not isinstance(part[found[0]], str):
         raise Unreadable(f"{place}.{found[-1] if found else keys[0]}: it must be text")
-    known = {"type", "signature", found[0], *_NOTES}
+    known = {"type", "signature", found[0], *_NOTE_KEYS}
     for key, value in part.items():
         if key not in known and not is_blank(value):
             raise Unreadable(
@@ -676,9 +684,9 @@ def _text_in(part: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
 def _read_parts_of_reply(
     content: Any, made: dict[str, Any], place: str
 ) -> tuple[list[ForeignCall], list[dict[str, Any]]]:
-    """The calls and pictures among the parts of a reply; `made` gets its text and its thoughts."""
+    """Return the calls and pictures of a reply; add its text and thoughts to `made`."""
     texts: list[str] = []
-    """What the model wrote, and a line for each picture."""
+    """The texts of the model, and a line for each picture."""
     thoughts: list[str] = []
     calls: list[ForeignCall] = []
     pictures: list[dict[str, Any]] = []
@@ -686,9 +694,9 @@ def _read_parts_of_reply(
         where = f"{place}[{n}]"
         kind = _type_of(part)
         if kind in ("tool_use", "tool_call", "function_call"):
-            calls.append(call_of(part, where))
+            calls.append(read_call(part, where))
         elif kind in _THOUGHTS and part.get("redacted") is True:  # as inspect has them
-            refuse_unknown(part, (*_OF_HIDDEN, *_NOTES), where)
+            refuse_unknown(part, (*_HIDDEN_THOUGHT_KEYS, *_NOTE_KEYS), where)
             hidden = {"type": "redacted_thinking", "data": str(part.get(kind))}
             made.setdefault("thinking_blocks", []).append(hidden)
             if not is_blank(summary := part.get("summary")):
@@ -714,15 +722,14 @@ def _read_parts_of_reply(
 
 
 def _add_reasoning_of_response(made: dict[str, Any], entry: Mapping[str, Any], place: str) -> None:
-    """Add the reasoning that only LiteLLM's fields or the stored response have, as mini-swe-agent
-    writes them. Raises `Unreadable`.
-    """
+    """Add reasoning that only LiteLLM's fields or a stored response have. Raises `Unreadable`."""
+    # mini-swe-agent writes both.
     if not made.keys().isdisjoint(("reasoning_content", "reasoning", "reasoning_details")):
         return
     response = object_of(object_of(entry, "extra"), "response")
     choices = exact_json.objects_among(response.get("choices"))
     message = object_of(choices[0], "message") if choices else {}
-    inside = "provider_specific_fields"  # where LiteLLM has what it has no field of its own for
+    inside = "provider_specific_fields"  # LiteLLM's place for fields that it does not know
     of_response = f"{place}.extra.response.choices[0].message"
     for given, where in (
         (object_of(entry, inside), f"{place}.{inside}"),
@@ -739,7 +746,7 @@ def _add_reasoning_of_response(made: dict[str, Any], entry: Mapping[str, Any], p
 
 
 def _holds_lines_of(entry: Mapping[str, Any], text: Any) -> bool:
-    """Whether the content of a message has all lines of a text, as they are or in JSON."""
+    """Whether the content of a message has all lines of a text, plain or in JSON."""
     content = entry.get("content")
     if isinstance(content, list):
         content = "\n".join(
@@ -752,12 +759,12 @@ def _holds_lines_of(entry: Mapping[str, Any], text: Any) -> bool:
 
 
 def _is_all_results(text: str) -> bool:
-    """Whether the text of a user is results in tags: templates of some models put them there."""
+    """Whether the text of a user consists of results in tags, as some templates write them."""
     return text.lstrip().startswith(RESULT) and text.rstrip().endswith("</tool_response>")
 
 
 def _thoughts_in(text: str) -> str | None:
-    """The reasoning before a text, with the white space at its ends."""
+    """Return the reasoning before a text, with the white space around it; None without any."""
     found, end = [], 0
     while match := _INLINE.match(text, end):
         found.append(match[2])
@@ -769,7 +776,7 @@ def _thoughts_in(text: str) -> str | None:
 def _is_error(result: Mapping[str, Any], place: str) -> bool:
     given = result.get("is_error")
     if not isinstance(given, bool) and not is_blank(given):
-        shown = clip(repr(given), max_chars=_SHOWN)
+        shown = clip(repr(given), max_chars=_EXCERPT_CHARS)
         raise Unreadable(f"{place}.is_error: {shown} is none of false, true")
     return given is True
 
@@ -779,7 +786,7 @@ def _is_result_part(part: Any) -> bool:
 
 
 def _result_content(content: Any, place: str) -> Any:
-    """A result as text, or as the parts of one; any other value as JSON. Raises `Unreadable`."""
+    """Convert a result to text or parts; any other value to JSON. Raises `Unreadable`."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and content:
@@ -789,19 +796,19 @@ def _result_content(content: Any, place: str) -> Any:
     return json_text(content)
 
 
-def _listed(text: str) -> list[Any]:
-    """The elements of a text that is a JSON list; none of any other."""
+def _parse_list(text: str) -> list[Any]:
+    """Return the elements of a text that is a JSON list; [] for any other text."""
     if not text.lstrip().startswith("["):
         return []
     try:
-        values = parsed_lines(text, "")
+        values = parse_values(text, "")
     except Unreadable:
         return []
     return values[0] if len(values) == 1 and isinstance(values[0], list) else []
 
 
 def _reads_like_an_error(value: Any) -> bool:
-    """Whether a result in tags, which do not say so, reads like that of a failed call."""
+    """Whether a result in tags reads like that of a failed call; tags have no sign of errors."""
     if isinstance(value, dict):
         inner = value.get("content")
         nested = isinstance(inner, dict) and inner.get("error") is not None

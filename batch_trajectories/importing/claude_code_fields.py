@@ -1,7 +1,7 @@
-"""What the lines of Claude Code's session files hold, by name.
+"""The known types and keys of lines in Claude Code's session files.
 
-A line is of the conversation, or its type is listed here as one that says nothing of it. Whatever
-is not listed and holds text is refused: as far as anyone knows it may be part of the conversation.
+A line is part of the conversation, or its type is listed here as one that is not. An unlisted line
+or key that holds text is refused, because it may be part of the conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batch_trajectories.importing.conversation import (
     refuse_unknown,
 )
 
-_OF_LINES = frozenset(
+_LINE_KEYS = frozenset(
     {
         "type",
         "uuid",
@@ -60,7 +60,7 @@ _OF_LINES = frozenset(
     }
 )
 """Keys of all lines: which program wrote them where, when and for whom."""
-_OF_USERS = frozenset(
+_USER_KEYS = frozenset(
     {
         "message",
         "toolUseResult",
@@ -87,8 +87,9 @@ _OF_USERS = frozenset(
         "userFeedback",
     }
 )
-"""`toolUseResult` and `mcpMeta` are what Claude Code made the result in the message of."""
-_OF_REPLIES = frozenset(
+"""Keys of users' lines. Claude Code made the result in the message from `toolUseResult` and
+`mcpMeta`."""
+_REPLY_KEYS = frozenset(
     {
         "message",
         "isApiErrorMessage",
@@ -106,7 +107,7 @@ _OF_REPLIES = frozenset(
         "isVisibleInTranscriptOnly",
     }
 )
-_OF_MESSAGES = frozenset(
+_MESSAGE_KEYS = frozenset(
     {
         "id",
         "type",
@@ -258,20 +259,20 @@ REMINDERS = frozenset(
         "async_hook_response",
     }
 )
-"""Types of attachments that requests show as reminders; records do not have these."""
+"""Types of attachments that requests have as reminders; records do not have reminders."""
 QUEUED = "queued_command"
-"""The type of an attachment that is a message which came while the agent worked."""
+"""The type of an attachment with a message that came while the agent worked."""
 LOCAL_COMMAND = "local_command"
-"""The subtype of a line with a command of Claude Code's own, or with what it printed. Requests show
-it as a message of the user."""
+"""The subtype of a line with one of Claude Code's own commands, or its output. In requests it is a
+message of the user."""
 
 _QUEUE, _REPLACED = "queue-operation", "content-replacement"
 _RESULTS = (None, "tool-result")
-"""The kinds of content that a line of replacements is about."""
+"""The kinds of content that a line may replace."""
 _ABSORBED = "absorbed_mid_turn"
-"""Why a message left the queue that the model saw while it worked."""
+"""The reason for which a message left the queue if the model read it while it worked."""
 
-_OF_QUEUED = frozenset(
+_QUEUED_KEYS = frozenset(
     {
         "type",
         "prompt",
@@ -284,32 +285,32 @@ _OF_QUEUED = frozenset(
     }
 )
 _TEXT = frozenset({"text", "citations", "cache_control"})
-OF_REPLIES: PartKinds = {
+REPLY_PARTS: PartKinds = {
     "text": _TEXT,
     "thinking": frozenset({"thinking", "signature"}),
     "redacted_thinking": frozenset({"data"}),
     "tool_use": frozenset({"id", "name", "input", "caller", "cache_control"}),
 }
-"""Those of tools that the provider runs (`server_tool_use`, `mcp_tool_use` and their results) are
-none: a row would lack what they did."""
+"""Parts of replies. Parts of tools that the provider runs (`server_tool_use`, `mcp_tool_use` and
+their results) are not among them, because a row would lack their effects."""
 _MEDIA: PartKinds = {"text": _TEXT, "image": None, "document": None}
-_OF_REQUESTS: PartKinds = {
+_REQUEST_PARTS: PartKinds = {
     **_MEDIA,
     "tool_result": frozenset({"tool_use_id", "content", "is_error", "cache_control"}),
 }
-_OF_RESULTS: PartKinds = {**_MEDIA, "search_result": None, "tool_reference": None}
+_RESULT_PARTS: PartKinds = {**_MEDIA, "search_result": None, "tool_reference": None}
 
 
 def _check_line(row: SourceRow) -> None:
-    """Raise `Unreadable` for a line that is not known, or that has a field which is not."""
+    """Raise `Unreadable` for an unknown line, or one with an unknown field."""
     content, number = row.content, row.number
     kind, subtype = str(content.get("type")), str(content.get("subtype"))
     match kind:
         case "user" | "assistant":
-            known = _OF_LINES | (_OF_USERS if kind == "user" else _OF_REPLIES)
+            known = _LINE_KEYS | (_USER_KEYS if kind == "user" else _REPLY_KEYS)
             refuse_unknown(content, known, "", number, only_text=True)
             if isinstance(message := content.get("message"), dict):
-                refuse_unknown(message, _OF_MESSAGES, "message", number, only_text=True)
+                refuse_unknown(message, _MESSAGE_KEYS, "message", number, only_text=True)
                 if message.get("role", kind) != kind:
                     raise Unreadable(
                         f"message.role: {message['role']!r} in a line of type {kind!r}", number
@@ -318,21 +319,21 @@ def _check_line(row: SourceRow) -> None:
         case "attachment":
             _check_attachment(row)
         case "system" if subtype == LOCAL_COMMAND:
-            refuse_unknown(content, {*_OF_LINES, "subtype", "content"}, "", number, only_text=True)
+            refuse_unknown(content, {*_LINE_KEYS, "subtype", "content"}, "", number, only_text=True)
             if not isinstance(content.get("content"), str):
                 raise Unreadable("content: it must be text", number)
             _need_uuid(row)
         case "system" if subtype not in ASIDE_OF_SYSTEM:
-            _refuse_text(row, {*_OF_LINES, "subtype"}, f"subtype: {subtype!r} is unknown")
+            _refuse_text(row, {*_LINE_KEYS, "subtype"}, f"subtype: {subtype!r} is unknown")
         case "content-replacement":
-            refuse_unknown(content, {*_OF_LINES, "replacements"}, "", number, only_text=True)
+            refuse_unknown(content, {*_LINE_KEYS, "replacements"}, "", number, only_text=True)
             _replacements_in(row)
         case _ if kind not in ASIDE and kind != "system":
             if "message" in content:
                 raise Unreadable(
                     f"type: {kind!r} with a message is none of user, assistant", number
                 )
-            _refuse_text(row, _OF_LINES, f"type: {kind!r} is unknown")
+            _refuse_text(row, _LINE_KEYS, f"type: {kind!r} is unknown")
 
 
 def _refuse_text(row: SourceRow, known: frozenset[str] | set[str], what: str) -> None:
@@ -352,10 +353,10 @@ def _check_attachment(row: SourceRow) -> None:
     attachment = row.content.get("attachment")
     if not isinstance(attachment, dict):
         raise Unreadable("attachment: it must be an object", row.number)
-    refuse_unknown(row.content, {*_OF_LINES, "attachment"}, "", row.number, only_text=True)
+    refuse_unknown(row.content, {*_LINE_KEYS, "attachment"}, "", row.number, only_text=True)
     kind = str(attachment.get("type"))
     if kind == QUEUED:
-        refuse_unknown(attachment, _OF_QUEUED, "attachment", row.number, only_text=True)
+        refuse_unknown(attachment, _QUEUED_KEYS, "attachment", row.number, only_text=True)
         check_parts(attachment.get("prompt"), _MEDIA, "attachment.prompt", row.number)
         if not attachment.get("prompt"):
             raise Unreadable("attachment.prompt: it is missing", row.number)
@@ -367,18 +368,18 @@ def _check_attachment(row: SourceRow) -> None:
         )
 
 
-def prepared(rows: Sequence[SourceRow]) -> list[SourceRow]:
-    """The lines as requests show them to the model. Raises `Unreadable` for what is not known.
+def prepare_lines(rows: Sequence[SourceRow]) -> list[SourceRow]:
+    """Return the lines in the form that requests have. Raises `Unreadable` for unknown ones.
 
-    A message that only the queue has is an attachment, as others are that came while the agent
-    worked; results that were shown in another form have that one.
+    A message that only the queue has becomes an attachment, like other messages that came while the
+    agent worked. Results that requests replaced have the replacement.
     """
     replacements: dict[str, str] = {}
     for row in rows:
         _check_line(row)
         if row.content.get("type") == _REPLACED:
             replacements |= _replacements_in(row)
-    absorbed = _absorbed(rows)
+    absorbed = _find_absorbed(rows)
     made = []
     for row in rows:
         content = row.content
@@ -386,16 +387,17 @@ def prepared(rows: Sequence[SourceRow]) -> list[SourceRow]:
             queued = {"type": QUEUED, "prompt": content["content"]}
             content = {"type": "attachment", "attachment": queued}
         elif replacements and content.get("type") == "user":
-            content = _replaced(content, replacements)
+            content = _apply_replacements(content, replacements)
         made.append(SourceRow(row.number, content))
     return made
 
 
-def _absorbed(rows: Sequence[SourceRow]) -> set[int]:
-    """The lines of the queue that alone have a message which the model saw. Raises `Unreadable`.
+def _find_absorbed(rows: Sequence[SourceRow]) -> set[int]:
+    """Find the lines of the queue that alone have a message that the model read.
 
-    Most versions write an attachment, too; its text may be longer, where something was pasted.
+    Raises `Unreadable` if that is not certain.
     """
+    # Most versions write an attachment, too. Its text may be longer if something was pasted.
     prompts = Counter(_plain(prompt) for row in rows if (prompt := queued_in(row.content)))
     missing = []
     for row in rows:
@@ -424,7 +426,7 @@ def _plain(prompt: Any) -> str:
 
 
 def _replacements_in(row: SourceRow) -> dict[str, str]:
-    """What requests show in place of results, by the ids of calls. Raises `Unreadable`."""
+    """Return the texts that replace results in requests, by call id. Raises `Unreadable`."""
     found = {}
     given = row.content.get("replacements")
     for n, one in enumerate(given if isinstance(given, list) else [given]):
@@ -438,7 +440,9 @@ def _replacements_in(row: SourceRow) -> dict[str, str]:
     return found
 
 
-def _replaced(line: Mapping[str, Any], replacements: Mapping[str, str]) -> Mapping[str, Any]:
+def _apply_replacements(
+    line: Mapping[str, Any], replacements: Mapping[str, str]
+) -> Mapping[str, Any]:
     message = line.get("message")
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return line
@@ -452,17 +456,17 @@ def _replaced(line: Mapping[str, Any], replacements: Mapping[str, str]) -> Mappi
 
 
 def queued_in(line: Mapping[str, Any]) -> Any:
-    """The message that came while the agent worked, as text or parts; None if a line has none."""
+    """Return a message that came while the agent worked, as text or parts; None without one."""
     attachment = line.get("attachment")
     if isinstance(attachment, dict) and attachment.get("type") == QUEUED:
         return attachment.get("prompt")
     return None
 
 
-def check_said(content: Any, number: int) -> None:
+def check_user_content(content: Any, number: int) -> None:
     """Raise `Unreadable` for a part of a user's message that would be lost."""
-    check_parts(content, _OF_REQUESTS, "message.content", number)
+    check_parts(content, _REQUEST_PARTS, "message.content", number)
     for n, part in enumerate(content if isinstance(content, list) else ()):
         if part["type"] == "tool_result":
             place = f"message.content[{n}].content"
-            check_parts(part.get("content"), _OF_RESULTS, place, number)
+            check_parts(part.get("content"), _RESULT_PARTS, place, number)

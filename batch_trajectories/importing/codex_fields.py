@@ -1,7 +1,7 @@
-"""What the lines of Codex's session files hold, by name.
+"""The known types and fields of items in Codex's session files.
 
-An item of a type that is not listed here, or with a field that is not listed and holds text, is
-refused: the model may have read or written it.
+An item of an unlisted type, or with an unlisted field that holds text, is refused, because the
+model may have read or written it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _NOTES = frozenset(
         "timestamp",
     }
 )
-"""Fields of items that Codex has for itself, or whose words the item repeats."""
+"""Fields of items that only Codex uses, or whose text the item repeats."""
 _NO_ITEMS = frozenset({"ghost_snapshot", "compaction_trigger", "configuration_update"})
-"""Types of items that no request shows the model: snapshots of files, and settings."""
+"""Types of items that are in no request: snapshots of files, and settings."""
 
 _TEXT = frozenset({"text", "annotations", "logprobs"})
 _SAID: PartKinds = {
@@ -65,8 +65,7 @@ _WRITTEN: PartKinds = {
 _THOUGHTS: PartKinds = dict.fromkeys(("summary_text", "reasoning_text", "text"), _TEXT)
 
 ASIDE = frozenset({"world_state", "inter_agent_communication_metadata", "security_risk_score"})
-"""Types of lines that say nothing of the conversation; what a `world_state` changes for the model
-is in items."""
+"""Types of lines without any part of the conversation. Changes by a `world_state` are in items."""
 
 _BEGUN_AND_ENDED = (
     "mcp_tool_call",
@@ -156,12 +155,12 @@ EVENTS = frozenset(
         "undo_completed",
     }
 )
-"""Events for the screen: what of them the model read or wrote is in items, too."""
+"""Events for the screen. Items repeat any text of them that the model read or wrote."""
 _ROLLED_BACK = "thread_rolled_back"
 
 
 def check_event(payload: Mapping[str, Any], number: int) -> None:
-    """Raise `Unreadable` for an event that may say something of the conversation."""
+    """Raise `Unreadable` for an event that may be part of the conversation."""
     kind = str(payload.get("type"))
     if kind == _ROLLED_BACK:
         raise Unreadable(
@@ -177,10 +176,10 @@ def check_event(payload: Mapping[str, Any], number: int) -> None:
             raise Unreadable(f"{place}, and it has {error}", number) from None
 
 
-def checked_item(item: Mapping[str, Any], place: str, number: int) -> dict[str, Any] | None:
-    """An item as requests show it to the model; None for one that none shows.
+def check_item(item: Mapping[str, Any], place: str, number: int) -> dict[str, Any] | None:
+    """Check an item and return it in the form that requests have; None if no request has it.
 
-    Raises `Unreadable` for what is not known.
+    Raises `Unreadable` for unknown items and fields.
     """
     kind = item.get("type", "message" if "role" in item else None)
     if isinstance(kind, str) and kind in _NO_ITEMS:
@@ -207,17 +206,17 @@ def checked_item(item: Mapping[str, Any], place: str, number: int) -> dict[str, 
         case "tool_search_output":
             plain["output"] = json_text(plain.pop("tools", []))
         case "function_call_output" | "custom_tool_call_output":
-            plain["output"] = _output(item.get("output"), f"{place}.output", number)
+            plain["output"] = _check_output(item.get("output"), f"{place}.output", number)
     return plain
 
 
 def has_failed(item: Mapping[str, Any]) -> bool:
-    """Whether an item is the result of a call that failed, as the first versions say it."""
+    """Whether an item of the first versions is the result of a failed call."""
     output = item.get("output")
     return isinstance(output, dict) and output.get("success") is False
 
 
-def _output(output: Any, place: str, number: int) -> Any:
+def _check_output(output: Any, place: str, number: int) -> Any:
     if isinstance(output, dict):
         refuse_unknown(output, {"content", "success"}, place, number)
         output = output.get("content")

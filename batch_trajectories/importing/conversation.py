@@ -1,4 +1,4 @@
-"""What a source holds as a conversation, and the record that it becomes."""
+"""A conversation that was read from a source, and the record that it becomes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from agent.wires.wires import WIRES
 from batch_trajectories.basics.text import clip
 from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
 
-_SHOWN = 60
+_EXCERPT_CHARS = 60
 
 PartKinds = Mapping[str, frozenset[str] | None]
-"""Types of the parts of a message, and what a part of each has beside its type. None: anything but
-a text, because a record keeps the whole part."""
+"""Types of the parts of a message, and the keys of each beside `type`. None: any key but `text`,
+because a record keeps the whole part."""
 
 
 class Unreadable(ValueError):
-    """What is wrong with a conversation; begins with the field, if one is wrong."""
+    """A conversation cannot be read. The message begins with the field that is wrong, if one is."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
         self.line = line
-        """The line of its file; None where that of the conversation is meant."""
+        """The line of the file; None for the line of the conversation."""
         self.is_damaged = False
-        """The file, or the rest of it, cannot be read."""
+        """Whether the file, or the rest of it, cannot be read."""
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a value says nothing, as null does in tables where all rows have the same keys."""
+    """Whether a value is empty, like null in tables in which all rows have the same keys."""
     if isinstance(value, dict):
         return all(map(is_blank, value.values()))
     return value is None or value == "" or value == []
@@ -50,15 +50,17 @@ def refuse_unknown(
     *,
     only_text: bool = False,
 ) -> None:
-    """Raise `Unreadable` for a key that is not known and says something.
+    """Raise `Unreadable` for an unknown key whose value is not empty.
 
-    `only_text`: numbers, true and false under such a key say nothing.
+    With `only_text`, numbers, true and false count as empty.
     """
     says_nothing = _has_no_text if only_text else is_blank
     for key, one in value.items():
         if key not in known and not says_nothing(one):
             where = f"{place}.{key}" if place else key
-            raise Unreadable(f"{where}: it is unknown: {clip(repr(one), max_chars=_SHOWN)}", line)
+            raise Unreadable(
+                f"{where}: it is unknown: {clip(repr(one), max_chars=_EXCERPT_CHARS)}", line
+            )
 
 
 def _has_no_text(value: Any) -> bool:
@@ -91,25 +93,27 @@ def check_parts(content: Any, kinds: PartKinds, place: str, line: int | None = N
 
 @dataclass(slots=True)
 class Dialogue:
-    """Messages, and what is known of the replies that the model wrote: those of the last assistant
-    messages; earlier ones came with the prompt."""
+    """Messages, and facts about the replies that the model wrote.
+
+    The replies are the last assistant messages; earlier ones came with the prompt.
+    """
 
     messages: list[Message]
     replies: list[dict[str, Any]]
-    """Keys of a turn of a record; what is missing is unknown."""
+    """The keys of a record's turn for each reply; missing keys are unknown."""
     name: str = ""
-    """What it is, if it is inside another one."""
+    """The kind of conversation inside another one; "" for the outermost."""
     key: str = ""
     inner: list[Dialogue] = field(default_factory=list)
     no_loss: list[int] = field(default_factory=list)
-    """Numbers of the replies, from 1, that nobody is to learn."""
+    """The numbers of the replies, from 1, that carry no loss."""
     cut: list[int] = field(default_factory=list)
-    """Numbers of the replies, from 1, that were cut off; nobody is to learn them either."""
+    """The numbers of the replies, from 1, that were cut off; they carry no loss either."""
     sums: Mapping[str, Any] = field(default_factory=dict)
-    """`usage` and `cost_usd` of all calls, where the source has them."""
+    """`usage` and `cost_usd` of all calls, as far as the source has them."""
 
     def stored(self, at: float) -> dict[str, Any]:
-        """Its part of a record; `at` (epoch seconds) stands for times that are unknown."""
+        """Return its part of a record; `at` (epoch seconds) replaces unknown times."""
         turns, runs = self._turns_and_runs(at)
         inner = [
             {"key": one.key, "name": one.name, **one.stored(at), "tools": tools_called(one)}
@@ -132,7 +136,7 @@ class Dialogue:
         }
 
     def _paid(self) -> list[Any]:
-        """The replies of this and all inner conversations, as far as they are known."""
+        """Return the replies of this and all inner conversations; unknown usage is None."""
         own = [{"usage": None, "cost_usd": None, **reply} for reply in self.replies]
         return [*own, *(reply for inner in self.inner for reply in inner._paid())]
 
@@ -176,28 +180,28 @@ class Dialogue:
 
 @dataclass(slots=True)
 class Foreign:
-    """A conversation of a source, with what its record says of it."""
+    """A conversation of a source, with the facts for its record."""
 
     conversation: Dialogue
     api: str
     """The dialect of its messages, or the format."""
     id: str | None = None
-    """None: it has none of its own."""
+    """The id in the source; None without one."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """None: what was on offer is unknown."""
+    """The tools on offer; None if they are unknown."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """For filters, as the columns of a dataset."""
+    """Columns to filter by, as in a dataset."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a record that replace those that follow from the messages."""
+    """Keys of the record that replace those computed from the messages."""
     imported: Mapping[str, Any] = field(default_factory=dict)
-    """What a record has no other place for."""
+    """Facts for which a record has no other place."""
     agent: Mapping[str, Any] | None = None
-    """Name and version of the agent that made the calls, if one did."""
+    """Name and version of the agent that made the calls; None without one."""
     problems: Sequence[Unreadable] = ()
-    """Of parts that were left out."""
+    """The errors of parts that were left out."""
 
     def prompt(self) -> str:
-        """The first message of a user. Raises `Unreadable`."""
+        """Return the first message of a user. Raises `Unreadable`."""
         for message in self.conversation.messages:
             if message["role"] == "user" and message["content"].strip():
                 return message["content"]
@@ -206,7 +210,10 @@ class Foreign:
     def record(
         self, task: Task, digest: str, at: float, place: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The record of its task; `place` says where it was read, `at` when that was written."""
+        """Make the record of a task.
+
+        `place` tells where the conversation was read, `at` when the source was written.
+        """
         messages, content = self.conversation.messages, self.conversation.stored(at)
         last = messages[-1]
         is_cut = len(self.conversation.replies) in self.conversation.cut
@@ -216,8 +223,8 @@ class Foreign:
             and (self.agent is not None or not last.get("tool_calls"))
         )
         imported = {**place, **self.imported}
-        if quiet := self.conversation.no_loss + self.conversation.cut:
-            imported["no_loss"] = quiet
+        if masked := self.conversation.no_loss + self.conversation.cut:
+            imported["no_loss"] = masked
         tools = self.tools
         if tools is None:
             tools, imported["tools_called"] = tools_called(self.conversation), True
@@ -233,7 +240,7 @@ class Foreign:
             "attempt": 1,
             "row": task.columns,
             **content,
-            **self._of_agent(content),
+            **self._agent_facts(content),
             "check": None,
             "tools": tools,
             "options": {},
@@ -252,7 +259,7 @@ class Foreign:
             "schema_version": SCHEMA_VERSION,
         }
 
-    def _of_agent(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _agent_facts(self, content: Mapping[str, Any]) -> dict[str, Any]:
         if self.agent is None:
             return {}
         parts = [{"key": "thread#0", "name": "main", **content}, *content["inner"]]
@@ -269,33 +276,33 @@ class Foreign:
 
 
 class SourceRow(NamedTuple):
-    """An object of a file: its line, or its number where the file has no lines."""
+    """An object of a file, with the number of its line or row."""
 
     number: int
     content: Mapping[str, Any]
 
     def time(self) -> float:
-        """Its `timestamp`, epoch seconds. Raises `Unreadable`."""
+        """Return its `timestamp`, epoch seconds. Raises `Unreadable`."""
         return time_of(self.content.get("timestamp"), "timestamp", self.number)
 
 
 class Reader(NamedTuple):
-    """A format. A row of it is a conversation, or else a whole file is: `session`."""
+    """The reader of a format in which a row (`row`) or a file (`session`) is a conversation."""
 
     recognizes: Callable[[Mapping[str, Any]], bool]
     """Whether an object of a file is of this format."""
     row: Callable[[Mapping[str, Any]], Foreign] | None = None
-    """Raises `Unreadable`."""
+    """Reads a row. Raises `Unreadable`."""
     session: Callable[[Path, Sequence[SourceRow]], Foreign] | None = None
-    """Reads a file, and others that belong to it. Raises `Unreadable`."""
+    """Reads a file, and other files that belong to it. Raises `Unreadable`."""
     is_part: Callable[[Path, Sequence[SourceRow]], bool] | None = None
-    """Whether a file, of which these are the first rows, is read with another one."""
+    """Whether a file is read together with another one; gets the file's first rows."""
 
 
 def read_messages(api: str, items: Iterable[tuple[int | None, str, Any]]) -> list[list[Message]]:
-    """The messages of each item of a conversation in this dialect, as a gateway records them.
+    """Read the messages of each item of a conversation, as a gateway records them.
 
-    An item has its line, its place for errors, and its content. Raises `Unreadable`.
+    An item has a line, a place for errors, and content in the dialect `api`. Raises `Unreadable`.
     """
     layout = WIRES[api].layout
     calls = CallsInOrder()
@@ -312,7 +319,7 @@ def read_messages(api: str, items: Iterable[tuple[int | None, str, Any]]) -> lis
 
 
 def read_tools(api: str, tools: Any) -> list[dict[str, Any]]:
-    """The schemas of tools in the form of a dialect. Raises `Unreadable`."""
+    """Read the schemas of tools in the form of a dialect. Raises `Unreadable`."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unreadable("tools: it must be a list of objects")
     read = [WIRES[api].layout.read_tool(tool) for tool in tools]
@@ -320,7 +327,7 @@ def read_tools(api: str, tools: Any) -> list[dict[str, Any]]:
 
 
 def time_of(text: Any, place: str, line: int | None = None) -> float:
-    """Epoch seconds of a time in ISO 8601, in UTC if it names no zone. Raises `Unreadable`."""
+    """Convert ISO 8601 to epoch seconds; without a zone, in UTC. Raises `Unreadable`."""
     try:
         at = datetime.fromisoformat(text)
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
@@ -329,7 +336,7 @@ def time_of(text: Any, place: str, line: int | None = None) -> float:
 
 
 def tools_called(conversation: Dialogue) -> list[dict[str, Any]]:
-    """Tools that were called, in the form of those on offer; their arguments are unknown."""
+    """Make schemas of the tools that were called; their arguments are unknown."""
     calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
     return [
         function_tool(name, "", None) for name in sorted({c["function"]["name"] for c in calls})
@@ -339,8 +346,11 @@ def tools_called(conversation: Dialogue) -> list[dict[str, Any]]:
 def usage(
     given: Any, made: Any, cached: Any, *, written: Any = None, reasoned: Any = None
 ) -> Usage:
-    """Tokens of a call: of input with and output, of the input's from a cache and written to one,
-    and of reasoning; what is no count is unknown."""
+    """Make the usage of a call; a value that is no count is unknown.
+
+    `given` are input tokens, `made` output tokens, `cached` and `written` input tokens read from
+    and written to a cache, `reasoned` reasoning tokens.
+    """
     return Usage(
         input_tokens=count_or_none(given),
         output_tokens=count_or_none(made),
@@ -350,21 +360,19 @@ def usage(
     )
 
 
-def of_metadata(metadata: Any) -> dict[str, Any]:
-    """Keys of a record, from what this program writes of it as the metadata of a row.
-
-    Rewards are those of a check, so that filters find them.
-    """
+def facts_in_metadata(metadata: Any) -> dict[str, Any]:
+    """Read the keys of a record from the metadata of a row that this program exported."""
+    # Rewards go under `check`, so that filters find them.
     if not isinstance(metadata, dict) or "config_digest" not in metadata:
         return {}
-    known = {key: metadata[key] for key in _OF_METADATA if metadata.get(key) is not None}
+    known = {key: metadata[key] for key in _METADATA_FACTS if metadata.get(key) is not None}
     rewards = {
         key: metadata[key] for key in ("reward", "rewards", "turn_rewards") if key in metadata
     }
     return known | ({"check": rewards} if rewards else {})
 
 
-_OF_METADATA = (
+_METADATA_FACTS = (
     "status",
     "status_reason",
     "prompt_id",

@@ -1,4 +1,4 @@
-"""Import a batch run of hermes-agent, so that a run only does what is missing.
+"""Imports a batch run of hermes-agent, so that a run only does the missing prompts.
 
 Its directory has `batch_<n>.jsonl` (a trajectory per line), `trajectories.jsonl` (all of them, at
 the end of the run) and `checkpoint.json` (the numbers of the prompts that count as done). Rows are
@@ -52,9 +52,9 @@ class Imported:
     completed: int = 0
     ended_early: int = 0
     there: int = 0
-    """Tasks that had a record already."""
+    """The number of tasks that had a record already."""
     repeated: list[str] = field(default_factory=list)
-    """Rows (file:line) whose prompt another row has answered."""
+    """Rows (file:line) whose prompt another row has already answered."""
     unknown: list[str] = field(default_factory=list)
     """Rows whose prompt is not in the dataset."""
     unreadable: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Imported:
     """Prompts that count as done but have no trajectory."""
 
     def describe(self) -> str:
-        """A line per kind of row, with the first ones."""
+        """Write a line per kind of row, with its first rows."""
         counted = [
             (self.completed, "completed", [""]),
             (self.ended_early, "ended early", [""]),
@@ -102,7 +102,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     """
     files = _files(directory)
     imported = Imported(directory)
-    rows = list(_rows(files, imported))
+    rows = list(_read_rows(files, imported))
     by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
     first_samples = tasks(scan, range(0, scan.tasks, scan.num_samples))
     for position, task in enumerate(first_samples):
@@ -116,7 +116,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
             if row.number is not None and row.number in answered:
                 imported.repeated.append(row.place)
                 continue
-            taken = _take(by_prompt, row)
+            taken = _take_task(by_prompt, row)
             if taken is None:
                 known = row.conversation.prompt in by_prompt
                 (imported.repeated if known else imported.unknown).append(row.place)
@@ -126,7 +126,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
             if taken.key in there:
                 imported.there += 1
                 continue
-            record = as_stored(_record(taken, row, run_dir))
+            record = as_stored(_make_record(taken, row, run_dir))
             records.add(record)
             if record.status == "completed":
                 imported.completed += 1
@@ -136,12 +136,12 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     finally:
         records.close()
     done = {row.number for row in rows if row.number is not None}
-    imported.lost = sorted(_counted_as_done(directory) - done)
+    imported.lost = sorted(_read_checkpoint(directory) - done)
     return imported
 
 
 def _files(directory: Path) -> list[Path]:
-    """Batch files in their order, then the merged file, which repeats their rows."""
+    """Find the batch files in their order, then the merged file, which repeats their rows."""
     paths = sorted(
         (path for path in directory.glob("batch_*.jsonl") if _BATCH.fullmatch(path.name)),
         key=lambda path: int(path.stem.split("_")[1]),
@@ -155,7 +155,7 @@ def _files(directory: Path) -> list[Path]:
     return files
 
 
-def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
+def _read_rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
     seen: set[bytes] = set()
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
@@ -169,7 +169,7 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 conversation = read_conversation(
                     fields["conversations"],
                     model=text_or_none(metadata.get("model")),
-                    at=_time(metadata),
+                    at=_time_of(metadata),
                 )
                 index = fields.get("prompt_index")
                 yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
@@ -177,7 +177,7 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 imported.unreadable.append(f"{place} ({type(error).__name__}: {error})")
 
 
-def _time(metadata: dict[str, Any]) -> float:
+def _time_of(metadata: dict[str, Any]) -> float:
     try:
         return datetime.fromisoformat(metadata["timestamp"]).timestamp()
     except (KeyError, TypeError, ValueError):
@@ -189,8 +189,11 @@ def _prompt_of(task: Task, scan: Scan) -> str:
     return next(message["content"] for message in opening if message["role"] == "user")
 
 
-def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
-    """The task that a row answers: among equal prompts that with its number, else the first."""
+def _take_task(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
+    """Take the task that a row answers: of equal prompts the one with its number, else the first.
+
+    Returns None if no task is left.
+    """
     waiting = by_prompt.get(row.conversation.prompt)
     if not waiting:
         return None
@@ -198,7 +201,7 @@ def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | Non
     return waiting.pop(chosen)[1]
 
 
-def _counted_as_done(directory: Path) -> set[int]:
+def _read_checkpoint(directory: Path) -> set[int]:
     try:
         numbers = orjson.loads((directory / "checkpoint.json").read_bytes())["completed_prompts"]
         return {number for number in numbers if isinstance(number, int)}
@@ -206,7 +209,7 @@ def _counted_as_done(directory: Path) -> set[int]:
         return set()
 
 
-def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
+def _make_record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
     fields, conversation = row.fields, row.conversation
     if fields.get("completed") is True and conversation.is_answered:
         status = "completed"
@@ -253,11 +256,11 @@ class ImportedConversation:
     prompt: str
     trajectory: Trajectory
     tools: list[dict[str, Any]]
-    """Schemas as they were offered."""
+    """The schemas of the tools on offer."""
 
     @property
     def is_answered(self) -> bool:
-        """Whether it ends with a message of the model without tool calls."""
+        """Whether the conversation ends with a message of the model without tool calls."""
         last = self.trajectory.messages[-1]
         return last["role"] == "assistant" and not last.get("tool_calls")
 
@@ -265,17 +268,16 @@ class ImportedConversation:
 def read_conversation(
     entries: Sequence[Mapping[str, Any]], *, model: str | None, at: float
 ) -> ImportedConversation:
-    """Read the `conversations` of a row; `at` (epoch seconds) is when it was saved.
+    """Read the `conversations` of a row that was saved `at` this time (epoch seconds).
 
-    Raises `ValueError` with the reason if it is not in this format.
-
-    The format is lossy: the prompt's own system message, times and tokens are unknown, and whether
-    a call failed is guessed from the text of its result, as in hermes-agent.
+    Raises `ValueError` with the reason if the row is not in this format.
     """
+    # The format is lossy: the prompt's own system message, times and tokens are unknown, and a
+    # failed call is guessed from the text of its result, as in hermes-agent.
     kinds = [entry.get("from") for entry in entries if isinstance(entry, dict)]
     if kinds[:2] != ["system", "human"] or len(kinds) != len(entries):
         raise ValueError(f"it starts with {kinds[:2]}, expected system, human")
-    values = [_text(entry.get("value"), entry["from"]) for entry in entries]
+    values = [_require_text(entry.get("value"), entry["from"]) for entry in entries]
     prompt = values[1]
     events: list[Event] = []
     ids: set[str] = set()
@@ -284,11 +286,11 @@ def read_conversation(
     for kind, value in zip(kinds[2:], values[2:], strict=True):
         if kind == "gpt":
             turn += 1
-            reply = _reply(value, turn, model, at)
+            reply = _read_reply(value, turn, model, at)
             calls = reply["message"].get("tool_calls", [])
             events.append(reply)
         elif kind == "tool":
-            events += _results(value, calls, turn, at, ids)
+            events += _read_results(value, calls, turn, at, ids)
         elif kind == "human":
             events.append(NoteEvent(kind="note", turn=turn, reason="human", text=value, at=at))
         else:
@@ -296,16 +298,16 @@ def read_conversation(
     if not turn:
         raise ValueError("it has no message of the model")
     opening = [Message(role="user", content=prompt)]
-    return ImportedConversation(prompt, Trajectory(opening, events), _tools(values[0]))
+    return ImportedConversation(prompt, Trajectory(opening, events), _read_tools(values[0]))
 
 
-def _text(value: Any, who: str) -> str:
+def _require_text(value: Any, who: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"the value of a {who} entry is not text")
     return value
 
 
-def _tools(system: str) -> list[dict[str, Any]]:
+def _read_tools(system: str) -> list[dict[str, Any]]:
     match = _TOOLS.search(system)
     if match is None:
         raise ValueError("its system entry has no list of tools")
@@ -322,7 +324,7 @@ def _tools(system: str) -> list[dict[str, Any]]:
     ]
 
 
-def _reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
+def _read_reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
     reasoning, rest = split_inline_reasoning(value)
     text, _, tail = rest.partition("<tool_call>")
     calls = [
@@ -355,17 +357,17 @@ def _reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
     )
 
 
-def _results(
+def _read_results(
     value: str, calls: list[ToolCall], turn: int, at: float, ids: set[str]
 ) -> Iterator[ResultEvent]:
-    """The results of a tool entry, in call order; calls get the ids in their results."""
+    """Read the results of a tool entry, in call order; calls get the ids in their results."""
     responses = list(_blocks(value, "tool_response"))
     if len(responses) > len(calls):
         raise ValueError(f"turn {turn}: {len(responses)} results for {len(calls)} calls")
     for number, (call, response) in enumerate(zip(calls, responses, strict=False)):
-        own = response.get("tool_call_id")
-        if isinstance(own, str) and own and own not in ids:
-            call["id"] = own
+        id = response.get("tool_call_id")
+        if isinstance(id, str) and id and id not in ids:
+            call["id"] = id
         ids.add(call["id"])
         content = response.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
@@ -382,7 +384,7 @@ def _results(
 
 
 def _blocks(text: str, tag: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects between tags; their texts may contain the tags, too."""
+    """Yield the JSON objects between tags; their texts may contain tags, too."""
     rest = text.strip()
     while rest:
         if not rest.startswith(f"<{tag}>"):

@@ -1,7 +1,8 @@
-"""Conversations of other programs, written as rows and records into a run directory.
+"""Imports conversations of other programs as rows and records of a run directory.
 
-Its dataset, `imported/conversations.jsonl`, has a row per conversation; a row is on disk before its
-record, so that an import that was killed goes on where it was. Equal conversations are taken once.
+The dataset of the run, `imported/conversations.jsonl`, has a row per conversation. A row is on disk
+before its record, so an import that was killed continues where it stopped. Equal conversations are
+imported once.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import Task
 
 MODEL = "imported:any"
-"""The model in the config of such a run; those of its records are in them."""
+"""The model in the config of such a run; each record has the model of its own."""
 
-_SHOWN = 20
+_MAX_NAMED = 20
 _DIGEST = "imported_digest"
 
 
@@ -61,18 +62,18 @@ class ImportEnd:
     completed: int = 0
     ended_early: int = 0
     there: int = 0
-    """Conversations that had a record already."""
+    """The number of conversations that had a record already."""
     repeated: int = 0
-    """Conversations that are equal to an earlier one of the same import."""
+    """The number of conversations that equal an earlier one of the same import."""
     changed: list[str] = field(default_factory=list)
-    """Places whose conversation is another one than when they were imported."""
+    """Places whose conversation has changed since it was imported."""
     unreadable: list[str] = field(default_factory=list)
-    """What could not be read: place, field and reason."""
+    """Place, field and reason of each conversation that could not be read."""
     unreadable_file: Path | None = None
-    """A line for each of them."""
+    """The file with a line for each unreadable conversation; None without any."""
 
     def describe(self) -> str:
-        """A line per kind, with the first ones."""
+        """Write a line per kind of result, with its first places."""
         counted = [
             (self.completed, "completed", []),
             (self.ended_early, "without an answer at their end", []),
@@ -87,11 +88,11 @@ class ImportEnd:
         lines = ["imported conversations"]
         for count, kind, places in counted:
             if count:
-                lines.append(f"{count:>9,} {kind} {first_few(places, _SHOWN)}".rstrip())
+                lines.append(f"{count:>9,} {kind} {first_few(places, _MAX_NAMED)}".rstrip())
         if self.unreadable:
             lines.append(f"{len(self.unreadable):>9,} unreadable, left out")
-            lines += [f"          {what}" for what in self.unreadable[:_SHOWN]]
-            if len(self.unreadable) > _SHOWN:
+            lines += [f"          {what}" for what in self.unreadable[:_MAX_NAMED]]
+            if len(self.unreadable) > _MAX_NAMED:
                 lines.append(f"          all of them: {self.unreadable_file}")
         return "\n".join(lines)
 
@@ -104,12 +105,12 @@ def import_conversations(
     format: str | None = None,
     metadata: Collection[str] = (),
 ) -> tuple[ImportEnd, RunConfig, Scan]:
-    """Import what files, directories and hub datasets hold into a run, new or imported before.
+    """Import files, directories and hub datasets into a new run, or one of earlier imports.
 
-    `format` is that of all, or None to recognize each. Columns of rows that `metadata` names are no
-    part of a conversation: short ones become columns to filter by, others are left out. Raises
-    `DatasetError` and `ConfigError` for sources that cannot be read, `StorageError`, and what
-    `open_run_dir` raises.
+    `format` is the format of all sources, or None to recognize each. The columns that `metadata`
+    names are no part of a conversation: short ones become columns to filter by, others are left
+    out. Raises `DatasetError` and `ConfigError` for sources that cannot be read, `StorageError`,
+    and the errors of `open_run_dir`.
     """
     names = [*names]
     for name in names:
@@ -180,8 +181,8 @@ def _import(
                 if task.key in there:
                     imported.there += 1
                     continue
-                whence = {"format": place.format, "file": place.source, "line": place.line}
-                record = as_stored(read.record(task, run_dir.digest, place.at, whence))
+                origin = {"format": place.format, "file": place.source, "line": place.line}
+                record = as_stored(read.record(task, run_dir.digest, place.at, origin))
             except (Unreadable, DamagedLine, ValueError) as error:
                 imported.unreadable.append(f"{place}: {error}")
                 continue
@@ -200,37 +201,37 @@ def _import(
 
 
 class _Known(NamedTuple):
-    """What is known of a row."""
+    """The identity of a row of the run."""
 
     id: str
     occurrence: int
-    """Which of the rows with its id it is, from 1."""
+    """The number of the row among those with its id, from 1."""
     place: str
-    """Where its conversation was read first."""
+    """The place at which its conversation was first read."""
     digest: str
 
 
 class _Rows:
-    """The rows of an import: those that are there, and new ones."""
+    """The rows of an import: those on disk, and new ones."""
 
     def __init__(self, file: AppendFile, known: Scan) -> None:
         self._file = file
         self._rules = known.rules
         self._known: dict[str, _Known] = {}
-        """By the digests of conversations."""
+        """The rows by the digests of their conversations."""
         self._places: set[int] = set()
         self._ids: Counter[str] = Counter()
         for task in tasks(known):
             self._add(task.columns)
 
     def task_of(self, place: Place, found: Foreign) -> Task | None:
-        """The task of a conversation, whose row is on disk then; equal ones share it.
+        """Return the task of a conversation, and write its row; equal conversations share both.
 
-        None if another conversation of its place is there. Raises `ValueError` if no row can hold
-        it.
+        Returns None if another conversation was imported from its place. Raises `ValueError` if no
+        row can hold it.
         """
-        digest = _digest_of(found)
-        known = self._known.get(digest) or self._of_earlier_version(place, found)
+        digest = _conversation_digest(found)
+        known = self._known.get(digest) or self._find_earlier_version(place, found)
         columns: dict[str, Any] = {
             **found.columns,
             "id": known.id if known else found.id or f"{Path(place.source).stem}-{place.line}",
@@ -246,8 +247,8 @@ class _Rows:
             known = self._add(columns)
         return task_of(columns, self._rules, occurrence=known.occurrence)
 
-    def _of_earlier_version(self, place: Place, found: Foreign) -> _Known | None:
-        """The row of this place, if an earlier version wrote it for this conversation."""
+    def _find_earlier_version(self, place: Place, found: Foreign) -> _Known | None:
+        """Find the row that an earlier version wrote for this conversation; None without one."""
         known = self._known.get(digest_of_messages(found))
         return known if known is not None and known.place in place.names() else None
 
@@ -259,18 +260,18 @@ class _Rows:
         return known
 
 
-def _digest_of(found: Foreign) -> str:
-    """Over all that the record will hold of it: also marks, and columns such as scores."""
-    said = found.conversation
+def _conversation_digest(found: Foreign) -> str:
+    """Return the digest of a conversation with its marks, and columns such as scores."""
+    dialogue = found.conversation
     content = exact_json.dumps(
-        [digest_of_messages(found), said.no_loss, said.cut, dict(found.columns)]
+        [digest_of_messages(found), dialogue.no_loss, dialogue.cut, dict(found.columns)]
     )
-    # The prefix tells it from digests of earlier versions, which took no marks and columns.
+    # The prefix distinguishes it from digests of earlier versions, without marks and columns.
     return f"2-{blake2b(content, digest_size=16).hexdigest()}"
 
 
 def digest_of_messages(found: Foreign) -> str:
-    """The digest of earlier versions, without marks and columns."""
+    """Return the digest that earlier versions made, without marks and columns."""
     content = exact_json.dumps(
         [found.conversation.stored(0.0), found.tools, found.facts, found.imported, found.id]
     )

@@ -1,9 +1,9 @@
-"""What the columns of a row of messages mean, beside the conversation itself.
+"""The meaning of a row's columns beside the messages.
 
 Every column is one of these: part of the conversation (system prompt, tools, pictures), a mark for
 all of its replies, a verdict, a short value to filter by, a copy of a text of the conversation, or
-metadata by its name. Any other column is refused by name: it may hold what a model is to learn, or
-is not to learn. A user says with `--metadata` that it does not.
+metadata by its name. Any other column is refused by name, because it may be part of the
+conversation. With `--metadata` a user declares that it is not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from agent.messages.message import Message, ProviderBlocks
 from batch_trajectories.basics.text import clip
-from batch_trajectories.importing.call_forms import parsed, tools_of
+from batch_trajectories.importing.call_forms import parse_value, read_tool_schemas
 from batch_trajectories.importing.conversation import Unreadable, is_blank
 
 MARKS = ("weight", "loss", "loss_weight", "train", "training")
-"""Keys of a message or of a row: 0 or false where nobody is to learn the replies."""
+"""Keys of a message or of a row: 0 or false if the replies carry no loss."""
 
 _SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "system_instructions")
 _TOOLS = ("tools", "functions", "available_tools", "tool_definitions", "tool_schemas")
@@ -53,7 +53,7 @@ METADATA = frozenset(
         "license",
         "annotator",
         "config",
-        # What became of a task: patches, logs and tests.
+        # Results of a task: patches, logs and tests.
         "patch",
         "model_patch",
         "generated_patch",
@@ -105,10 +105,10 @@ METADATA = frozenset(
         "__index_level_0__",
     }
 )
-"""Columns that are left out if they are lists, objects or long: no model reads or writes them."""
+"""Columns that no model reads or writes: left out if they are lists, objects or long."""
 
-_OF_SWE_AGENT = frozenset({"environment", "trajectory", "replay_config", "attempts", "review"})
-"""Beside its `history`, which holds what the model read and wrote."""
+_SWE_AGENT_COLUMNS = frozenset({"environment", "trajectory", "replay_config", "attempts", "review"})
+"""Columns of SWE-agent beside `history`, which holds the messages."""
 
 _PART_OF_PROMPT = frozenset(
     {
@@ -138,9 +138,9 @@ _PART_OF_PROMPT = frozenset(
         "loss_mask",
     }
 )
-"""Columns that are parts of a conversation, also short ones, unless its messages say the same."""
+"""Columns that are parts of a conversation, even if short, unless its messages repeat them."""
 
-_NOT_OF_ROWS = frozenset({"id", "messages", "conversations", "metadata", "prompt"})
+_RESERVED = frozenset({"id", "messages", "conversations", "metadata", "prompt"})
 
 _MEDIA: Mapping[str, str] = {
     **dict.fromkeys(("image", "img", "picture", "pic", "photo", "screenshot", "frame"), "image"),
@@ -155,34 +155,37 @@ _MEDIA_NAME = re.compile(
     r"(?:_?\d+)?"
 )
 _NO_MEDIA = re.compile(r"(?:docker|container|sandbox|base|env|vm|oci|num|n|has|is|with)_|.*_count")
-"""Images of containers, and numbers and signs of pictures."""
+"""Names of columns with images of containers, or with counts and flags."""
 _DATA_URL = re.compile(r"data:(?:image|video|audio)/")
 _FILE_KEYS = frozenset({"bytes", "path", "url"})
-"""What pictures and sounds are in tables that `datasets` writes."""
+"""The keys of pictures and sounds in tables that `datasets` writes."""
 
 _LONGEST = 1000
 _COPY_CHARS = 40
-"""A text from here on that stands within a message is a copy, not a coincidence."""
+"""Minimum length of a text that counts as a copy if a message contains it."""
 _SHOWN = 60
 
 
 def kind_of_media(name: str) -> str | None:
-    """What a column of this name holds if it is a picture, a video or a sound; else None."""
+    """Return the kind of media in a column, by its name: image, video, audio or file; else None."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_")
     match = _MEDIA_NAME.fullmatch(plain)
     return None if match is None or _NO_MEDIA.match(plain) else _MEDIA[match[1]]
 
 
 def is_short(value: Any) -> bool:
-    """Whether a value is a column to filter by: a number, true, false or a short text."""
+    """Whether a value can be filtered by: a number, true, false or a short text."""
     if isinstance(value, bool | int | float):
         return True
     return isinstance(value, str) and len(value) < _LONGEST
 
 
 def columns_of(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict[str, Any]:
-    """Short columns of a row, to filter by; `are_metadata`: whatever their names mean."""
-    apart = _NOT_OF_ROWS if are_metadata else {*_NOT_OF_ROWS, *_SYSTEM, *_TOOLS}
+    """Return the short columns of a row, to filter by.
+
+    `are_metadata`: the user declared them as metadata, so their names have no other meaning.
+    """
+    apart = _RESERVED if are_metadata else {*_RESERVED, *_SYSTEM, *_TOOLS}
     return {
         name: value
         for name, value in row.items()
@@ -191,7 +194,7 @@ def columns_of(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict[st
 
 
 def refuse_pairs(row: Mapping[str, Any]) -> None:
-    """Raise `Unreadable` for a row with two answers, one of which is the better one."""
+    """Raise `Unreadable` for a row with a better and a worse answer."""
     if pair := next((name for name in _PAIRS if not is_blank(row.get(name))), None):
         raise Unreadable(
             f"{pair}: the row is a pair for preferences, which are not read: `import` takes rows "
@@ -200,50 +203,50 @@ def refuse_pairs(row: Mapping[str, Any]) -> None:
 
 
 def system_columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values of the columns with a system prompt."""
+    """Return the names and values of the columns with a system prompt."""
     return ((name, row[name]) for name in _SYSTEM if not is_blank(row.get(name)))
 
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools of a row; None where it has no such column. Raises `Unreadable`."""
+    """Return the tools of a row; None without such a column. Raises `Unreadable`."""
     named = [name for name in _TOOLS if row.get(name) is not None]
     tools: list[dict[str, Any]] = []
     for name in named:
         if not is_blank(row[name]):
             try:
-                offered = tools_of(row[name], name)
+                offered = read_tool_schemas(row[name], name)
             except Unreadable as error:
-                raise Unreadable(f"{error}; {way_out([name])}") from error
-            tools = union_of(tools, offered, name)
+                raise Unreadable(f"{error}; {metadata_hint([name])}") from error
+            tools = unite_tools(tools, offered, name)
     return tools if named else None
 
 
-def union_of(
+def unite_tools(
     known: Sequence[dict[str, Any]], added: Sequence[dict[str, Any]], place: str
 ) -> list[dict[str, Any]]:
-    """Tools of two places, each once. Raises `Unreadable` where two of one name differ."""
+    """Unite two lists of tools. Raises `Unreadable` if two tools of one name differ."""
     if not known:
         return [*added]
     tools = {tool["function"]["name"]: tool for tool in known}
     for tool in added:
         name = tool["function"]["name"]
         if name in tools:
-            if (both := _joined(tools[name], tool)) is None:
+            if (both := _merge_tool(tools[name], tool)) is None:
                 raise Unreadable(f"{place}: it has another tool {name!r} than the rest of the row")
             tool = both
         tools[name] = tool
     return [*tools.values()]
 
 
-def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
-    """A tool with what either says of it; None where they say different things."""
+def _merge_tool(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """Merge two descriptions of a tool; return None if they contradict each other."""
     function = dict(one["function"])
     for key, value in other["function"].items():
         if _says_nothing(value):
             continue
         if _says_nothing(function.get(key)):
             function[key] = value
-        elif _bare(function[key]) != _bare(value):
+        elif _without_blanks(function[key]) != _without_blanks(value):
             return None
     return {**one, "function": function}
 
@@ -253,17 +256,17 @@ def _says_nothing(value: Any) -> bool:
     return is_blank(value) or value == {"type": "object", "properties": {}}
 
 
-def _bare(value: Any) -> Any:
-    """A value without what is blank in it, and without white space around texts."""
+def _without_blanks(value: Any) -> Any:
+    """Return a value without blank members and without white space around texts."""
     if isinstance(value, dict):
-        return {key: _bare(one) for key, one in value.items() if not is_blank(one)}
+        return {key: _without_blanks(one) for key, one in value.items() if not is_blank(one)}
     if isinstance(value, list):
-        return [_bare(one) for one in value]
+        return [_without_blanks(one) for one in value]
     return value.strip() if isinstance(value, str) else value
 
 
 def media_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A part for each picture, video and sound in columns of a row."""
+    """Make a part for each picture, video and sound in the columns of a row."""
     return [
         {"type": kind_of_media(name) or "file", "source": _source_of(one)}
         for name, value in row.items()
@@ -274,7 +277,7 @@ def media_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _source_of(value: Any) -> str:
-    """Where a picture comes from, as far as its row says."""
+    """Return the path or URL of a picture; "bytes" if its row has none."""
     if isinstance(value, dict):
         value = value.get("path") or value.get("url")
     return value if isinstance(value, str) else "bytes"
@@ -302,10 +305,10 @@ def add_media(row: Mapping[str, Any], messages: Sequence[Message], api: str) -> 
     first["provider_blocks"] = {**known, "blocks": [*known["blocks"], *parts]}
 
 
-def is_quiet(marked: Mapping[str, Any], place: str, hint: str = "") -> bool:
-    """Whether nobody is to learn what a message or a row holds, by its `MARKS`.
+def is_masked(marked: Mapping[str, Any], place: str, hint: str = "") -> bool:
+    """Whether a message or a row carries no loss, by its `MARKS`.
 
-    Raises `Unreadable` for shares of a loss, with `hint` behind the reason.
+    Raises `Unreadable` for weights other than 0 and 1, with `hint` after the reason.
     """
     found = {mark: marked[mark] for mark in MARKS if marked.get(mark) is not None}
     for mark, value in found.items():
@@ -315,16 +318,16 @@ def is_quiet(marked: Mapping[str, Any], place: str, hint: str = "") -> bool:
     return any(value == 0 for value in found.values())
 
 
-def is_quiet_row(row: Mapping[str, Any]) -> bool:
-    """Whether nobody is to learn any reply of a row. Raises `Unreadable`."""
+def is_masked_row(row: Mapping[str, Any]) -> bool:
+    """Whether no reply of a row carries loss. Raises `Unreadable`."""
     for mark in MARKS:
         if row.get(mark) is not None:
-            is_quiet({mark: row[mark]}, "", f"; {way_out([mark])}")
-    return is_quiet(row, "")
+            is_masked({mark: row[mark]}, "", f"; {metadata_hint([mark])}")
+    return is_masked(row, "")
 
 
 def verdict_in(row: Mapping[str, Any]) -> bool | None:
-    """Whether a row is a good example, as rows for KTO say; None if it does not say.
+    """Return the verdict of a row for KTO, True for a good example; None without one.
 
     Raises `Unreadable`.
     """
@@ -339,28 +342,28 @@ def verdict_in(row: Mapping[str, Any]) -> bool | None:
             found[name] = value
         elif name == "kto_tag" or not isinstance(value, str):
             shown = clip(repr(value), max_chars=_SHOWN)
-            raise Unreadable(f"{name}: {shown} is neither true nor false; {way_out([name])}")
+            raise Unreadable(f"{name}: {shown} is neither true nor false; {metadata_hint([name])}")
     if len(set(found.values())) > 1:
         raise Unreadable("kto_tag: the row has another label")
     return next(iter(found.values()), None)
 
 
-def way_out(names: Sequence[str]) -> str:
-    """How a user says that columns hold nothing of a conversation."""
+def metadata_hint(names: Sequence[str]) -> str:
+    """Return the advice for columns that are no part of the conversation."""
     return f"if it is no part of the conversation, add --metadata={','.join(names)}"
 
 
 def refuse_unknown_columns(
     row: Mapping[str, Any], column: str, raw: Iterable[str], messages: Sequence[Message]
 ) -> None:
-    """Raise `Unreadable` for columns of which nobody says what they are.
+    """Raise `Unreadable` for columns of unknown meaning.
 
-    `column` is that of the conversation, `raw` are its texts as they stand there, `messages` what
-    was read of it.
+    `column` holds the conversation, `raw` are its texts as they are there, and `messages` the
+    messages that were read from it.
     """
     known = {column, "id", "messages", "conversations", *_SYSTEM, *_TOOLS, *METADATA}
     if column == "history":
-        known |= _OF_SWE_AGENT
+        known |= _SWE_AGENT_COLUMNS
     if isinstance(row.get("thinking"), dict):
         known.add("thinking")  # a setting of requests to Anthropic; as text it is reasoning
     texts = [text.strip() for text in raw]
@@ -378,7 +381,7 @@ def refuse_unknown_columns(
         name, more = unknown[0], unknown[1:]
         shown = clip(repr(row[name]), max_chars=_SHOWN)
         also = f"; so are {', '.join(more)}" if more else ""
-        raise Unreadable(f"{name}: the column is unknown: {shown}{also}; {way_out(unknown)}")
+        raise Unreadable(f"{name}: the column is unknown: {shown}{also}; {metadata_hint(unknown)}")
 
 
 def _texts_of(message: Message) -> Iterator[str]:
@@ -388,7 +391,7 @@ def _texts_of(message: Message) -> Iterator[str]:
 
 
 def _is_copy(value: Any, texts: Sequence[str]) -> bool:
-    """Whether all that a column says stands in the messages, too."""
+    """Whether the messages contain all texts of a column."""
     if isinstance(value, str):
         text = value.strip()
         if text in texts or (len(text) >= _COPY_CHARS and any(text in one for one in texts)):
@@ -396,18 +399,18 @@ def _is_copy(value: Any, texts: Sequence[str]) -> bool:
         if not text.startswith("["):
             return False
         try:
-            value = parsed(text, "")
+            value = parse_value(text, "")
         except Unreadable:
             return False
-    said = [*_said_in(value)]
-    return bool(said) and all(isinstance(one, str) and one.strip() in texts for one in said)
+    found = [*_texts_in(value)]
+    return bool(found) and all(isinstance(one, str) and one.strip() in texts for one in found)
 
 
-def _said_in(value: Any) -> Iterator[Any]:
-    """The texts in pairs of texts or in messages, and whatever else is among them."""
+def _texts_in(value: Any) -> Iterator[Any]:
+    """Yield the texts in pairs of texts or in messages, and any other value among them."""
     if isinstance(value, list):
         for one in value:
-            yield from _said_in(one)
+            yield from _texts_in(one)
     elif isinstance(value, dict) and value.keys() in ({"role", "content"}, {"from", "value"}):
         yield value.get("content", value.get("value"))
     else:

@@ -1,4 +1,4 @@
-"""Files, rows and readers of sources."""
+"""Reads sources: finds their files, recognizes the format, and yields their conversations."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from batch_trajectories.importing.conversation import (
 from batch_trajectories.importing.row_columns import columns_of, kind_of_media
 
 FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
-"""The modules of readers; in this order they are asked whether a file is theirs."""
+"""The modules of readers, in the order in which they are tried for a file."""
 
-_LOOKED_AT = 50
-"""Rows of a file by which its format is recognized."""
+_SAMPLE_ROWS = 50
+"""The number of rows of a file by which its format is recognized."""
 
 
 Unit = Literal["line", "element", "row"]
-"""What the rows of a source are: lines, elements of a JSON list, or rows of a table."""
+"""The kind of a source's rows: lines, elements of a JSON list, or rows of a table."""
 
 
 class Place(NamedTuple):
-    """Where a conversation, or what stands in its place, was read."""
+    """The place at which a conversation, or a row that is none, was read."""
 
     format: str
     source: str
     line: int | None
-    """Or its number among the rows; None for the whole source."""
+    """The number of the line or row, from 1; None for the whole source."""
     at: float
-    """When the source was written, epoch seconds."""
+    """The time at which the source was written, epoch seconds."""
     unit: Unit = "line"
 
     def __str__(self) -> str:
@@ -54,14 +54,14 @@ class Place(NamedTuple):
         return f"{self.source}, {self.unit} {self.line}"
 
     def names(self) -> tuple[str, str]:
-        """How it is named, and how earlier versions named it in the rows of an import."""
+        """Return the name of the place, and the name that earlier versions gave it."""
         return str(self), str(self._replace(unit="line"))
 
 
 Read = Foreign | Unreadable
 
 _BYTES = "bytes"
-"""Stands for a value of bytes, which rows do not hold."""
+"""The value that stands for bytes, which rows do not hold."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -69,11 +69,11 @@ _BOM = b"\xef\xbb\xbf"
 def conversations_in(
     name: Path, format: str | None, metadata: Collection[str] = ()
 ) -> Iterator[tuple[Place, Read]]:
-    """All that a file, a directory or a hub's dataset (`hf:`) holds, in order.
+    """Yield the conversations of a file, a directory or a hub's dataset (`hf:`), in order.
 
-    `format` is one of `FORMATS`, or None to recognize that of each file; `metadata` are columns of
-    rows that are no part of a conversation. Raises `DatasetError` for
-    a source that cannot be one, `ConfigError` for a directory without any conversation.
+    `format` is one of `FORMATS`, or None to recognize the format of each file. `metadata` names
+    columns that are no part of a conversation. Raises `DatasetError` for a source that cannot be
+    read, `ConfigError` for a directory without any conversation.
     """
     source = source_of(name)
     if not source.files:
@@ -107,8 +107,8 @@ def _read_rows(
     is_one_of_many: bool = False,
 ) -> Iterator[tuple[Place, Read]]:
     at = path.stat().st_mtime if path.exists() else time.time()
-    head = list(islice(rows, _LOOKED_AT))
-    name, reader = _reader_of(head, format)
+    head = list(islice(rows, _SAMPLE_ROWS))
+    name, reader = _recognize(head, format)
     if reader is None:
         known = ", ".join(FORMATS)
         wrong = next((one for one in head if isinstance(one, Unreadable)), None)
@@ -133,22 +133,13 @@ def _read_rows(
         elif reader.row is None:
             whole.append(row)
         else:
-            of_row, own = name, reader.row
             content = {key: one for key, one in row.content.items() if key not in metadata}
-            try:
-                if format is None and (other := _other_format(content, name)):
-                    if reader.recognizes(content):
-                        reason = f"it is also a row of {other}; --format says which is read"
-                        raise Unreadable(reason)
-                    of_row, own = other, _reader_named(other).row or own
-                found = own(content)
-                if len(content) < len(row.content):
-                    named = {key: one for key, one in row.content.items() if key in metadata}
-                    found.columns = {**found.columns, **columns_of(named, are_metadata=True)}
-                read: Read = found
-            except Unreadable as error:
-                read = error
-            yield Place(of_row, source, row.number, at), read
+            other = _other_format(content, name) if format is None else None
+            row_format, read = _read_row(content, name, reader, other)
+            if isinstance(read, Foreign) and len(content) < len(row.content):
+                named = {key: one for key, one in row.content.items() if key in metadata}
+                read.columns = {**read.columns, **columns_of(named, are_metadata=True)}
+            yield Place(row_format, source, row.number, at), read
     if reader.session is not None and whole:
         try:
             found = reader.session(path, whole)
@@ -160,23 +151,41 @@ def _read_rows(
             yield Place(name, source, problem.line, at), problem
 
 
+def _read_row(
+    content: Mapping[str, Any], name: str, reader: Reader, other: str | None
+) -> tuple[str, Read]:
+    """Read a row; return the name of its format, and the conversation or the error.
+
+    `name` and `reader` are those of the file. `other` is another format of the row; None without.
+    """
+    if other is not None and reader.recognizes(content):
+        return name, Unreadable(f"it is also a row of {other}; --format says which is read")
+    if other is not None:
+        name, reader = other, _load_reader(other)
+    assert reader.row is not None
+    try:
+        return name, reader.row(content)
+    except Unreadable as error:
+        return name, error
+
+
 def _other_format(row: Mapping[str, Any], name: str) -> str | None:
-    """Another format than this one whose conversation a row has."""
+    """Find another format of which a row is a conversation; None if there is none."""
     for other in FORMATS:
-        reader = _reader_named(other)
+        reader = _load_reader(other)
         if other != name and reader.row is not None and reader.recognizes(row):
             return other
     return None
 
 
-def _reader_named(name: str) -> Reader:
+def _load_reader(name: str) -> Reader:
     reader: Reader = import_module(f"batch_trajectories.importing.readers.{name}").READER
     return reader
 
 
-def _reader_of(head: list[SourceRow | Unreadable], format: str | None) -> tuple[str, Reader | None]:
+def _recognize(head: list[SourceRow | Unreadable], format: str | None) -> tuple[str, Reader | None]:
     for name in FORMATS if format is None else (format,):
-        reader = _reader_named(name)
+        reader = _load_reader(name)
         if format is not None or any(
             reader.recognizes(row.content) for row in head if isinstance(row, SourceRow)
         ):
@@ -192,7 +201,7 @@ def _unit_of(file: SourceFile) -> Unit:
 
 
 def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
-    if file.kind == "lines" and file.compression is None and _begins_a_document(file.path):
+    if file.kind == "lines" and file.compression is None and _is_document(file.path):
         try:
             content = exact_json.loads_with_valid_text(file.path.read_bytes())
         except exact_json.JSONDecodeError as error:
@@ -203,8 +212,8 @@ def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
     yield from _rows_of(DataSource(str(file.path), files=(file,)))
 
 
-def _begins_a_document(path: Path) -> bool:
-    """Whether a file is one object on several lines: its first line does not hold all of it."""
+def _is_document(path: Path) -> bool:
+    """Whether a file is one JSON object on several lines."""
     try:
         if path.stat().st_size > MAX_LINE_BYTES:
             return False
@@ -214,7 +223,7 @@ def _begins_a_document(path: Path) -> bool:
                 return False
             second = file.readline(MAX_LINE_BYTES).strip()
     except OSError:
-        return False  # named when it is read as rows
+        return False  # reading it as rows reports the error
     return bool(second) and not _is_object(first) and not _is_object(second)
 
 
@@ -226,8 +235,10 @@ def _is_object(text: bytes) -> bool:
 
 
 def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
-    """The rows with their numbers; what is no object is named. A part that cannot be read ends
-    them."""
+    """Yield the rows with their numbers, and an error for each row that is no object.
+
+    A part of the source that cannot be read ends the rows.
+    """
     number = 0
     left_out: set[str] = set()
     try:
@@ -244,24 +255,24 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
                     yield Unreadable(why, number)
                     continue
             if isinstance(content, Mapping):
-                content = _with_bytes(content, left_out)
+                content = _mark_bytes(content, left_out)
                 yield SourceRow(number, content)
             else:
                 why = str(content) if row == TOO_LONG else "not an object"
                 yield Unreadable(why, number)
     except DatasetError as error:
-        damaged = Unreadable(_without_name(str(error), source.name), number + 1 if number else None)
+        damaged = Unreadable(_strip_source(str(error), source.name), number + 1 if number else None)
         damaged.is_damaged = True
         yield damaged
 
 
-def _with_bytes(row: Mapping[str, Any], left_out: set[str]) -> Mapping[str, Any]:
-    """A row with a sign in place of its columns of bytes, which rows do not hold."""
+def _mark_bytes(row: Mapping[str, Any], left_out: set[str]) -> Mapping[str, Any]:
+    """Add a mark to a row for each of its columns of bytes, which rows do not hold."""
     signs: dict[str, Any] = {}
     for name in left_out:
         column, _, inside = name.partition(".")
         if not is_blank(row.get(column)):
-            continue  # it holds more than bytes, which say what it is
+            continue  # its other values tell the kind of the column
         if kind_of_media(column) is not None:
             signs[column] = _BYTES
         elif not inside:
@@ -271,8 +282,8 @@ def _with_bytes(row: Mapping[str, Any], left_out: set[str]) -> Mapping[str, Any]
     return {**row, **signs}
 
 
-def _without_name(reason: str, source: str) -> str:
-    """A reason that begins with the name of its source, which a `Place` says already."""
+def _strip_source(reason: str, source: str) -> str:
+    """Remove the name of the source, which a `Place` has already, from a reason."""
     if not reason.startswith(source):
         return reason
     rest = reason.removeprefix(source)

@@ -1,4 +1,4 @@
-"""Texts of models that hold calls and results in tags.
+"""Reads calls and results in the tags of model texts.
 
 The dialect of the Hermes and Qwen models (`<tools>`, `<tool_call>`, `<tool_response>`) in the forms
 that public sets have, and the `<function=NAME>` blocks of OpenHands and the Agent Data Protocol.
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.text import clip
 from batch_trajectories.importing.call_forms import (
     ForeignCall,
-    calls_of,
     json_text,
-    parsed,
-    tools_of,
+    parse_value,
+    read_calls,
+    read_tool_schemas,
 )
 from batch_trajectories.importing.conversation import Unreadable
-from batch_trajectories.importing.row_columns import union_of
+from batch_trajectories.importing.row_columns import unite_tools
 
 CALL = "<tool_call>"
 RESULT = "<tool_response>"
@@ -28,11 +28,11 @@ RESULT = "<tool_response>"
 _CALLS = re.compile(r"<tool_call>(?=\s*[\[{])")
 _TOOLS = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 _HERMES = "You are a function calling AI model."
-"""How the system prompt begins that Nous Research published; see `hermes_system_prompt.txt`."""
+"""The beginning of the system prompt of Nous Research; see `hermes_system_prompt.txt`."""
 _QWEN = "# Tools\n\nYou may call one or more functions"
-"""How the section begins that Qwen's chat template adds to a system prompt."""
+"""The beginning of the section that Qwen's chat template adds to a system prompt."""
 _EXAMPLE = re.compile(r".*?<tool_call>\s*\n.*?\n\s*</tool_call>", re.DOTALL)
-"""What follows the tools in both: how to call them, with an example."""
+"""Matches the instructions after the tools in both, which end with an example call."""
 _XML_CALL = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _SHOWN = 40
@@ -46,7 +46,7 @@ class TaggedReply(NamedTuple):
 
 
 class TaggedResult(NamedTuple):
-    """A result: its call, as far as it names one, its text, and the value that was read."""
+    """A result: id and name of its call ("" if unknown), its text, and the parsed value."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class TaggedResult(NamedTuple):
 
 
 class TaggedSystem(NamedTuple):
-    """A system prompt without the tools that it offers, None if it offers none."""
+    """A system prompt without its list of tools, and the tools; None without a list."""
 
     text: str
     tools: list[dict[str, Any]] | None
@@ -67,13 +67,13 @@ def has_calls(text: str) -> bool:
 
 
 def read_reply(text: str, place: str) -> TaggedReply:
-    """Take the calls out of a reply. Raises `Unreadable` for what stands between or after them."""
+    """Take the calls out of a reply. Raises `Unreadable` for text between or after them."""
     begin = _CALLS.search(text)
     if begin is None:
         return TaggedReply(text, [])
     calls: list[ForeignCall] = []
     for body in _blocks(text[begin.start() :], "tool_call", place):
-        calls += calls_of(body, f"{place}: {CALL}")
+        calls += read_calls(body, f"{place}: {CALL}")
     return TaggedReply(_before(text[: begin.start()]), calls)
 
 
@@ -84,7 +84,7 @@ def read_function_call(text: str, place: str) -> TaggedReply:
     """
     if text.lstrip()[:1] in ("{", "["):
         try:
-            return TaggedReply("", calls_of(text, place))
+            return TaggedReply("", read_calls(text, place))
         except Unreadable:
             if not has_calls(text):  # words before them may begin like JSON
                 raise
@@ -116,12 +116,12 @@ def _refuse_words(text: str, place: str) -> None:
 
 
 def _before(text: str) -> str:
-    """The words before calls, which begin on a line of their own."""
+    """Return the text before calls, without the line break before them."""
     return text.removesuffix("\n") if text.strip() else ""
 
 
 def read_results(text: str, place: str) -> list[TaggedResult]:
-    """The results of an entry, in its order. Raises `Unreadable`."""
+    """Read the results of an entry, in order. Raises `Unreadable`."""
     if not text.lstrip().startswith(RESULT):
         return [TaggedResult("", "", text, text)]
     return [_result(body) for body in _blocks(text, "tool_response", place)]
@@ -129,7 +129,7 @@ def read_results(text: str, place: str) -> list[TaggedResult]:
 
 def _result(body: str) -> TaggedResult:
     try:
-        value = parsed(body, "", keeps_digits=True)
+        value = parse_value(body, "", keeps_digits=True)
     except Unreadable:
         return TaggedResult("", "", body, body)
     keys = {"tool_call_id", "name", "content"}
@@ -141,12 +141,12 @@ def _result(body: str) -> TaggedResult:
 
 
 def read_system(text: str, place: str) -> TaggedSystem:
-    """The tools of a system prompt, and what it says beside the words of the format.
+    """Split a system prompt into its tools and its text without the words of the format.
 
     Raises `Unreadable` for a list of tools that cannot be read.
     """
     offers = [
-        (match, tools_of(match[1].strip(), f"{place}: <tools>"))
+        (match, read_tool_schemas(match[1].strip(), f"{place}: <tools>"))
         for match in _TOOLS.finditer(text)
         if match[1].strip().startswith(("[", "{"))
     ]
@@ -154,7 +154,7 @@ def read_system(text: str, place: str) -> TaggedSystem:
         return TaggedSystem(text, None)
     tools: list[dict[str, Any]] = []
     for _, offered in offers:
-        tools = union_of(tools, offered, f"{place}: <tools>")
+        tools = unite_tools(tools, offered, f"{place}: <tools>")
     first = offers[0][0]
     before, after = text[: first.start()], text[first.end() :]
     own, marker, _ = before.partition(_QWEN)
@@ -172,7 +172,7 @@ def read_system(text: str, place: str) -> TaggedSystem:
 
 
 def _without(text: str, matches: Sequence[re.Match[str]], start: int = 0) -> str:
-    """A text from `start` on without what these found, and without white space around it."""
+    """Return a text from `start` on without these matches and the white space around them."""
     if not matches:
         return text[start:]
     bounds = [start, *(bound for match in matches for bound in match.span()), len(text)]
@@ -182,7 +182,7 @@ def _without(text: str, matches: Sequence[re.Match[str]], start: int = 0) -> str
 
 
 def _blocks(text: str, tag: str, place: str) -> Iterator[str]:
-    """The bodies between tags; those that are JSON may hold the tags, too. Raises `Unreadable`."""
+    """Yield the bodies between tags; JSON bodies may contain tags. Raises `Unreadable`."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     decoder = json.JSONDecoder()
     rest = text.strip()

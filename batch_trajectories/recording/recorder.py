@@ -1,8 +1,8 @@
-"""The server of a recording: a session of model calls becomes a record.
+"""The server of a recording, which turns each session of model calls into a record.
 
-A session begins with its first model call. It ends by silence, by a call (DELETE /sessions/NAME),
-or with the recording. What a crash interrupts continues when the same name comes back, else its
-record is made once it has been silent.
+A session begins with its first model call. It ends after a silence, by a request (DELETE
+/sessions/NAME), or with the recording. A session that a crash interrupts continues at the next
+start; if no further call comes, it ends after the silence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import orjson
 from aiohttp import web
 
 from agent.gateway.relay import CallLimits, Relay
-from agent.gateway.server import Gateway, body_of, key_of, server_of
+from agent.gateway.server import Gateway, make_server, read_body, request_key
 from agent.loop.rules import Finish, ending_of_refusal
 from agent.messages.message import Event, Message, reply_in
 from agent.models.conversation_id import id_of_task
@@ -32,7 +32,7 @@ from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from agent.wires.lines import lines_of
 from agent.wires.wire import WireError
-from agent.wires.wires import WIRES, wires_of
+from agent.wires.wires import WIRES, find_wires
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
 from batch_trajectories.basics.text import plural
@@ -51,31 +51,31 @@ from batch_trajectories.records.tasks import Task
 # The sessions of a recording: each is a row of its dataset, and becomes a record.
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_OF_PATH = re.compile(r"/sessions/([^/?]+)(/[^?]*)?(\?.*)?")
+_SESSION_PATH = re.compile(r"/sessions/([^/?]+)(/[^?]*)?(\?.*)?")
 
 DEFAULT = "session"
-"""The session of requests that name none."""
+"""The name of the session of requests without a name or key."""
 
 
 class BadName(ValueError):
-    """Not a valid name for a session."""
+    """The name of a session is not valid."""
 
 
-def session_of(request: web.BaseRequest) -> tuple[str, str]:
-    """The session that a request belongs to, and its path within it.
+def split_session(request: web.BaseRequest) -> tuple[str, str]:
+    """Return the name of a request's session, and the path of the request within the session.
 
-    Sessions are named by the path, /sessions/NAME/..., or else by the API key, of which only a
-    digest is kept. Raises `BadName`.
+    The path /sessions/NAME/... names the session, or else the API key, of which only a digest is
+    kept. Raises `BadName`.
     """
     path = request.raw_path
-    if match := _OF_PATH.fullmatch(path):
+    if match := _SESSION_PATH.fullmatch(path):
         name, rest, query = match.groups()
         if not _NAME.fullmatch(name):
             raise BadName(
                 f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"
             )
         return name, (rest or "/") + (query or "")
-    key = key_of(request)
+    key = request_key(request)
     if not key:
         return DEFAULT, path
     return f"key-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}", path
@@ -85,7 +85,7 @@ class SessionFile:
     """`sessions.jsonl`: the dataset of a recording, one row per session, with its first prompt."""
 
     def __init__(self, path: Path, rules: RowRules, quarantine: Path) -> None:
-        """Open the file, and create it if it is new. Raises `StorageError`."""
+        """Open the file, or create it. Raises `StorageError`."""
         make_directory(path.parent, is_inside=False, parents=True)
         self.path = path
         self._rules = rules
@@ -98,11 +98,11 @@ class SessionFile:
             self._seen[task.columns["id"]] += 1
 
     def scan(self) -> Scan:
-        """The file as a dataset; it may be empty."""
+        """Scan the file as a dataset, which may be empty."""
         return scan(self.path, max_samples=None, rules=self._rules, may_be_empty=True)
 
     def begin(self, name: str, prompt: str) -> Task:
-        """A new session, on disk. A name that was used before gets a number."""
+        """Write the row of a new session. A name that was used before gets a number."""
         self._seen[name] += 1
         columns = {"id": name, "prompt": prompt}
         self._file.append(exact_json.dumps(columns, option=orjson.OPT_APPEND_NEWLINE))
@@ -119,10 +119,10 @@ class SessionFile:
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.5
-_TELL_S = 5.0
-"""Most programs make their next call sooner."""
-_TOLD_EVERY_S = 0.05
+_SILENCE_CHECK_S = 0.5
+_FAREWELL_S = 5.0
+"""Time to tell programs that the recording stops; most make their next call sooner."""
+_FAREWELL_CHECK_S = 0.05
 
 
 class Session:
@@ -183,16 +183,16 @@ class Recorder:
         self._said: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
-        """Answers requests outside sessions: probes, and requests that are not calls."""
+        """The gateway for requests outside sessions: probes, and requests that are not calls."""
         self._is_stopping = False
-        self._told: set[str] = set()
-        """The sessions that got an answer since the recording was to stop."""
+        self._refused_sessions: set[str] = set()
+        """The names of sessions that got an answer since the recording began to stop."""
         self.stopped = asyncio.Event()
         self.stopped_by: str | None = None
-        """Why the recording cannot continue; its sessions stay as they are."""
+        """The reason that the recording cannot continue; then its sessions stay open. Else None."""
 
-    def take_up(self, tasks: Sequence[Task]) -> None:
-        """Continue the sessions that an earlier start has left."""
+    def reopen_sessions(self, tasks: Sequence[Task]) -> None:
+        """Open the sessions that an earlier start left, with their journaled events."""
         for task in tasks:
             events = self._inflight.events(task.key)
             self._open(task.columns["id"], task, events)
@@ -200,7 +200,7 @@ class Recorder:
     async def serve(self, host: str, port: int) -> None:
         """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
         loop = asyncio.get_running_loop()
-        server = server_of(self._handle)
+        server = make_server(self._handle)
         try:
             listener = await loop.create_server(server, host, port)
         except OSError as error:
@@ -215,12 +215,12 @@ class Recorder:
             while not self.stopped.is_set():
                 await self._end_silent()
                 try:
-                    async with asyncio.timeout(_LOOK_EVERY_S):
+                    async with asyncio.timeout(_SILENCE_CHECK_S):
                         await self.stopped.wait()
                 except TimeoutError:
                     continue
             if self.stopped_by is not None:
-                await self._tell_all()
+                await self._refuse_for_farewell()
         finally:
             self._is_stopping = True
             listener.close()
@@ -232,21 +232,22 @@ class Recorder:
                 server.pre_shutdown()
                 await server.shutdown(1.0)
 
-    async def _tell_all(self) -> None:
-        """Refuse calls for a moment, so that programs learn why the recording stops.
+    async def _refuse_for_farewell(self) -> None:
+        """Refuse calls for a moment, so that programs learn the reason that the recording stops.
 
-        A closed connection would say nothing. It ends early once all open sessions have asked.
+        Ends early once all open sessions have made a request.
         """
+        # A closed connection would give no reason.
         self._upstream.stop()
-        until = time.monotonic() + _TELL_S
-        while time.monotonic() < until and not all(map(self._is_told, self._sessions.values())):
-            await asyncio.sleep(_TOLD_EVERY_S)
+        until = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < until and not all(map(self._has_heard, self._sessions.values())):
+            await asyncio.sleep(_FAREWELL_CHECK_S)
 
-    def _is_told(self, session: Session) -> bool:
-        return session.name in self._told or session.gateway.relay.ended.is_set()
+    def _has_heard(self, session: Session) -> bool:
+        return session.name in self._refused_sessions or session.gateway.relay.ended.is_set()
 
     async def _leave_all(self) -> None:
-        """Leave all sessions at the same time; raise the first failure once none is at work."""
+        """Leave all sessions at the same time; raise the first failure once all are left."""
         left = map(self._leave, [*self._sessions.values()])
         for failure in await asyncio.gather(*left, return_exceptions=True):
             if failure is not None:
@@ -265,14 +266,14 @@ class Recorder:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
-            name, path = session_of(request)
+            name, path = split_session(request)
         except BadName as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         if request.method == "DELETE" and path.rstrip("/") in ("", "/session"):
             return await self._end_by_call(request, name)
         session = self._sessions.get(name)
         if session is None and not self._is_stopping:
-            prompt = await _prompt_of(request, path)
+            prompt = await _read_prompt(request, path)
             session = self._sessions.get(name)  # another request may have begun it meanwhile
             if session is None and prompt is not None:
                 session = self._open(name, self._file.begin(name, prompt), [])
@@ -284,7 +285,7 @@ class Recorder:
         finally:
             session.heard_at = time.monotonic()
             if self.stopped_by is not None:
-                self._told.add(name)
+                self._refused_sessions.add(name)
 
     def _open(self, name: str, task: Task, events: list[Event]) -> Session:
         trajectory = self._rules.read(task.columns).trajectory(events)
@@ -341,7 +342,7 @@ class Recorder:
         return not error.was_passed_on and self._upstream.has_failed(error)
 
     async def _watch(self, session: Session) -> None:
-        """Stop the recording where a failure is not the session's own."""
+        """Stop the recording if a failure of a session concerns all sessions."""
         await session.gateway.relay.ended.wait()
         failure = session.gateway.relay.failure
         if isinstance(failure, ModelError) and self._upstream.has_failed(failure):
@@ -350,7 +351,10 @@ class Recorder:
             self.halt(str(failure))
 
     async def _end_by_call(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
-        """DELETE /sessions/NAME, or /session with its key; the body can set status and reason."""
+        """Handle DELETE /sessions/NAME, or /session with its key, and end that session.
+
+        The body can set `status` and `reason`.
+        """
         session = self._sessions.get(name)
         if session is None:
             return web.json_response({"error": {"message": f"no session {name!r}"}}, status=404)
@@ -380,11 +384,11 @@ class Recorder:
             await self._end(session)
             return
         try:
-            await self._closed(session)
+            await self._close(session)
         except Exception as error:
             log.info("%s: stays in the journal: %s", session.task.id, error)
 
-    async def _closed(self, session: Session) -> None:
+    async def _close(self, session: Session) -> None:
         """Wait for the calls of a session, but not longer than `grace_s` if the recording ends."""
         if session.watcher is not None:
             session.watcher.cancel()
@@ -397,17 +401,17 @@ class Recorder:
     async def _end(
         self, session: Session, end: Finish | None = None, done: Finish | None = None
     ) -> dict[str, Any] | None:
-        """Make a session a record; None if it has to stay for the next start.
+        """Turn a session into a record, and return that; None if it stays for the next start.
 
-        `end` is how it ended, by its program; `done` counts unless its last reply was cut off, or
-        was none and the call after it failed.
+        `end` is the ending that its program gave. `done` is used without one, unless the last reply
+        was cut off, or there is none and the call failed.
         """
         if self._sessions.get(session.name) is not session:
             return None
         del self._sessions[session.name]
         task, failure = session.task, None
         try:
-            await self._closed(session)
+            await self._close(session)
         except ModelError as error:
             if self._upstream.has_failed(error):
                 self.halt(self._upstream.calls.describe(error))
@@ -453,7 +457,7 @@ class Recorder:
         return record
 
     def _failure(self, task: Task, error_class: str, message: str) -> Failure:
-        # A program of someone else's cannot be started again: this was the last attempt.
+        # The recorded program is not ours to start again, so this was the last attempt.
         attempt = self._config.max_attempts
         return Failure(
             id=task.id,
@@ -468,14 +472,14 @@ def _refuse(event: Event) -> None:
     raise AssertionError(f"{event['kind']}: belongs to no session")
 
 
-async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
-    """The first text of the user in a model call; None if the request is not a call."""
-    wires = wires_of(WIRES)
+async def _read_prompt(request: web.BaseRequest, path: str) -> str | None:
+    """Read the first text of the user in a model call; None if the request is not a call."""
+    wires = find_wires(WIRES)
     wire = next((w for w in wires if w.operation(request.method, path) == "call"), None)
     if wire is None:
         return None
     try:
-        body = exact_json.loads(await body_of(request))
+        body = exact_json.loads(await read_body(request))
         parsed = wire.read(path, body) if isinstance(body, dict) else None
     except (exact_json.JSONDecodeError, WireError, web.HTTPRequestEntityTooLarge):
         return None
@@ -492,7 +496,7 @@ def _has_replies(session: Session) -> bool:
 
 
 def _ending(session: Session, done: Finish | None) -> Finish:
-    """The ending of a session whose program did not give one; see `Recorder._end`."""
+    """Find the ending of a session whose program gave none; see `Recorder._end`."""
     calls = session.trajectory.agent_calls
     prompt = session.task.columns["prompt"]
     main = None if calls is None else lines_of(calls, prompt).main

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a recording listens, and when its sessions end by themselves."""
+    """The address of a recording, and the silence after which its sessions end."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -50,7 +50,7 @@ class Listening:
 
 
 def sessions_of(run_dir: Path) -> Path:
-    """The dataset of a recording."""
+    """Return the path of the dataset of a recording."""
     return run_dir / "sessions" / "sessions.jsonl"
 
 
@@ -102,9 +102,9 @@ def _record(
         closing(BudgetLog(run_dir.path, run_dir.quarantine)) as budget_log,
         closing(SessionFile(config.dataset_file, rules, run_dir.quarantine)) as sessions,
     ):
-        for what in (records.unreadable, set_aside_damaged(run_dir.path)):
-            if what:
-                say(f"set aside in {run_dir.quarantine}: {first_few(what)}")
+        for damaged in (records.unreadable, set_aside_damaged(run_dir.path)):
+            if damaged:
+                say(f"set aside in {run_dir.quarantine}: {first_few(damaged)}")
         inflight = Inflight(run_dir.inflight)
         index = records.take_found()
         settled = Settled(index, config.max_attempts)
@@ -154,7 +154,7 @@ def _record(
                     silence_s=listening.silence_s,
                     say=say,
                 )
-                recorder.take_up([one for one in sessions.tasks if one.key not in settled])
+                recorder.reopen_sessions([one for one in sessions.tasks if one.key not in settled])
                 serving = asyncio.current_task()
                 assert serving is not None
 
@@ -184,9 +184,6 @@ def _record(
         return outcome, sessions.scan()
 
 
-# Record the model calls of programs that others run.
-
-
 def record(
     config: RunConfig,
     upstream: str,
@@ -196,7 +193,7 @@ def record(
     accept_config_change: Collection[str] = (),
     say: Callable[[str], object],
 ) -> RunEnd:
-    """Record until a signal ends it; see the command `record`.
+    """Record model calls until a signal ends the recording; see the command `record`.
 
     Raises `RunError`, as `run` does.
     """

@@ -1,6 +1,6 @@
-"""The models that a recording's programs may ask: limits and budget as in any run.
+"""The models that recorded programs may call, with limits and budget as in any run.
 
-Elsewhere the parent divides limits and budget among workers; here one process is both.
+In a run, the parent divides limits and budget among workers. Here one process is both.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from agent.gateway.answers import Answer, api_asked, path_below_root
-from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
+from agent.gateway.answers import Answer, guess_api, models_path
+from agent.gateway.relay import RefusedModel, Route, ask_freely, make_free_request
 from agent.gateway.server import NO_NAMES
 from agent.models.client.retrying import Retry
 from agent.models.dialects.dialect import base_url_at
@@ -41,7 +41,7 @@ from batch_trajectories.engine.worker.calls import AboutCalls, Calls
 log = logging.getLogger(__name__)
 
 ANY = "any"
-"""Stands for the names of all models in the config of a recording."""
+"""The name that stands for all models in the config of a recording."""
 
 _OPENAI = frozenset({"openai_chat", "openai_responses"})
 _TICK_S = 0.1
@@ -49,7 +49,7 @@ _LIST_S = 10.0
 
 
 class Models:
-    """Finds the model for a dialect and a name that a program asks for."""
+    """Finds the model for a dialect and the name that a program sends."""
 
     def __init__(self, config: RunConfig, upstream: str) -> None:
         """`upstream` is a prefix as in `--model=PREFIX:NAME`. Raises `ConfigError`."""
@@ -74,20 +74,20 @@ class Models:
         setups = {}
         for api in get_args(Api):
             try:
-                setups[api] = replace(self.setup, settings=self._at(api, self.settings))
+                setups[api] = replace(self.setup, settings=self._with_api(api, self.settings))
             except RefusedModel:
                 continue
         return setups
 
     def find(self, api: str, name: str) -> ModelSettings:
-        """The settings of a model. Raises `RefusedModel`."""
+        """Return the settings of a model. Raises `RefusedModel`."""
         if (known := self._known.get((api, name))) is not None:
             return known
         try:
             settings = settings_of(self._config, f"{self._upstream}:{name}")
         except ValueError as error:
             raise RefusedModel(str(error)) from error
-        settings = self._at(api, settings)
+        settings = self._with_api(api, settings)
         if self._config.max_run_cost_usd is not None and not is_known(settings):
             raise RefusedModel(
                 f"the price of model {name!r} is unknown, so the budget of the recording cannot be "
@@ -96,8 +96,8 @@ class Models:
         self._known[api, name] = settings
         return settings
 
-    def _at(self, api: str, settings: ModelSettings) -> ModelSettings:
-        """The settings for another dialect of the same server, if it speaks that."""
+    def _with_api(self, api: str, settings: ModelSettings) -> ModelSettings:
+        """Return the settings for a dialect of the same server. Raises `RefusedModel`."""
         if settings.api == api:
             return settings
         base_url = settings.base_url or ""
@@ -116,13 +116,13 @@ class Models:
 
 
 def _root_for(api: str, base_url: str) -> str:
-    """Where a server of the user's own speaks a dialect."""
+    """Return the base URL at which a server of the user's own speaks a dialect."""
     return base_url_at(api, base_url.rstrip("/").removesuffix("/v1"))
 
 
 @dataclass(eq=False)
-class _Me(WorkerHandle):
-    """This process, as the parent's side sees it."""
+class _OwnWorker(WorkerHandle):
+    """This process in the role of a worker, for code that is written for the parent."""
 
     take: Callable[[ToWorker], None] = field(default=lambda message: None)
 
@@ -140,7 +140,7 @@ class _Me(WorkerHandle):
 
 
 class Upstream:
-    """The calls of this process. Needs a running event loop."""
+    """Makes the calls of a recording, within its limits and budget. Needs a running event loop."""
 
     def __init__(
         self,
@@ -152,16 +152,20 @@ class Upstream:
         on_used_up: Callable[[str], None],
         say: Callable[[str], object],
     ) -> None:
-        """`spent` is what earlier starts have spent. `on_used_up` gets why no call can be paid,
-        `say` what the user has to know."""
+        """`spent` is the spending of earlier starts. `on_used_up` gets the reason that no call
+        can be paid, `say` gets messages for the user.
+        """
         limits = limits_of(config, models.setups)
         self._models = models
         self._on_used_up = on_used_up
-        self._say, self._said = say, set[str]()
+        self._say = say
+        self._said: set[str] = set()
         self._limits = RunLimits(limits)
         self._budget = RunBudget(budget_of(config), spent=spent, budget_log=budget_log)
         inbox: Inbox = Inbox()
-        self._me = _Me(0, "recorder", inbox, ready=True, take=self._from_parent)
+        self._own_worker = _OwnWorker(
+            0, "recorder", inbox, ready=True, take=self._take_parent_message
+        )
         self.calls = Calls(
             limits,
             budget_of(config),
@@ -171,7 +175,7 @@ class Upstream:
             by_batch=False,
             keys=None,
             clock_offset_s=0.0,
-            send=self._from_worker,
+            send=self._take_worker_message,
             on_retry=_log_retry,
             say=self._say_once,
             conversations=0,
@@ -180,33 +184,31 @@ class Upstream:
         self._tick()
 
     def route(self, api: str, name: str) -> Route:
-        """The model that answers a call. Raises `RefusedModel`."""
+        """Find the model that answers a call. Raises `RefusedModel`."""
         settings = self._models.find(api, name)
         return Route(self.calls.pool.get(settings))
 
     async def list_models(self, path: str, headers: Mapping[str, str]) -> Answer:
-        """The endpoint's own list of models; see `agent.gateway.answers`."""
+        """Return the endpoint's own list of models; see `agent.gateway.answers`."""
         own, setups = self._models.settings, self._models.setups
-        api = api_asked(path, headers, own.api)
+        api = guess_api(path, headers, own.api)
         settings = setups[api].settings if api in setups else own
-        if settings.connection.client is not None:  # these know no such request
+        if settings.connection.client is not None:  # such clients cannot send this request
             return await NO_NAMES(path, headers)
         sent = {name: headers[name] for name in WIRES[settings.api].headers if name in headers}
-        request = free_request(path_below_root(settings.api, path), sent)
+        request = make_free_request(models_path(settings.api, path), sent)
         # The program can ask again; it does not wait for an endpoint that has no list.
         once = replace(settings, call_attempts=1, call_timeout_s=_LIST_S, attempt_timeout_s=_LIST_S)
         return await ask_freely(self.calls.pool.get(once), request)
 
     def has_failed(self, error: ModelError) -> bool:
-        """Whether a failed call stops the recording.
-
-        An API that the server lacks fails only the sessions of programs that speak it.
-        """
-        answers = error.action != "stop_run" and bool(self.calls.proven)
-        return self.calls.is_the_endpoints(error) and not answers
+        """Whether a failed call stops the recording."""
+        # An API that the server lacks fails only the sessions of programs that speak it.
+        has_answered = error.action != "stop_run" and bool(self.calls.proven)
+        return self.calls.is_the_endpoints(error) and not has_answered
 
     def report(self) -> list[dict[str, Any]]:
-        """What limited the calls; see `RunLimits.report`."""
+        """Return the limits that held calls back; see `RunLimits.report`."""
         return self._limits.report()
 
     def stop(self) -> None:
@@ -229,22 +231,22 @@ class Upstream:
         self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _share(self) -> None:
-        self._limits.share([self._me])
-        self._budget.grant_shares([self._me])
-        if reason := self._budget.used_up([self._me]):
+        self._limits.share([self._own_worker])
+        self._budget.grant_shares([self._own_worker])
+        if reason := self._budget.used_up([self._own_worker]):
             self._on_used_up(reason)
 
-    def _from_worker(self, message: FromWorker) -> None:
+    def _take_worker_message(self, message: FromWorker) -> None:
         match message:
             case ReportLoad(endpoint, load):
-                self._limits.on_load(self._me, endpoint, load)
+                self._limits.on_load(self._own_worker, endpoint, load)
             case CallRefused(endpoint, retry_after_s, sent_at):
                 self._limits.on_refusal(endpoint, retry_after_s, sent_at)
             case ReportBudget():
-                self._budget.on_worker_budget(self._me, message)
+                self._budget.on_worker_budget(self._own_worker, message)
                 asyncio.get_running_loop().call_soon(self._share)
 
-    def _from_parent(self, message: ToWorker) -> None:
+    def _take_parent_message(self, message: ToWorker) -> None:
         assert isinstance(message, AboutCalls)
         self.calls.receive(message)
 

@@ -1,7 +1,7 @@
 """Documents of Harbor's Agent Trajectory Interchange Format (ATIF), versions 1.0 to 1.8.
 
-Its RFC 0001 and the models of the harbor package say what a document holds. What a record has no
-field for is kept as it came, and is in the document again that the format `atif` exports.
+Its RFC 0001 and the models of the harbor package define documents. Fields that a record lacks are
+kept unchanged, and are in the document again that the format `atif` exports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from agent.messages.message import Message, Usage
 from agent.models.parsing import make_call
 from agent.wires.lines import SUBAGENT
-from agent.wires.reading import message_of
+from agent.wires.reading import make_message
 from agent.wires.wire import WireError
 from batch_trajectories.importing.conversation import (
     Dialogue,
@@ -23,8 +23,8 @@ from batch_trajectories.importing.conversation import (
     Reader,
     Unreadable,
     check_parts,
+    facts_in_metadata,
     is_blank,
-    of_metadata,
     refuse_unknown,
     time_of,
     usage,
@@ -99,25 +99,25 @@ class _Document(msgspec.Struct):
 
 _OURS = "batch-trajectories"
 
-_OF_DOCUMENTS = frozenset({*_Document.__struct_fields__, "notes", "continued_trajectory_ref"})
-_OF_AGENTS = frozenset({*_Agent.__struct_fields__, "extra"})
-_OF_STEPS = frozenset({*_Step.__struct_fields__, "step_id", "reasoning_effort", "llm_call_count"})
-_OF_CALLS = frozenset({*_Call.__struct_fields__, "extra"})
-_OF_RESULTS = frozenset(_Result.__struct_fields__)
-_OF_REFERENCES = frozenset({"trajectory_id", "session_id", "trajectory_path", "extra"})
+_DOCUMENT_KEYS = frozenset({*_Document.__struct_fields__, "notes", "continued_trajectory_ref"})
+_AGENT_KEYS = frozenset({*_Agent.__struct_fields__, "extra"})
+_STEP_KEYS = frozenset({*_Step.__struct_fields__, "step_id", "reasoning_effort", "llm_call_count"})
+_CALL_KEYS = frozenset({*_Call.__struct_fields__, "extra"})
+_RESULT_KEYS = frozenset(_Result.__struct_fields__)
+_REFERENCE_KEYS = frozenset({"trajectory_id", "session_id", "trajectory_path", "extra"})
 _PARTS: PartKinds = {"text": frozenset({"text"}), "image": None, "audio": None}
 
 _MOST_NESTED = 20
-"""Subagents of subagents: more would exceed what Python can call."""
+"""Maximum depth of subagents; deeper nesting would exceed Python's recursion limit."""
 
 
 def _read(row: Mapping[str, Any]) -> Foreign:
     documents: dict[str, _Object] = {}
-    document = _typed(row, "")
+    document = _read_document(row, "")
     conversation = _conversation(row, document, "", "", documents)
     extra = document.extra or {}
     columns = extra.get("columns")
-    facts = of_metadata(extra)
+    facts = facts_in_metadata(extra)
     facts.setdefault("model", document.agent.model_name)
     is_own = document.agent.name == _OURS
     return Foreign(
@@ -132,7 +132,7 @@ def _read(row: Mapping[str, Any]) -> Foreign:
     )
 
 
-def _typed(row: Mapping[str, Any], place: str) -> _Document:
+def _read_document(row: Mapping[str, Any], place: str) -> _Document:
     try:
         document = msgspec.convert(row, _Document)
     except msgspec.ValidationError as error:
@@ -141,31 +141,31 @@ def _typed(row: Mapping[str, Any], place: str) -> _Document:
         raise Unreadable(f"{field or 'the document'}: {what}") from error
     if not document.steps:
         raise Unreadable(f"{place}steps: it is empty")
-    refuse_unknown(row, _OF_DOCUMENTS, place.removesuffix("."))
-    refuse_unknown(row["agent"], _OF_AGENTS, f"{place}agent")
+    refuse_unknown(row, _DOCUMENT_KEYS, place.removesuffix("."))
+    refuse_unknown(row["agent"], _AGENT_KEYS, f"{place}agent")
     for n, step in enumerate(row["steps"]):
         _check_step(step, f"{place}steps[{n}]")
     return document
 
 
 def _check_step(step: Mapping[str, Any], place: str) -> None:
-    """Raise `Unreadable` for what a record would lose of a step."""
-    refuse_unknown(step, _OF_STEPS, place)
+    """Raise `Unreadable` for content of a step that a record would lose."""
+    refuse_unknown(step, _STEP_KEYS, place)
     check_parts(step["message"], _PARTS, f"{place}.message")
     if step["source"] != "agent":
         for field in ("tool_calls", "reasoning_content"):
             if not is_blank(step.get(field)):
                 raise Unreadable(f"{place}.{field}: the source of the step is no agent")
     for n, call in enumerate(step.get("tool_calls") or ()):
-        refuse_unknown(call, _OF_CALLS, f"{place}.tool_calls[{n}]")
+        refuse_unknown(call, _CALL_KEYS, f"{place}.tool_calls[{n}]")
     observation = step.get("observation") or {}
     refuse_unknown(observation, ("results",), f"{place}.observation")
     for n, result in enumerate(observation.get("results", ())):
         where = f"{place}.observation.results[{n}]"
-        refuse_unknown(result, _OF_RESULTS, where)
+        refuse_unknown(result, _RESULT_KEYS, where)
         check_parts(result.get("content"), _PARTS, f"{where}.content")
         for m, reference in enumerate(result.get("subagent_trajectory_ref") or ()):
-            refuse_unknown(reference, _OF_REFERENCES, f"{where}.subagent_trajectory_ref[{m}]")
+            refuse_unknown(reference, _REFERENCE_KEYS, f"{where}.subagent_trajectory_ref[{m}]")
 
 
 def _conversation(
@@ -175,9 +175,9 @@ def _conversation(
     path: str,
     documents: dict[str, _Object],
 ) -> Dialogue:
-    """The conversation of a document; what `documents` keeps of it is under its `path`.
+    """Read the conversation of a document, and add its other fields to `documents` under `path`.
 
-    `place` is where the document stands in that of the file.
+    `place` is the position of the document within that of the file.
     """
     documents[path] = {
         key: value for key, value in row.items() if key not in ("steps", "subagent_trajectories")
@@ -193,29 +193,29 @@ def _conversation(
     for n, step in enumerate(document.steps):
         at = f"{place}steps[{n}]"
         if step.source == "agent":
-            messages.append(_assistant(step, at))
+            messages.append(_read_reply(step, at))
             if n > last_given:
                 kept = {key: raw_steps[n][key] for key in KEPT_OF_STEPS if key in raw_steps[n]}
-                replies.append(_reply(step, at, document.agent.model_name, kept))
+                replies.append(_reply_facts(step, at, document.agent.model_name, kept))
                 # A step without a call of the model is the program's.
                 calls = raw_steps[n].get("llm_call_count")
                 if (step.extra or {}).get("loss") in (False, 0) or calls == 0:
                     quiet.append(len(replies))
         else:
-            messages.append(_said(step.source, step.message, f"{at}.message"))
+            messages.append(_make_message(step.source, step.message, f"{at}.message"))
         names = {call.tool_call_id: call.function_name for call in step.tool_calls or ()}
         results = step.observation.results if step.observation else []
-        owners = _owners(step, results)
+        owners = _match_calls(step, results)
         if any(id for id, one in zip(owners, results, strict=True) if one.source_call_id is None):
-            messages += [_result(_Result(), id, names, at) for id in names if id not in owners]
+            messages += [_read_result(_Result(), id, names, at) for id in names if id not in owners]
         for number, (result, id) in enumerate(zip(results, owners, strict=True)):
             where = f"{at}.observation.results[{number}]"
             if id is not None or result.content:
-                messages.append(_result(result, id, names, where))
+                messages.append(_read_result(result, id, names, where))
             for m, reference in enumerate(result.subagent_trajectory_ref or ()):
                 _check_reference(reference, document, f"{where}.subagent_trajectory_ref[{m}]")
                 references[str(reference.get("trajectory_id"))] = id or ""
-    conversation = Dialogue(messages, replies, no_loss=quiet, sums=_sums(document))
+    conversation = Dialogue(messages, replies, no_loss=quiet, sums=_read_sums(document))
     keys: set[str] = set()
     for n, inner in enumerate(document.subagent_trajectories or ()):
         where = f"{place}subagent_trajectories[{n}]."
@@ -223,7 +223,7 @@ def _conversation(
             raise Unreadable(
                 f"subagent_trajectories: more than {_MOST_NESTED} subagents inside each other"
             )
-        typed = _typed(inner, where)
+        typed = _read_document(inner, where)
         key = (typed.extra or {}).get("key") or references.get(typed.trajectory_id or "")
         key = str(key or f"thread#{n + 1}")
         if key in keys:  # one call can start several
@@ -243,7 +243,7 @@ def _check_reference(reference: _Object, document: _Document, place: str) -> Non
         raise Unreadable(f"{place}.trajectory_id: no trajectory in the document is {id!r}")
 
 
-def _sums(document: _Document) -> dict[str, Any]:
+def _read_sums(document: _Document) -> dict[str, Any]:
     if (totals := document.final_metrics) is None:
         return {}
     sums: dict[str, Any] = {"cost_usd": totals.total_cost_usd}
@@ -253,8 +253,8 @@ def _sums(document: _Document) -> dict[str, Any]:
     return sums
 
 
-def _assistant(step: _Step, place: str) -> Message:
-    message = _said("assistant", _joined(step.message), f"{place}.message")
+def _read_reply(step: _Step, place: str) -> Message:
+    message = _make_message("assistant", _join_texts(step.message), f"{place}.message")
     if step.reasoning_content:
         message["reasoning"] = step.reasoning_content
     if step.tool_calls:
@@ -265,25 +265,23 @@ def _assistant(step: _Step, place: str) -> Message:
     return message
 
 
-def _joined(text: _Text) -> _Text:
-    """What a model wrote, in one text if all its parts are texts."""
+def _join_texts(text: _Text) -> _Text:
+    """Join the parts that a model wrote to one text if all are texts."""
     if isinstance(text, str) or any(part["type"] != "text" for part in text):
         return text
     return "".join(str(part.get("text")) for part in text)
 
 
-def _said(role: Any, text: _Text, place: str) -> Message:
+def _make_message(role: Any, text: _Text, place: str) -> Message:
     try:
-        return message_of("atif", role, text)
+        return make_message("atif", role, text)
     except WireError as error:
         raise Unreadable(f"{place}: {error}") from error
 
 
-def _owners(step: _Step, results: Sequence[_Result]) -> list[str | None]:
-    """The id of the call that each result answers; None for what answers none.
-
-    Terminus-2 names no calls: what its terminal shows after all of a step's is one result.
-    """
+def _match_calls(step: _Step, results: Sequence[_Result]) -> list[str | None]:
+    """Find the id of the call that each result answers; None if it answers none."""
+    # Terminus-2 names no calls: its terminal's output after all calls of a step is one result.
     named = {result.source_call_id for result in results}
     left = [call.tool_call_id for call in step.tool_calls or () if call.tool_call_id not in named]
     unnamed = sum(result.source_call_id is None for result in results)
@@ -291,8 +289,8 @@ def _owners(step: _Step, results: Sequence[_Result]) -> list[str | None]:
     return [result.source_call_id or next(ids, None) for result in results]
 
 
-def _result(result: _Result, id: str | None, names: Mapping[str, str], place: str) -> Message:
-    """A result; one of no call is what the model read next, as from a user."""
+def _read_result(result: _Result, id: str | None, names: Mapping[str, str], place: str) -> Message:
+    """Read a result. A result of no call becomes a message of the user."""
     content = result.content or ""
     if id is not None and result.content is None and result.subagent_trajectory_ref:
         raise Unreadable(
@@ -300,15 +298,15 @@ def _result(result: _Result, id: str | None, names: Mapping[str, str], place: st
             "model read"
         )
     if id is None:
-        return _said("user", content, f"{place}.content")
+        return _make_message("user", content, f"{place}.content")
     if id not in names:
         raise Unreadable(f"{place}.source_call_id: no call of its step has the id {id!r}")
-    message = _said("tool", content, f"{place}.content")
+    message = _make_message("tool", content, f"{place}.content")
     is_error = (result.extra or {}).get("is_error") is True
     return {**message, "tool_call_id": id, "name": names[id], "is_error": is_error}
 
 
-def _reply(step: _Step, place: str, model: str | None, kept: _Object) -> dict[str, Any]:
+def _reply_facts(step: _Step, place: str, model: str | None, kept: _Object) -> dict[str, Any]:
     reply: dict[str, Any] = {"model": step.model_name or model, "extra": {"atif": kept}}
     if (metrics := step.metrics) is not None:
         reply["usage"] = _usage(metrics)

@@ -1,10 +1,10 @@
 """Session files of Claude Code: ~/.claude/projects/*/SESSION.jsonl, with those of its subagents.
 
-A line is a message, or a block of a reply whose lines share an id. Lines name the line before them:
-what was rewound is not part of the conversation. After a compaction the conversation begins again
-with a summary and the last messages before it, where the session names those; what came before is
-a conversation inside the record, as are subagents. Session files have neither the system prompt nor
-tools nor the reminders that Claude Code adds to requests.
+A line is a message, or a block of a reply whose lines share an id. Each line names the line before
+it; lines that were rewound are not part of the conversation. After a compaction the conversation
+begins again with a summary, and with the last messages before it if the session names them. The
+messages before are a conversation inside the record, as are subagents. Session files have neither
+the system prompt nor tools nor the reminders that Claude Code adds to requests.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from agent.wires.lines import BEFORE_COMPACTION, SUBAGENT
 from batch_trajectories.basics import exact_json
 from batch_trajectories.importing.claude_code_fields import (
     LOCAL_COMMAND,
-    OF_REPLIES,
-    check_said,
-    prepared,
+    REPLY_PARTS,
+    check_user_content,
+    prepare_lines,
     queued_in,
 )
 from batch_trajectories.importing.conversation import (
@@ -40,25 +40,25 @@ _API = "anthropic_messages"
 _BOUNDARY = "compact_boundary"
 _THOUGHTS = {"thinking", "redacted_thinking"}
 _NO_MODEL = "<synthetic>"
-"""The model of messages that Claude Code wrote itself. Requests show the model those that are no
-errors: what had come of a block when a user interrupted it, and a word in place of a reply."""
+"""The model name of messages that Claude Code wrote itself. Requests have those that are no errors:
+the beginning of a block that a user interrupted, and a word in place of a reply."""
 _INTERRUPTED = "[Request interrupted by user"
-"""How a user's message begins that Claude Code writes then."""
+"""The beginning of the user's message that Claude Code writes after an interruption."""
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
-    rows = prepared(rows)
+    rows = prepare_lines(rows)
     problems: list[Unreadable] = []
     main = [row for row in rows if not row.content.get("isSidechain")]
     if not any("message" in row.content for row in main):
         main = list(rows)  # the file of a subagent, given by itself
-    *before, last = [_conversation(part, _kept_in(part, main)) for part in _parts(main)]
+    *before, last = [_conversation(part, _find_kept(part, main)) for part in _parts(main)]
     aside = [row for row in rows if row.content.get("isSidechain")] if main != rows else []
-    sides = [_conversation(part, _Kept()) for part in _by_root(aside)]
+    sides = [_conversation(part, _Kept()) for part in _group_by_root(aside)]
     sides += _subagents(path, problems)
     last.inner = [
-        *_named(BEFORE_COMPACTION, before),
-        *_named(SUBAGENT, [side for side in sides if side.messages]),
+        *_set_names(BEFORE_COMPACTION, before),
+        *_set_names(SUBAGENT, [side for side in sides if side.messages]),
     ]
     for n, inner in enumerate(last.inner, start=1):
         inner.key = f"thread#{n}"
@@ -76,14 +76,14 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     )
 
 
-def _named(name: str, conversations: Sequence[Dialogue]) -> Iterator[Dialogue]:
+def _set_names(name: str, conversations: Sequence[Dialogue]) -> Iterator[Dialogue]:
     for one in conversations:
         one.name = name
         yield one
 
 
 def _parts(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
-    """The messages, divided where the conversation was compacted."""
+    """Divide the messages at the compactions of the conversation."""
     parts: list[list[SourceRow]] = [[]]
     for row in rows:
         if row.content.get("subtype") == _BOUNDARY and parts[-1]:
@@ -96,19 +96,19 @@ class _Kept(NamedTuple):
     """Messages that a compaction kept beside its summary."""
 
     after: str | None = None
-    """The line that they follow."""
+    """The id of the line that they follow; None without any."""
     rows: Sequence[SourceRow] = ()
 
 
-def _kept_in(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
-    """What a part of a session begins with that is of the part before."""
+def _find_kept(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
+    """Find the messages at the start of a part that a compaction kept from the part before."""
     for row in part:
         facts = object_of(row.content, "compactMetadata")
         named = object_of(facts, "preservedMessages")
         ids = named.get("allUuids") or named.get("uuids")
         if isinstance(ids, list):
             led = {text_or_none(id) for id in ids} - {None}
-            return _Kept(text_or_none(named.get("anchorUuid")), [*_with_results(rows, led)])
+            return _Kept(text_or_none(named.get("anchorUuid")), [*_add_results(rows, led)])
     return _Kept()
 
 
@@ -118,8 +118,8 @@ def _has_messages(rows: Sequence[SourceRow]) -> bool:
     )
 
 
-def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
-    """Lines of subagents in the file of their session, by the line that each began with."""
+def _group_by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
+    """Group the lines of subagents in a session's file by the first line of each."""
     roots: dict[str, list[SourceRow]] = {}
     root_of: dict[str, str] = {}
     for row in rows:
@@ -130,9 +130,9 @@ def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
 
 
 def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
-    """The conversation of each subagent that has a file of its own.
+    """Read the conversation of each subagent that has a file of its own.
 
-    One with a line that cannot be read is left out whole: it would be another conversation.
+    A subagent with an unreadable line is left out and added to `problems`.
     """
     beside = path.parent.glob("agent-*.jsonl") if not path.stem.startswith("agent-") else ()
     for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
@@ -140,7 +140,7 @@ def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
             is_beside = file.parent == path.parent
             if is_beside and _session_of(_lines_of(file)) != path.stem:
                 continue
-            yield _conversation(prepared([*_lines_of(file)]), _Kept())
+            yield _conversation(prepare_lines([*_lines_of(file)]), _Kept())
         except Unreadable as error:
             place = "" if error.line is None else f"{file.name}:{error.line}: "
             problems.append(Unreadable(f"{place}{error}; the whole subagent is left out"))
@@ -149,7 +149,7 @@ def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
 
 
 def _lines_of(file: Path) -> Iterator[SourceRow]:
-    """The objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
+    """Read the objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -164,13 +164,13 @@ def _lines_of(file: Path) -> Iterator[SourceRow]:
 
 
 def _session_of(rows: Iterable[SourceRow]) -> str | None:
-    """The session that the first line with one names."""
+    """Return the session that the first line with one names; None without one."""
     ids = (text_or_none(row.content.get("sessionId")) for row in rows)
     return next((id for id in ids if id is not None), None)
 
 
 def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
-    """Whether a file is that of a subagent whose session is there, too."""
+    """Whether a file is that of a subagent whose session has a file, too."""
     if path.parent.name == "subagents":
         session = path.parent.parent
     elif path.stem.startswith("agent-"):
@@ -184,9 +184,9 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     items: list[tuple[int, str, dict[str, Any]]] = []
     replies: dict[str, dict[str, Any]] = {}
     blocks: dict[str, list[Any]] = {}
-    for row in _with_kept(_not_rewound(rows), kept):
+    for row in _insert_kept(_drop_rewound(rows), kept):
         message, kind = row.content.get("message"), row.content.get("type")
-        if queued := _said_otherwise(row.content):
+        if queued := _user_text_in(row.content):
             items.append((row.number, "its message", {"role": "user", "content": queued}))
             continue
         if not isinstance(message, dict):
@@ -201,22 +201,22 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
             )
             if is_shown:
                 content = message.get("content")
-                check_said(content, row.number)
+                check_user_content(content, row.number)
                 if _text_of(content).startswith(_INTERRUPTED):
-                    _mind_cut(items, blocks, replies, is_retried=False)
+                    _mark_cut(items, blocks, replies, is_retried=False)
                 item = {"role": "user", "content": content}
                 items.append((row.number, "message", item))
         elif kind == "assistant":
             id = _key(row.content)
             is_own = _is_own(row.content)
             if id not in blocks:
-                _mind_cut(items, blocks, replies, is_retried=not is_own)
+                _mark_cut(items, blocks, replies, is_retried=not is_own)
             content = message.get("content")
             if isinstance(content, str):
                 content = [{"type": "text", "text": content}]
             if not isinstance(content, list):
                 raise Unreadable("message.content: it must be a list of objects", row.number)
-            check_parts(content, OF_REPLIES, "message.content", row.number)
+            check_parts(content, REPLY_PARTS, "message.content", row.number)
             if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
                 continue
             if id not in blocks:
@@ -228,7 +228,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
             if is_own:
                 replies[id]["usage"] = NOTHING_USED  # no call was made
             else:
-                replies[id] |= {"response_id": message.get("id"), **_facts(message)}
+                replies[id] |= {"response_id": message.get("id"), **_read_facts(message)}
     read = read_messages(_API, items)
     given = {_key(row.content) for row in kept.rows}
     told = [reply for id, reply in replies.items() if id not in given]
@@ -236,32 +236,30 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     return Dialogue([one for messages in read for one in messages], told, cut=cut)
 
 
-def _said_otherwise(line: Mapping[str, Any]) -> Any:
-    """What a line that is no message shows the model as one of the user."""
+def _user_text_in(line: Mapping[str, Any]) -> Any:
+    """Return the text of a line that is no message but is sent as one of the user; else None."""
     if line.get("type") == "system" and line.get("subtype") == LOCAL_COMMAND:
         return line["content"]
     return queued_in(line)
 
 
-def _with_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
+def _insert_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
     for row in rows:
         yield row
         if kept.after is not None and row.content.get("uuid") == kept.after:
             yield from kept.rows
 
 
-def _mind_cut(
+def _mark_cut(
     items: list[tuple[int, str, dict[str, Any]]],
     blocks: dict[str, list[Any]],
     replies: dict[str, dict[str, Any]],
     *,
     is_retried: bool,
 ) -> None:
-    """Remove a last reply that was cut off and is in no later request, or note that it was cut.
-
-    Nothing was said between it and another reply, or an error of Claude Code. Later requests have
-    its text where no other reply took its place.
-    """
+    """Remove the last reply if it was cut off and is in no later request, or mark it as cut."""
+    # Such a reply is directly followed by another one, or by an error of Claude Code. Later
+    # requests have its text if no other reply took its place.
     last = items[-1][2].get("content") if items else None
     cut = next((id for id, one in blocks.items() if one is last), None)
     if cut is None:
@@ -279,15 +277,15 @@ def _is_own(line: Mapping[str, Any]) -> bool:
 
 
 def _text_of(content: Any) -> str:
-    """The first text of a message."""
+    """Return the first text of a message; "" without one."""
     if isinstance(content, str):
         return content
     texts = (text_or_none(block.get("text")) for block in exact_json.objects_among(content))
     return next((text for text in texts if text), "")
 
 
-def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last line of a reply says of all of it."""
+def _read_facts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the facts that the last line of a reply has about the whole reply."""
     facts: dict[str, Any] = {"model": message.get("model"), "usage": usage_in(message)}
     ending = ending_of(message.get("stop_reason"))
     if ending is not None and ending != "cut":
@@ -295,10 +293,10 @@ def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
-    """The lines that lead to the last one, with all of their replies and results.
+def _drop_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
+    """Return the lines that lead to the last one, with all of their replies and results.
 
-    Where a line that another one names is missing, the one before that stands for it.
+    If a line names one that is missing, the line above it is used.
     """
     known = {text_or_none(row.content.get("uuid")) for row in rows} - {None}
     led: set[str | None] = set()
@@ -310,11 +308,11 @@ def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
             parent = text_or_none(row.content.get("parentUuid"))
             if parent is None:
                 break
-    return _with_results(rows, led)
+    return _add_results(rows, led)
 
 
-def _with_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
-    """The lines with these ids, and all others of their replies and results of these."""
+def _add_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
+    """Yield the lines with these ids, and the other lines of their replies and results."""
     is_led = [text_or_none(row.content.get("uuid")) in led for row in rows]
     replies = {_reply_id(row.content) for row, on in zip(rows, is_led, strict=True) if on} - {None}
     calls = {
@@ -338,7 +336,7 @@ def _with_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iter
 
 
 def _key(line: Mapping[str, Any]) -> str:
-    """The same for all lines of a reply."""
+    """Return a key that all lines of a reply share."""
     return str(object_of(line, "message").get("id") or line.get("uuid"))
 
 

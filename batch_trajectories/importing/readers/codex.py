@@ -20,7 +20,7 @@ from agent.wires.lines import BEFORE_COMPACTION
 from agent.wires.openai_responses import is_assistants
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among
-from batch_trajectories.importing.codex_fields import ASIDE, check_event, checked_item, has_failed
+from batch_trajectories.importing.codex_fields import ASIDE, check_event, check_item, has_failed
 from batch_trajectories.importing.conversation import (
     Dialogue,
     Foreign,
@@ -33,37 +33,37 @@ from batch_trajectories.importing.conversation import (
 )
 
 _API = "openai_responses"
-_OF_LINES = frozenset({"type", "timestamp", "ordinal", "metadata", "record_type"})
-_ENDED = "aborted"
+_LINE_KEYS = frozenset({"type", "timestamp", "ordinal", "metadata", "record_type"})
+_ABORTED_RESULT = "aborted"
 """The result that Codex 0.171 sends for a call without one."""
 
 
 @dataclass(slots=True)
 class _Reply:
-    """What a session says of a reply."""
+    """The facts about a reply in a session."""
 
     facts: dict[str, Any]
-    """Keys of a turn of a record."""
+    """The keys of a record's turn."""
     read: int | None
-    """The number of the last item that the model had read, where the session tells it."""
+    """The number of the last item that the model had read; None if unknown."""
     items: list[dict[str, Any]] = field(default_factory=list)
     is_cut: bool = False
 
 
 @dataclass(slots=True)
-class _Part:
-    """What one context of the model held."""
+class _Context:
+    """The items of one context of the model, until a compaction."""
 
     items: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     replies: list[_Reply] = field(default_factory=list)
     has_ended: bool = True
-    """The last reply: the next item of a model begins another."""
+    """Whether the last reply has ended, so that the next item of the model begins another."""
     failed: set[str] = field(default_factory=set)
     """The ids of calls whose results say that they failed."""
 
     def add(self, row: SourceRow, item: Mapping[str, Any], place: str, model: str | None) -> None:
-        """Take an item that the session recorded. Raises `Unreadable`."""
-        plain = checked_item(item, place, row.number)
+        """Add an item that the session recorded. Raises `Unreadable`."""
+        plain = check_item(item, place, row.number)
         if plain is None:
             return
         if has_failed(item):
@@ -78,11 +78,10 @@ class _Part:
             self.has_ended = False
         self.replies[-1].items.append(plain)
 
-    def mind_cut(self) -> None:
-        """Remove replies that were cut off within their reasoning, and mark the others.
-
-        What directly follows one continues it: later requests have both as one message.
-        """
+    def mark_cut_replies(self) -> None:
+        """Remove replies that were cut off within their reasoning, and mark other cut ones."""
+        # A reply that directly follows a cut one continues it: later requests have both as one
+        # message.
         whole: list[_Reply] = []
         for reply in self.replies:
             is_cut = reply.read is not None and "response_id" not in reply.facts
@@ -91,16 +90,16 @@ class _Part:
                 self.items = [one for one in self.items if id(one[1]) not in gone]
                 continue
             reply.is_cut = is_cut
-            if whole and whole[-1].is_cut and self._follows(whole[-1], reply):
+            if whole and whole[-1].is_cut and self._is_next(whole[-1], reply):
                 del whole[-1]
                 reply.is_cut = True
             whole.append(reply)
         self.replies = whole
 
     def answer_calls(self) -> None:
-        """Add the results that Codex sends for calls that have none: a kill ended them.
+        """Add the results that Codex sends for calls that a kill ended.
 
-        The last ones may still run.
+        Calls at the end of the session may still run and get none.
         """
         answered = {item.get("call_id") for _, item in self.items if not is_assistants(item)}
         placed: list[tuple[int, dict[str, Any]]] = []
@@ -113,17 +112,17 @@ class _Part:
             id, kind = item.get("call_id"), str(item.get("type"))
             if is_assistants(item) and id is not None and id not in answered:
                 kind = "custom_tool_call" if kind == "custom_tool_call" else "function_call"
-                output = {"type": f"{kind}_output", "call_id": id, "output": _ENDED}
+                output = {"type": f"{kind}_output", "call_id": id, "output": _ABORTED_RESULT}
                 ended.append((line, output))
         self.items = placed
 
-    def _follows(self, one: _Reply, other: _Reply) -> bool:
+    def _is_next(self, one: _Reply, other: _Reply) -> bool:
         """Whether nothing came between two replies."""
         ids = [id(item) for _, item in self.items]
         return ids.index(id(one.items[-1])) + 1 == ids.index(id(other.items[0]))
 
     def conversation(self, instructions: str | None) -> Dialogue:
-        """Raises `Unreadable`."""
+        """Make the conversation of the context. Raises `Unreadable`."""
         wire = WIRES[_API]
         lines = iter(self.items)
         _, pieces = wire.messages_of({"input": [item for _, item in self.items]})
@@ -148,7 +147,7 @@ class _Part:
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
-    parts = [_Part()]
+    parts = [_Context()]
     meta: Mapping[str, Any] = {}
     model: str | None = None
     total: Any = None
@@ -165,7 +164,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
             case "response_item":
                 parts[-1].add(row, payload, "payload", model)
             case "compacted":
-                parts.append(_after_compaction(row, payload))
+                parts.append(_begin_context(row, payload))
             case "token_usage_record":
                 if not parts[-1].replies:
                     continue
@@ -181,13 +180,13 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
                     _add_usage(parts[-1].replies[-1].facts, object_of(info, "last_token_usage"))
             case _ if kind not in ASIDE:
                 try:
-                    refuse_unknown(row.content, _OF_LINES, "", row.number, only_text=True)
+                    refuse_unknown(row.content, _LINE_KEYS, "", row.number, only_text=True)
                 except Unreadable as error:
                     what = f"type: {kind!r} is unknown"
                     raise Unreadable(f"{what}, and the line has {error}", row.number) from None
     if any("response_id" in reply.facts for part in parts for reply in part.replies):
         for part in parts:
-            part.mind_cut()
+            part.mark_cut_replies()
     for part in parts:
         part.answer_calls()
     instructions = object_of(meta, "base_instructions").get("text") or meta.get("instructions")
@@ -208,12 +207,12 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
 
 
 def _kind_and_payload(row: SourceRow) -> tuple[str, Mapping[str, Any]]:
-    """What a line is, and what it holds. Raises `Unreadable`."""
+    """Return the type of a line, and its payload. Raises `Unreadable`."""
     if "payload" in row.content:
         payload = row.content["payload"]
         if not isinstance(payload, dict):
             raise Unreadable("payload: it must be an object", row.number)
-        refuse_unknown(row.content, _OF_LINES | {"payload"}, "", row.number, only_text=True)
+        refuse_unknown(row.content, _LINE_KEYS | {"payload"}, "", row.number, only_text=True)
         return str(row.content.get("type")), payload
     # The first versions wrote items without anything around them, after a line of facts.
     if "type" in row.content or "role" in row.content:
@@ -223,11 +222,12 @@ def _kind_and_payload(row: SourceRow) -> tuple[str, Mapping[str, Any]]:
 
 
 def _thoughts_of_events(rows: Sequence[SourceRow]) -> dict[int, str]:
-    """The reasoning that only events hold, by the line of the item that lacks it.
+    """Find the reasoning that only events have, by the line of the item that lacks it.
 
-    Codex leaves reasoning that is no summary out of items, and shows that of open models as events,
-    in the same order. Raises `Unreadable` where an item cannot be told.
+    Raises `Unreadable` if events and items do not correspond.
     """
+    # Codex leaves reasoning that is no summary out of items, and writes the reasoning of open
+    # models as events, in the same order.
     shown: list[tuple[int, str]] = []
     known: list[str] = []
     lacking: list[int] = []
@@ -248,9 +248,9 @@ def _thoughts_of_events(rows: Sequence[SourceRow]) -> dict[int, str]:
     return {line: text for line, (_, text) in zip(lacking, missing, strict=False)}
 
 
-def _after_compaction(row: SourceRow, payload: Mapping[str, Any]) -> _Part:
-    """What the model reads from then on. Raises `Unreadable`."""
-    part = _Part()
+def _begin_context(row: SourceRow, payload: Mapping[str, Any]) -> _Context:
+    """Make the context with which the model continues. Raises `Unreadable`."""
+    part = _Context()
     history, place = payload.get("replacement_history"), "payload.replacement_history"
     if not history:
         message = payload.get("message")
@@ -262,12 +262,12 @@ def _after_compaction(row: SourceRow, payload: Mapping[str, Any]) -> _Part:
         raise Unreadable(f"{place}: it must be a list of objects", row.number)
     for n, item in enumerate(history):
         part.add(row, item, f"{place}[{n}]", None)
-    part.replies, part.has_ended = [], True  # they are those of the part before
+    part.replies, part.has_ended = [], True  # these replies belong to the context before
     return part
 
 
 def _add_usage(reply: dict[str, Any], counts: Mapping[str, Any]) -> None:
-    """The tokens of the last reply, if an event tells them."""
+    """Add the tokens of a reply, if an event has them and they are not known yet."""
     if counts and "usage" not in reply:
         reply["usage"] = usage(
             counts.get("input_tokens"),
