@@ -418,8 +418,9 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "written_at": time.time(),
         "is_running": stored.holder is not None,
         "tasks": _tasks(run, funnel),
+        "samples": run["config"]["num_samples"],
         "bad_rows": run["dataset"]["bad_rows"],
-        "dataset": _dataset_name(run["dataset"]),
+        "dataset": dataset_name(run["dataset"]),
         "meaning": run["meaning"],
         "history": run["history"],
         "versions": run["versions"],
@@ -437,7 +438,7 @@ def _tasks(run: Mapping[str, Any], funnel: Mapping[str, Any] | None) -> int:
     return next(int(step["count"]) for step in funnel["steps"] if step["name"] == "tasks")
 
 
-def _dataset_name(dataset: Mapping[str, Any]) -> str:
+def dataset_name(dataset: Mapping[str, Any]) -> str:
     """What the user gave as the dataset, without the directories of this machine.
 
     What is not JSONL was copied to a file whose name is a digest, which would tell nobody anything.
