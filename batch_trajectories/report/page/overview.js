@@ -46,7 +46,7 @@ function problemsOf({ ended, failed, passed, judged, trainingRows, isRunning, st
   if (failed) {
     found.push({
       words: failed === ended ? `All ${plural(failed, "conversation")} failed` : `${plural(failed, "conversation")} failed`,
-      reason: error && `${count(error.count)} × ${error.class}: ${error.message}`, pick: { status: "failed" },
+      reason: error && `${plural(error.count, "attempt")}: ${error.class}: ${error.message}`, pick: { status: "failed" },
     });
   }
   if (judged >= 10 && !passed) {
