@@ -753,6 +753,18 @@ def test_a_problem_leads_to_its_conversations(context: BrowserContext, hopeless:
         assert page.input_value("#by-flag") == "not completed"
 
 
+def test_signs_that_a_run_gives_nothing_are_problems(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    """As `status` and the end of the run name them."""
+    rows = [{**row, "script": row["script"][1:]} for row in sums(30, 30)]
+    with opened(context, report_of(tmp_path, rows)) as page:
+        problem = page.locator("#problems.bad li", has_text="called a tool")
+        assert problem.inner_text().startswith("None of 30 conversations called a tool")
+        problem.get_by_role("button").click()
+        assert page.input_value("#by-flag") == "no tool call"
+
+
 def test_charts_are_a_second_tab_without_empty_ones(context: BrowserContext, judged: Path) -> None:
     """The arrow keys change tabs; what no conversation has is not drawn; colours say who passed."""
     with opened(context, judged) as page:

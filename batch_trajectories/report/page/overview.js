@@ -56,6 +56,10 @@ function problemsOf({ ended, failed, passed, judged, trainingRows, isRunning, st
       reason: status && `${count(n)} ended as ${status}`, pick: { flag: "not passed" },
     });
   }
+  for (const { sign, text } of meta.signs ?? []) {
+    if (sign === "no_call") found.push({ words: firstUpper(text), pick: { flag: "no tool call" } });
+    if (sign === "same_ending") found.push({ words: firstUpper(text), pick: { flag: "not completed" } });
+  }
   if (trainingRows === 0 && ended && !isRunning) {
     const [reason, n] = Object.entries(lostRows())[0] ?? [];
     found.push({ words: "The training file has no row", reason: reason && `${count(n)} left out: ${reason}`, pick: pickOfLost(reason) });
@@ -66,6 +70,8 @@ function problemsOf({ ended, failed, passed, judged, trainingRows, isRunning, st
   }
   return found;
 }
+
+const firstUpper = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 // Why conversations are in no row of the training file, by reason.
 function lostRows() {

@@ -412,6 +412,7 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
 def _about(stored: StoredRun) -> dict[str, Any]:
     run = stored.identity
     funnel, _ = stored.funnel_if_known()  # why not would name a path of this machine
+    signs = [] if funnel is None else stored.totals().signs
     return {
         "run_name": run["run_name"],
         "created": run["created"],
@@ -425,6 +426,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "history": run["history"],
         "versions": run["versions"],
         "funnel": funnel,
+        "signs": [sign.to_json() for sign in signs],
         "errors": failures_by_class(stored.path),
         "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
         "judges": spent_by_judges(stored.path)._asdict(),

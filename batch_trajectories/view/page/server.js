@@ -105,7 +105,7 @@ function metaOf({ run, identity, facts, choices: known }) {
     is_checked: ["passed", "not passed", "check without result"].some((name) => flags.has(name)) || run.checked > 0,
     has: known.has ?? [], samples: identity.samples,
     has_leaks: flags.has("a suspected leak"), has_caches: flags.has("tokens from a cache"), has_labels: (known.label ?? []).some(([name]) => name !== "none"),
-    tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, errors: facts?.errors ?? [],
+    tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, signs: facts?.signs ?? [], errors: facts?.errors ?? [],
     health: facts?.health ?? run.health ?? [], caches: facts?.caches, rewards: facts?.rewards, spent: facts?.spent, judges: facts?.judges,
   };
 }
