@@ -15,7 +15,7 @@ from batch_trajectories.export.statistics.cache_use import (
     cached_tokens_of,
     missed_turns,
 )
-from batch_trajectories.records.checks import MAIN, judgement_of, rewards_of
+from batch_trajectories.records.checks import MAIN, expected_text, judgement_of, rewards_of
 from batch_trajectories.records.record_types import (
     CutCall,
     Record,
@@ -52,6 +52,9 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "error": None if record.error is None else record.error.error_class,
         "prompt": _snippet(question or _prompt(record.row)),
         "answer": _snippet(_last_content(replies, "assistant")),
+        "expected": None if (expected := expected_text(record.row)) is None else _snippet(expected),
+        "prompt_id": record.prompt_id,
+        "sample": record.sample,
         "model": record.model,
         "turns": len(turns),
         "calls": sum([calls for calls, _ in tools.values()]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,10 +14,10 @@ from multidict import MultiMapping
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.validation import did_you_mean
-from batch_trajectories.dataset.source import HUB_PREFIX
 from batch_trajectories.engine.control import refuse_strangers, steer
 from batch_trajectories.engine.run_dir import holder_of, read_run_json
 from batch_trajectories.records.scores import score_key, verdict_of
+from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view import conversation as live
 from batch_trajectories.view.conversation import (
     find_record,
@@ -32,7 +31,7 @@ from batch_trajectories.view.index.charts import charts_of
 from batch_trajectories.view.index.columns import KINDS
 from batch_trajectories.view.index.filters import RowFilters, in_keys, inverted, read_filters
 from batch_trajectories.view.index.run_index import made_by
-from batch_trajectories.view.index.table import Masks, Table, count_of
+from batch_trajectories.view.index.table import SAMPLES, Masks, Table, count_of
 from batch_trajectories.view.labels import NAME_CHARS, decide, decided_by, labels_json
 from batch_trajectories.view.runs import run_json
 from batch_trajectories.view.state import OpenRun, State
@@ -95,7 +94,6 @@ def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
     dataset = identity["dataset"]
     table = run.index.look()
     facts, why = run.facts()
-    source = (dataset.get("source") or {}).get("source") or dataset["path"]
     return {
         "run": run_json(run.place),
         "index": run.index.to_json(),
@@ -103,7 +101,7 @@ def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
         "choices": run.choices(table),
         "identity": {
             "created": identity["created"],
-            "dataset": source if source.startswith(HUB_PREFIX) else PurePath(source).name,
+            "dataset": dataset_name(dataset),
             "rows": dataset["rows"],
             "bad_rows": dataset["bad_rows"],
             "samples": identity["config"].get("num_samples"),
@@ -132,7 +130,7 @@ def _selected(state: State, query: Query) -> _Selected:
 
 def _order(selected: _Selected, query: Query) -> Any:
     by = query.values.get("order") or None
-    if by is not None and (by not in KINDS or KINDS[by][0] == "list"):
+    if by is not None and by != SAMPLES and (by not in KINDS or KINDS[by][0] == "list"):
         hint = did_you_mean(by, KINDS) or f"there are {', '.join(KINDS)}"
         raise BadRequest(f"order={by}: no column to sort by; {hint}")
     down = query.values.get("down", "") not in ("", "0", "false")
@@ -150,11 +148,24 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
         "total": count_of(table.counting),
         "matching": len(ordered),
         "offset": offset,
-        "rows": [_with_labels(run, row) for row in table.rows(numbers)],
+        "rows": _grouped(table, [_with_labels(run, row) for row in table.rows(numbers)]),
         "index": run.index.to_json(),
         "text": run.texts.state if selected.filters.text else None,
         "version": run.version,
     }
+
+
+def _grouped(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `group`, what became of all samples of their prompt, if it has several."""
+    if not any(row["sample"] for row in rows):
+        return rows  # the usual run has one sample of each prompt
+    groups = table.groups(list(dict.fromkeys(row["prompt_id"] for row in rows)))
+    return [
+        {**row, "group": group._asdict()}
+        if (group := groups[row["prompt_id"]]).samples > 1
+        else row
+        for row in rows
+    ]
 
 
 def _with_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class _Watch:
             self._told.pop(("run", key), None)
             found.append(("gone", {"key": key}))
         self._runs = set(runs)
+        if self._run is None:  # the list of runs is looked at
+            self._state.health.look(runs.values())
         return found
 
     def _of_run(self, key: str) -> list[tuple[str, Any]]:

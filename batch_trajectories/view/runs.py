@@ -15,8 +15,16 @@ from batch_trajectories.basics.validation import is_url
 from batch_trajectories.engine.run_dir import holder_of, read_run_json, runs_in
 from batch_trajectories.engine.supervisor.progress import describe, state_of
 from batch_trajectories.records.files import read_json, refuse_strange_files
-from batch_trajectories.records.names import RECORDS_FILE, RECORDS_INDEX, RUN_FILE, SUMMARY_FILE
+from batch_trajectories.records.names import (
+    EXPORTS,
+    MANIFEST_FILE,
+    RECORDS_FILE,
+    RECORDS_INDEX,
+    RUN_FILE,
+    SUMMARY_FILE,
+)
 from batch_trajectories.records.records import load_index
+from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.parts import known_cache_of
 
@@ -139,6 +147,10 @@ def run_json(run: RunPlace) -> dict[str, Any]:
             "error",
             "begun",
             "model",
+            "dataset",
+            "rows",
+            "samples",
+            "training_rows",
             "tasks",
             "done",
             "failed",
@@ -173,6 +185,10 @@ def _found(run: RunPlace) -> dict[str, Any]:
         "state": "not running" if holder is None else "running",
         "begun": identity["created"],
         "model": config.get("model"),
+        "dataset": dataset_name(identity["dataset"]),
+        "rows": identity["dataset"]["rows"],
+        "samples": config.get("num_samples"),
+        "training_rows": _training_rows(run.path),
         "is_audit": bool(config.get("audit")),
         "can_label": own,
         "can_steer": own and holder is not None,
@@ -225,6 +241,13 @@ def _of_end(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         "cost_usd": summary.get("spent_usd"),
         "cost_unknown": bool(summary.get("spent_unknown")),
     }
+
+
+def _training_rows(path: Path) -> int | None:
+    """The rows of the training file, as its manifest counted them; None before the first export."""
+    manifest = read_json(path / EXPORTS / MANIFEST_FILE)
+    rows = None if manifest is None else manifest.get("exported")
+    return rows if isinstance(rows, int) else None
 
 
 def _is_older(one: Path, other: Path) -> bool:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batch_trajectories.basics.errors import RunError
+from batch_trajectories.engine.run_dir import holder_of
 from batch_trajectories.records.files import refuse_strange_files
+from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.view.conversation import read_found
 from batch_trajectories.view.index.charts import choices_of
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, inverted
-from batch_trajectories.view.index.parts import cache_of
+from batch_trajectories.view.index.parts import cache_of, known_cache_of
 from batch_trajectories.view.index.run_index import Maker, RunIndex
 from batch_trajectories.view.index.table import Masks, Table, count_of
 from batch_trajectories.view.index.texts import RunTexts
@@ -28,7 +31,7 @@ from batch_trajectories.view.labels import (
     decided_by,
     keys_by_label,
 )
-from batch_trajectories.view.runs import Places, RunPlace
+from batch_trajectories.view.runs import Places, RunPlace, is_own
 
 _RUNS_OPEN = 4
 _SELECTIONS_KEPT = 4
@@ -173,6 +176,59 @@ class OpenRun:
             self._facts.stop()
 
 
+_MOST_CHECKED_BYTES = 1 << 30
+"""Runs with more bytes of records are checked once they are opened."""
+
+
+class HealthKeeper:
+    """Has the facts of finished runs made, one by one: the list shows the health of each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._maker: Maker | None = None
+        self._tried: set[tuple[str, int]] = set()
+
+    def look(self, runs: Iterable[RunPlace]) -> None:
+        """Begin with the next finished run whose facts are not known, unless one is at work.
+
+        What was made is kept beside the index of the run: no later server does it again.
+        """
+        with self._lock:
+            if self._maker is not None:
+                if not self._maker.is_over():
+                    return
+                self._maker.stop()
+                self._maker = None
+            for run in runs:
+                if (size := self._size_to_check(run)) is not None:
+                    self._tried.add((run.key, size))
+                    self._maker = Maker("facts", run.path)
+                    return
+
+    def _size_to_check(self, run: RunPlace) -> int | None:
+        """The bytes of the run's records; None if it is not to be checked now."""
+        try:
+            size = (run.path / RECORDS_FILE).stat().st_size
+            if not 0 < size <= _MOST_CHECKED_BYTES or (run.key, size) in self._tried:
+                return None
+            refuse_strange_files(run.path)
+            if not is_own(run.path) or (run.url is None and holder_of(run.path) is not None):
+                return None
+            known = known_cache_of(run.path)
+            if known is not None and read_facts(known, run.path)[0] is not None:
+                return None
+        except (OSError, RunError):
+            return None  # the list says what is wrong with this run
+        return size
+
+    def close(self) -> None:
+        """End what works."""
+        with self._lock:
+            if self._maker is not None:
+                self._maker.stop()
+                self._maker = None
+
+
 class State:
     """The runs of a server."""
 
@@ -180,6 +236,7 @@ class State:
         """`who` is the name of the reviewer unless a request says another."""
         self.places = places
         self.who = who
+        self.health = HealthKeeper()
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
 
@@ -200,6 +257,7 @@ class State:
 
     def close(self) -> None:
         """End all that works."""
+        self.health.close()
         with self._lock:
             for run in self._open.values():
                 run.close()

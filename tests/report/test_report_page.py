@@ -107,6 +107,15 @@ def large_page(context: BrowserContext, large_report: Path) -> Iterator[Page]:
         yield page
 
 
+def charts(page: Page) -> None:
+    """Go to the tab with the charts, whose drawing a filter waits for."""
+    page.get_by_role("tab", name="Charts").click()
+
+
+def text_of(page: Page, selector: str) -> str:
+    return page.locator(selector).text_content() or ""
+
+
 def shown_ids(page: Page) -> list[str]:
     return [text or "" for text in page.locator("#rows a").all_text_contents()]
 
@@ -122,10 +131,11 @@ def test_only_the_rows_in_view_are_drawn(page: Page) -> None:
 
 @pytest.mark.parametrize("width", [1000, 1200, 1600])
 def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> None:
-    longest = {"Turns": "1,000", "Calls": "100 10 failed", "In": "123M", "Out": "12.3k"}
-    longest |= {"Cost": "$0.000042", "Time": "59 min 59 s"}
+    longest = {"Turns": "1,000", "Calls": "100 10 failed", "Time": "59 min 59 s"}
+    longest |= {"Ended": "12-31 23:59:59"}
     with opened(context, report) as page:
         page.set_viewport_size({"width": width, "height": 800})
+        go_to_state(page, "columns=status id turns failed_calls duration_s finished_at")
         heads = page.locator("#heads th").all_text_contents()
         cells = page.locator("#rows tr:not(.gap)").first.locator("td")
         for head, text in longest.items():
@@ -136,6 +146,7 @@ def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> 
 
 def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) -> None:
     steps = StoredRun(run_dir).funnel()
+    page.get_by_role("tab", name="Details").click()
     lines = [
         re.sub(r"\s+", " ", text).strip()
         for text in page.locator("#funnel-table tr").all_inner_texts()
@@ -157,12 +168,16 @@ def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) 
 def test_filters_and_charts_narrow_the_table(page: Page) -> None:
     page.select_option("#by-status", "max_turns")
     assert shown_ids(page) == ["endless"]
+    charts(page)
     assert page.locator("#tiles dd").first.text_content() == f"1of {MANY + 3} tasks"
     page.click("text=Clear")
+    page.get_by_role("tab", name="Conversations").click()
     page.select_option("#by-flag", "failed calls")
     assert set(shown_ids(page)) == {"plain", visible(HOSTILE_ID)}
     page.click("text=Clear")
+    charts(page)
     page.get_by_role("button", name="Filter by list_files").click()
+    page.get_by_role("tab", name="Conversations").click()
     assert shown_ids(page) == ["endless"]
     assert page.input_value("#by-tool") == "list_files"
 
@@ -245,9 +260,12 @@ def edited(report: Path, name: str, change: Callable[[Any], None]) -> Path:
 
 
 RESULTS = {
-    '{"exit_code": 12345678901234567890, "out": "one\\ntwo", "more": {"x": 1.0}}': (
-        'exit_code12345678901234567890outone\ntwomore{\n  "x": 1.0\n}'
+    '{"code": 12345678901234567890, "out": "one\\ntwo", "no": null, "more": {"x": 1.0}}': (
+        'code12345678901234567890outone\ntwomore{\n  "x": 1.0\n}'
     ),
+    '{"exit_code": 2, "stdout": "", "stderr": "not there"}': "stderrnot there",
+    '{"exit_code": 0, "stdout": "3 passed", "stderr": ""}': "3 passed",
+    '{"exit_code": 0, "stdout": "", "stderr": ""}': "no output",
     '[1, {"a": null}]': '[\n  1,\n  {\n    "a": null\n  }\n]',
     "12345678901234567890": "12345678901234567890",
     "{not json}": "{not json}",
@@ -270,6 +288,9 @@ def test_a_result_that_is_json_is_shown_by_name(context: BrowserContext, report:
     with opened(context, edited(report, "records-data", change)) as page:
         go_to(page, "plain")
         assert page.locator(".call .result").all_text_contents() == list(RESULTS.values())
+        codes = page.locator(".call h4 .badge")
+        assert codes.all_text_contents() == ["exit 2", "exit 0", "exit 0"]
+        assert "bad" in (codes.first.get_attribute("class") or "")
 
 
 def test_no_label_of_a_chart_is_cut(context: BrowserContext, report: Path) -> None:
@@ -280,6 +301,7 @@ def test_no_label_of_a_chart_is_cut(context: BrowserContext, report: Path) -> No
         rows[0][place] = {"search_and_replace_in_files": [20000, 12345], "wwwwwwwwww": [9999, 9998]}
 
     with opened(context, edited(report, "rows-data", change)) as page:
+        charts(page)
         assert "20K, 12.3K failed" in page.locator("#charts").inner_text()
         cut = page.locator("#charts svg text").evaluate_all(
             """texts => texts.filter(text => {
@@ -299,10 +321,12 @@ def test_a_conversation_shows_all_that_was_said(page: Page) -> None:
     assert call.locator(".arguments dd").text_content() == "missing.txt"
     assert "missing.txt" in (call.locator(".result").text_content() or "")
     facts = page.locator("article[data-turn='2'] h3 .soft").text_content() or ""
-    assert re.fullmatch(r"0 in · 0 out · \$0 · \d+ ms · stop", facts)
-    assert not page.get_by_text("It is empty.").is_visible()
-    page.keyboard.press("t")
+    assert re.fullmatch(r"\d+ ms · stop", facts), "tokens and costs that are 0 are left out"
     page.get_by_text("It is empty.").wait_for()
+    page.keyboard.press("t")
+    page.keyboard.press("t")
+    page.get_by_text("It is empty.").wait_for(state="hidden")
+    page.keyboard.press("t")
     page.keyboard.press("e")
     assert page.evaluate("document.activeElement.className") == "call is-error"
 
@@ -349,7 +373,7 @@ def test_turns_that_the_dataset_masks_are_not_marked(
     run(tmp_path, "export", "r", recipe=recipe)
     report = write_report(StoredRun(masked)).path
     with opened(context, report) as page:
-        assert "function: <b>" in (page.locator("#funnel-table").text_content() or "")
+        assert "function: <b>" in text_of(page, "#funnel-table")
         go_to(page, "plain")
         page.keyboard.press("l")
         turns = page.locator("details.training section")
@@ -370,8 +394,10 @@ def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
 
 
 def test_a_run_without_checks_has_no_place_for_them(page: Page) -> None:
-    names = page.locator("#tiles dt, #charts b, #heads button").all_text_contents()
-    assert not {"Passed", "Checks", "Rewards", "Check"} & set(names)
+    charts(page)
+    shown = "#numbers dt, #tiles dt, #charts b, #heads button"
+    names = page.locator(shown).all_text_contents()
+    assert not {"Passed", "Checks", "Rewards", "Verdict", "Reward", "Expected"} & set(names)
     page.goto(f"{page.url.partition('#')[0]}#plain")
     facts = page.locator("#reader dl.facts dt").all_inner_texts()
     assert "toolsets" in facts
@@ -395,23 +421,30 @@ def test_checks_and_rewards_are_shown_and_can_be_filtered(
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "trajectories" / "r"
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+        charts(page)
         tile = page.locator("#tiles div", has_text="Passed").locator("dd")
         assert tile.text_content() == "50%1 of 2 checked or scored, mean reward 0.625"
         assert page.locator("#charts b", has_text="Rewards").count() == 1
-        page.get_by_role("button", name="Check", exact=True).click()
+        page.get_by_role("tab", name="Conversations").click()
+        page.get_by_role("button", name="Reward", exact=True).click()
         assert shown_ids(page) == ["good", "bad", "none"]
         names = page.locator("#heads th").all_text_contents()
-        [position] = [n for n, name in enumerate(names, start=1) if name.startswith("Check")]
+        assert names[0] == "Verdict"
+        [position] = [n for n, name in enumerate(names, start=1) if name.startswith("Reward")]
         cells = page.locator(f"#rows tr:not(.gap) td:nth-child({position})").all_text_contents()
-        assert cells == ["✓ 1", "✗ 0.25", ""]
+        assert cells == ["1", "0.25", ""]
+        verdicts = page.locator("#rows tr:not(.gap) td:first-child").all_text_contents()
+        assert verdicts == ["✓ passed", "✗ not passed", "completed"]
+        charts(page)
         page.get_by_role("button", name="Filter by not passed: 1").click()
+        page.get_by_role("tab", name="Conversations").click()
         assert shown_ids(page) == ["bad"]
         assert page.input_value("#by-flag") == "not passed"
         page.select_option("#by-flag", "not checked or scored")
         assert shown_ids(page) == ["none"]
         page.select_option("#by-flag", "passed")
-        page.click("text=good")
-        assert "passed, reward 1" in (page.locator("#reader dl").first.text_content() or "")
+        page.locator("#rows a", has_text="good").click()
+        assert "passed, reward 1" in text_of(page, "#reader aside dl")
 
 
 def test_groups_rewards_by_name_and_judges_are_shown(
@@ -428,14 +461,14 @@ def test_groups_rewards_by_name_and_judges_are_shown(
     content = b"".join(orjson.dumps(line) + b"\n" for line in paid)
     (run_dir / "verdicts.jsonl").write_bytes(content)
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+        charts(page)
         tiles = page.locator("#tiles div").all_text_contents()
         assert "Judges$2.50for scores, unknown for 1" in tiles, tiles
         assert "Mean style0.252 in all, std 0; within 1 prompt 0, 1 all equal" in tiles
         assert "pass@2100%pass@1 100%" in tiles
+        page.get_by_role("tab", name="Conversations").click()
         page.locator("#rows tr:not(.gap) a").first.click()
-        assert "rewardsreward 1, style 0.25" in (
-            page.locator("#reader dl").first.text_content() or ""
-        )
+        assert "rewardsreward 1, style 0.25" in text_of(page, "#reader aside dl")
 
 
 def test_raw_json_is_the_record(page: Page, run_dir: Path) -> None:
@@ -505,6 +538,7 @@ def test_the_page_fits_a_small_screen(browser: Browser, report: Path) -> None:
         page.wait_for_selector("html[data-ready]", state="attached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         if not place:
+            page.get_by_role("tab", name="Details").click()
             cells = page.locator("#funnel-table .number, #funnel-table th").all()
             assert len(cells) > 5
             assert max(word.evaluate(COUNT_LINES) for word in cells) == 1
@@ -551,6 +585,11 @@ def go_to(page: Page, record_id: str) -> None:
     page.wait_for_selector("#reader .messages")
 
 
+def go_to_state(page: Page, state: str) -> None:
+    """Open an address with what it says of the table."""
+    page.evaluate("hash => { location.hash = hash }", f"?{state}")
+
+
 def as_numbers(value: Any) -> Any:
     """As a script reads JSON: 1.0 is 1."""
     if isinstance(value, dict):
@@ -575,7 +614,10 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
     run_dir = tmp_path / "trajectories" / "audit"
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
         assert shown_ids(page) == ["fine", "leaking", "empty"]
+        assert text_of(page, "#sentence") == "3 tasks audited, 1 sound"
+        charts(page)
         page.get_by_role("button", name="Filter by sound: 1").click()
+        page.get_by_role("tab", name="Conversations").click()
         assert shown_ids(page) == ["fine"]
         page.click("text=Clear")
         page.select_option("#by-flag", "leaks_fix")
@@ -585,7 +627,7 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
         page.click("text=Clear")
         page.fill("#query", "prompt has")
         page.locator("#found", has_text="1 of 3 shown").wait_for()
-        page.click("text=leaking")
+        page.locator("#rows a", has_text="leaking").click()
         page.locator("#reader .is-error").wait_for()
         (evidence,) = page.locator("#reader .is-error").all_text_contents()
         assert "the prompt has the solution" in evidence
@@ -606,14 +648,15 @@ def test_prompt_caches_are_shown_by_endpoint_turn_and_conversation(
     (source.run_dir / "run.json").write_bytes(orjson.dumps({**identity, "run_name": "r"}))
     report = write_report(StoredRun(source.run_dir), tmp_path / "caches.html").path
     with opened(context, report) as page:
-        problem = page.locator("#health-table tr", has_text="cache_misses").inner_text()
+        problem = page.locator("#problems li", has_text="cache_misses").inner_text()
         assert "24 of 36" in problem
-        page.locator("#caches summary").click()
+        page.get_by_role("tab", name="Details").click()
         (line,) = page.locator("#caches-table tbody tr").all_inner_texts()
         cells = [cell.strip() for cell in line.split("\t")]
         assert cells[:1] == ["m at http://here/v1"]
         assert cells[-2:] == ["24 of 36", "396K"]
         assert page.locator("#caches-turns").inner_text().startswith("By turn: 1: 0.0%, 2: ")
+        page.get_by_role("tab", name="Conversations").click()
         page.get_by_role("button", name="Cached").click()
         cached = page.locator("#rows tr:not(.gap)", has_text="t3").locator("td", has_text="81.8%")
         assert cached.evaluate("cell => cell.clientWidth - cell.scrollWidth") >= 0
@@ -625,5 +668,236 @@ def test_prompt_caches_are_shown_by_endpoint_turn_and_conversation(
         tags = page.locator("article .tag", has_text="missed the cache")
         assert tags.count() == 8
         assert (
-            "1.8% of the tokens in, missed by 8 turns" in page.locator(".facts").first.inner_text()
+            "1.8% of the tokens in, missed by 8 turns" in page.locator("aside").first.inner_text()
         )
+
+
+DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+LONG_THOUGHT = "I add. " * 100
+
+
+def sums(count: int, right: int) -> list[dict[str, Any]]:
+    """Rows with an expected answer, of which the first ones are answered right."""
+    return [
+        {
+            "id": f"sum-{n:02}",
+            "prompt": f"What is {n} and {n}?",
+            "expected": str(2 * n),
+            "script": [
+                {"reasoning": LONG_THOUGHT, "tool_calls": [{"name": "list_files"}]},
+                {"reasoning": "Done.", "content": str(2 * n + (n >= right))},
+            ],
+        }
+        for n in range(count)
+    ]
+
+
+def report_of(cwd: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    write_rows(cwd / "p.jsonl", *rows)
+    done = run(cwd, "--check_expected", **SCRIPTED, **options)
+    assert done.returncode == 0, done.stderr
+    return write_report(StoredRun(cwd / "trajectories" / "r")).path
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of 20 prompts with 3 samples each, of which 8 prompts pass."""
+    return report_of(tmp_path_factory.mktemp("judged"), sums(20, 8), num_samples=3)
+
+
+@pytest.fixture(scope="module")
+def hopeless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a run where nothing passed."""
+    return report_of(tmp_path_factory.mktemp("hopeless"), sums(20, 0))
+
+
+def in_view(page: Page, selector: str, height: int) -> int:
+    """How many of these elements are whole on the first screen."""
+    boxes = page.locator(selector).evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect().bottom)"
+    )
+    return sum(bottom <= height for bottom in boxes)
+
+
+def test_the_first_screen_says_what_a_run_is_worth(context: BrowserContext, judged: Path) -> None:
+    """A sentence, five numbers, and at least eight conversations; on a phone at least one."""
+    with opened(context, judged) as page:
+        page.set_viewport_size(DESKTOP)
+        assert text_of(page, "#sentence") == "60 conversations, 24 passed, 24 training rows"
+        names = page.locator("#numbers dt").all_text_contents()
+        assert names == ["Done", "Passed", "Training rows", "Cost", "Time"]
+        assert page.locator("#numbers dd").nth(1).inner_text().split("\n") == ["40%", "24 of 60"]
+        assert page.locator("#problems li").first.is_visible()
+        assert in_view(page, "#rows tr:not(.gap)", DESKTOP["height"]) >= 8
+        page.set_viewport_size(PHONE)
+        assert in_view(page, "#rows tr:not(.gap)", PHONE["height"]) >= 1
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        page.set_viewport_size({"width": 1200, "height": 800})
+
+
+def test_a_problem_leads_to_its_conversations(context: BrowserContext, hopeless: Path) -> None:
+    """Where nothing passed, the page says so in red, with the reason that most share."""
+    with opened(context, hopeless) as page:
+        assert text_of(page, "#sentence") == "20 conversations, none passed, no training row"
+        problems = page.locator("#problems.bad li")
+        assert "None of 20 judged conversations passed" in problems.first.inner_text()
+        assert "20 ended as wrong_answer" in problems.first.inner_text()
+        assert "The training file has no row" in problems.nth(1).inner_text()
+        assert "20 left out: ended early" in problems.nth(1).inner_text()
+        charts(page)
+        page.get_by_role("button", name="None of 20 judged").click()
+        assert page.input_value("#by-flag") == "not passed"
+        assert len(shown_ids(page)) == 20
+        page.get_by_role("button", name="more problem").click()
+        page.get_by_role("button", name="did not end as completed").click()
+        assert page.input_value("#by-flag") == "not completed"
+
+
+def test_signs_that_a_run_gives_nothing_are_problems(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    """As `status` and the end of the run name them."""
+    rows = [{**row, "script": row["script"][1:]} for row in sums(30, 30)]
+    with opened(context, report_of(tmp_path, rows)) as page:
+        problem = page.locator("#problems.bad li", has_text="called a tool")
+        assert problem.inner_text().startswith("None of 30 conversations called a tool")
+        problem.get_by_role("button").click()
+        assert page.input_value("#by-flag") == "no tool call"
+
+
+def test_charts_are_a_second_tab_without_empty_ones(context: BrowserContext, judged: Path) -> None:
+    """The arrow keys change tabs; what no conversation has is not drawn; colours say who passed."""
+    with opened(context, judged) as page:
+        assert page.locator("#charts").is_hidden()
+        page.get_by_role("tab", name="Conversations").focus()
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate("document.activeElement.id") == "tab-charts"
+        page.locator("#charts figure").first.wait_for()
+        drawn = page.locator("#charts figcaption b").all_text_contents()
+        assert {"Statuses", "Checks", "Tools", "Time at work"} <= set(drawn)
+        assert not {"Cost", "Tokens in", "Rewards", "Turns"} & set(drawn)
+        work = page.locator("#charts figure", has_text="Time at work").locator("rect")
+        assert set(work.evaluate_all("all => all.map(e => e.className.baseVal)")) == {"good", "bad"}
+
+
+def test_samples_of_a_prompt_stand_together(context: BrowserContext, judged: Path) -> None:
+    with opened(context, judged) as page:
+        assert shown_ids(page)[:4] == ["sum-00", "sum-00#s1", "sum-00#s2", "sum-01"]
+        first = page.locator("#rows tr:not(.gap)").first
+        assert first.locator(".badge").text_content() == "3 of 3 passed"
+        second = page.locator("#rows tr:not(.gap)").nth(1)
+        assert "What is" not in (second.text_content() or ""), "the prompt is said once"
+        page.select_option("#by-flag", "not passed")
+        assert shown_ids(page)[:2] == ["sum-08", "sum-08#s1"]
+        badge = page.locator("#rows tr:not(.gap)").first.locator(".badge")
+        assert badge.text_content() == "0 of 3 passed"
+
+
+def test_columns_are_those_that_the_run_has(context: BrowserContext, judged: Path) -> None:
+    """Verdict first, then prompt, answer and expected; not costs where nothing costs anything."""
+    with opened(context, judged) as page:
+        heads = page.locator("#heads th").all_text_contents()
+        assert heads == ["Verdict", "Prompt", "Answer", "Expected", "Turns", "Calls", "Time"]
+        cells = page.locator("#rows tr:not(.gap)").first.locator("td").all_text_contents()
+        assert cells[2:4] == ["0", "0"]
+        page.locator("#columns summary").click()
+        page.get_by_label("Turns").uncheck()
+        page.get_by_label("Ended").check()
+        heads = page.locator("#heads th").all_text_contents()
+        assert heads == ["Verdict", "Prompt", "Answer", "Expected", "Calls", "Time", "Ended"]
+        page.get_by_role("button", name="Usual columns").click()
+        assert page.locator("#heads th").last.text_content() == "Time"
+
+
+def test_an_address_shows_the_same_to_a_colleague(context: BrowserContext, judged: Path) -> None:
+    """Filters, order, columns and tab are in it, also in that of a conversation."""
+    with opened(context, judged) as page:
+        page.select_option("#by-flag", "not passed")
+        page.get_by_role("button", name="Turns").click()
+        page.fill("#query", "sum-1")
+        page.locator("#found", has_text="30 of 60 shown").wait_for()
+        page.locator("#columns summary").click()
+        page.get_by_label("Time").uncheck()
+        page.locator("#rows a").first.click()
+        page.locator("#reader-title").wait_for()
+        address = page.url
+    with opened(context, judged) as page:
+        page.goto(address)
+        page.reload()
+        page.locator("#reader-title").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#found", has_text="30 of 60 shown").wait_for()
+        assert page.input_value("#by-flag") == "not passed"
+        assert page.input_value("#query") == "sum-1"
+        assert page.locator("#heads th[aria-sort]").get_attribute("aria-sort") == "descending"
+        assert "Time" not in page.locator("#heads th").all_text_contents()
+        charts(page)
+        page.locator("#charts figure").first.wait_for()
+        address = page.url
+    with opened(context, judged) as page:
+        page.goto(address)
+        page.reload()
+        page.locator("#charts figure").first.wait_for()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "columns=none%20__proto__&sort=constructor&tab=toString",
+        "status=%3Cimg%20src%3Dx%20onerror%3Dwindow.pwned%3D1%3E&constructor=1&query=%00",
+        "%",
+    ],
+)
+def test_an_address_that_says_nonsense_shows_the_page(
+    context: BrowserContext, judged: Path, state: str
+) -> None:
+    with opened(context, judged) as page:
+        go_to_state(page, state)
+        page.wait_for_function("document.getElementById('found').textContent.includes('shown')")
+        assert page.locator("#heads th").first.text_content() == "Verdict"
+        assert page.locator("#list").is_visible()
+
+
+def test_a_conversation_begins_with_prompt_and_verdict(
+    context: BrowserContext, judged: Path
+) -> None:
+    """Two lines; short reasoning is open, long one is folded; a bar marks what is learnt."""
+    with opened(context, judged) as page:
+        page.set_viewport_size(DESKTOP)
+        go_to(page, "sum-01")
+        head = page.locator(".verdict-head")
+        said = [" ".join(line.split()) for line in head.locator("p").all_inner_texts()]
+        assert said == ["What is 1 and 1?", "✓ passed answer 2 expected 2"]
+        assert (head.bounding_box() or {"height": 99})["height"] < 75
+        folds = page.locator("details.reasoning")
+        assert folds.evaluate_all("all => all.map(e => e.open)") == [False, True]
+        learnt = page.locator("article.learnt")
+        assert learnt.count() == 2
+        assert learnt.first.evaluate("e => getComputedStyle(e).borderLeftWidth") == "4px"
+        facts = page.locator("aside dl").bounding_box()
+        messages = page.locator("#reader > .messages").bounding_box()
+        assert facts is not None
+        assert messages is not None
+        assert facts["x"] > messages["x"] + messages["width"]
+        go_to(page, "sum-15")
+        wait_for_title(page, "sum-15")
+        assert page.locator("article.learnt").count() == 0, "it is not in the training file"
+        page.set_viewport_size({"width": 1200, "height": 800})
+
+
+def test_a_long_result_is_folded_at_a_sentence(context: BrowserContext, report: Path) -> None:
+    text = "This is a sentence of some length. " * 200
+
+    def change(records: Any) -> None:
+        (plain,) = (record for record in records if record["id"] == "plain")
+        for message in plain["messages"]:
+            if message["role"] == "tool":
+                message["content"] = text
+
+    with opened(context, edited(report, "records-data", change)) as page:
+        go_to(page, "plain")
+        shown = page.locator(".call .result").first
+        assert re.search(r"length\.… show all 7,000 characters$", shown.text_content() or "")
+        assert len(shown.text_content() or "") < 1600
+        shown.get_by_role("button").click()
+        assert shown.text_content() == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,16 @@ from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export.dataset.runs import Source
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.exporting import rows
-from tests.helpers.running import command, lines, started, wait_until, write_prompts
+from tests.helpers.running import (
+    SCRIPTED,
+    command,
+    lines,
+    run,
+    started,
+    wait_until,
+    write_prompts,
+    write_rows,
+)
 from tests.view.page_runs import PAYLOADS, make_hostile, make_pairs, make_rich
 
 if TYPE_CHECKING:
@@ -111,6 +121,16 @@ def go(page: Page, place: str) -> None:
     page.evaluate("hash => { location.hash = hash }", place)
 
 
+def charts(page: Page) -> None:
+    """Go to the tab with the charts."""
+    page.get_by_role("tab", name="Charts").click()
+
+
+def conversations(page: Page) -> None:
+    """Go to the tab with the table."""
+    page.get_by_role("tab", name="Conversations").click()
+
+
 def ids(page: Page) -> list[str]:
     return [text or "" for text in page.locator("#rows a").all_text_contents()]
 
@@ -191,6 +211,7 @@ def test_words_that_were_cleared_do_not_come_back(browser: Browser, address: str
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
         page.fill("#query", "t1#s1")
         page.locator("#found", has_text="1 of 12 shown").wait_for()
+        charts(page)
         assert page.get_by_role("button", name="Filter by not passed: 1").evaluate(pick) == ""
         page.locator("#found", has_text="6 of 12 shown").wait_for()
         page.wait_for_timeout(300)
@@ -209,12 +230,15 @@ def test_words_that_were_cleared_do_not_come_back(browser: Browser, address: str
 def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: str) -> None:
     with opened(browser, address, "#rich") as page:
         page.locator("#found", has_text="12 shown").wait_for()
+        charts(page)
         page.get_by_role("button", name="Filter by not passed: 6").click()
         page.locator("#found", has_text="6 of 12 shown").wait_for()
         page.locator("#tiles dd", has_text="6of").wait_for()
+        conversations(page)
         assert ids(page) == [f"t{n}#s1" for n in range(6)]
         page.get_by_role("button", name="Clear").click()
         page.locator("#found", has_text=ALL_SHOWN).wait_for()  # the next count is the same again
+        page.locator("#more-filters").click()
         page.fill("#by-where", "turns > 5")
         page.keyboard.press("Enter")
         page.locator("#found", has_text="6 of 12 shown").wait_for()
@@ -227,7 +251,7 @@ def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: 
         page.fill("#query", "primes.py::test_one")
         page.locator("#found", has_text=re.compile("^[06] of 12 shown")).wait_for()
         page.get_by_role("button", name="Clear").click()
-        page.get_by_role("button", name="Turns").click()
+        page.get_by_role("button", name="Turns", exact=True).click()
         page.locator('#heads th[aria-sort="descending"]').wait_for()
         page.locator("#rows tr[data-place='0'] a", has_text=re.compile(r"^t\d$")).wait_for()
 
@@ -415,13 +439,15 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
                 page.locator("#decide").wait_for()
                 assert page.locator("#live").count() == 0
                 page.keyboard.press("g")
-                page.locator("#runs-rows td", has_text="5 of 6, 1 failed").wait_for()
+                page.locator("#runs-rows td", has_text="1 failed").wait_for()
             assert process.wait(60) == 1
 
 
 PLACES = {
     "runs": "#",
     "run": "#rich",
+    "charts": "#rich?tab=charts",
+    "details": "#rich?tab=details",
     "conversation": "#rich/t0",
     "hostile": "#hostile/t11",
     "comparison": "#=compare/rich/pairs",
@@ -432,7 +458,9 @@ def settled(page: Page, name: str) -> None:
     """Wait until a place is drawn, and open what it can show."""
     waits = {
         "runs": "#runs-rows a",
-        "run": "#tiles dd",
+        "run": "#rows a",
+        "charts": "#charts figure",
+        "details": "#funnel",
         "conversation": "#siblings tr",
         "hostile": "#reader article",
         "comparison": "#compare table",
@@ -497,3 +525,113 @@ def test_the_page_fits_a_phone_and_a_wide_screen(
                     picture = directory / f"view-{name}-{kind}-{scheme}.png"
                     page.screenshot(path=picture)
                     assert picture.stat().st_size > 8_000
+
+
+def test_a_page_without_its_token_says_what_to_do(browser: Browser, address: str) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(address.partition("?")[0])
+    page.locator("#no-token h2", has_text="This address lacks its token").wait_for()
+    said = page.locator("#no-token").inner_text()
+    assert f"{address.partition('?')[0]}?token=…" in said
+    assert "prints a new token" in said
+    assert page.locator("#trouble").is_hidden()
+    assert page.locator("#runs").is_hidden()
+    context.close()
+
+
+def test_the_page_says_what_it_reads_and_nothing_moves(browser: Browser, address: str) -> None:
+    """Until the rows come the places are as high as with them."""
+    with opened(browser, address, "#") as page:
+        page.locator("#runs-rows a").first.wait_for()
+        page.route(
+            "**/api/runs/rich",
+            lambda route: page.wait_for_timeout(800) or route.continue_(),
+            times=1,
+        )
+        go(page, "#rich")
+        page.locator("#sentence", has_text="Reading rich …").wait_for()
+        before = page.locator("#tabs").bounding_box()
+        page.locator("#rows a").first.wait_for()
+        after = page.locator("#tabs").bounding_box()
+        assert before is not None
+        assert after is not None
+        assert abs(before["y"] - after["y"]) <= 4
+        assert page.locator("#sentence").text_content() == "12 conversations, 6 passed"
+
+
+def test_runs_are_listed_with_their_worth_and_audits_apart(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    for name in ("rich", "tasks"):
+        shutil.copytree(folder / "rich", runs / name)
+        path = runs / name / "run.json"
+        identity = json.loads(path.read_text())
+        if name == "tasks":
+            identity["config"]["audit"] = True
+        path.write_text(json.dumps({**identity, "run_name": name}))
+    with served(runs) as address, opened(browser, address, "#") as page:
+        page.locator("#runs-rows a").first.wait_for()
+        heads = page.locator("#runs thead").first.locator("th").all_text_contents()
+        wanted = ["Run", "Model", "Rows", "State", "Passed", "Training rows", "Cost", "Age"]
+        assert heads[1:] == wanted
+        assert page.locator("#runs-rows th a").all_text_contents() == ["rich"]
+        assert page.locator("#audits-rows th a").all_text_contents() == ["tasks"]
+        cells = page.locator("#runs-rows td").all_inner_texts()
+        assert cells[2] == "6\n2 samples each"
+        assert cells[5] == "–", "nothing was exported yet"
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        assert page.evaluate("document.activeElement.textContent") == "tasks"
+        page.keyboard.press("Enter")
+        page.locator("#sentence", has_text="12 steps of an audit").wait_for()
+
+
+def test_runs_of_one_dataset_are_drawn_beside_each_other(browser: Browser, tmp_path: Path) -> None:
+    """What share of each passed, the latest at the right; red where nothing did."""
+    for name, right in (("first", 0), ("second", 9)):
+        rows = [
+            {
+                "id": f"q{n}",
+                "prompt": f"Say {n}",
+                "expected": "yes",
+                "script": [{"content": "yes" if n < right else "no"}],
+            }
+            for n in range(12)
+        ]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        given = {**SCRIPTED, "run_name": name}
+        assert run(tmp_path, "--check_expected", **given).returncode == 0
+    with served(tmp_path / "trajectories") as address, opened(browser, address, "#") as page:
+        figure = page.locator("#trends figure")
+        figure.wait_for()
+        assert "p.jsonl" in figure.inner_text()
+        assert "0% → 75% passed" in figure.inner_text()
+        row = page.locator("#runs-rows tr", has_text="first")
+        assert "none passed" in row.inner_text()
+        row.locator(".status.bad").wait_for()
+        page.locator("#runs-rows tr", has_text="first").locator("text=unfinished").wait_for()
+
+
+def test_the_address_of_a_filtered_run_shows_the_same(browser: Browser, address: str) -> None:
+    """Also filters that only a server has; samples stand together until columns are sorted."""
+    with opened(browser, address, "#rich") as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        assert ids(page)[:3] == ["t0", "t0#s1", "t1"]
+        assert page.locator("#rows .badge").first.text_content() == "1 of 2 passed"
+        page.select_option("#by-flag", "passed")
+        page.locator("#found", has_text="6 of 12 shown").wait_for()
+        page.locator("#more-filters").click()
+        page.fill("#by-where", "turns > 5")
+        page.keyboard.press("Enter")
+        page.wait_for_function("location.hash.includes('where=')")
+        place = page.evaluate("location.hash")
+    with opened(browser, address, place) as page:
+        page.locator("#found", has_text="6 of 12 shown").wait_for()
+        assert page.input_value("#by-where") == "turns > 5"
+        assert page.locator("#by-where").is_visible(), "a filter that works is seen"
+        page.locator("#rows a").first.click()
+        page.locator("#reader-title").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#found", has_text="6 of 12 shown").wait_for()

@@ -1,19 +1,18 @@
 // The page of an audit: rows are tasks, their statuses verdicts, and what a task did are its steps.
 
 const AUDIT_COLUMNS = [
-  { key: "status", name: "Verdict", cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
-  { key: "id", name: "Task", cell: titleCell },
+  { key: "status", name: "Verdict", rem: 9, cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
+  { key: "id", name: "Task", rem: 0, cell: titleCell },
   {
-    key: "failed_calls", name: "Steps", number: true,
+    key: "failed_calls", name: "Steps", number: true, rem: 8,
     cell: (row) => [count(row.calls), row.failed_calls ? h("span", { class: "failed" }, ` ${count(row.failed_calls)} against it`) : null],
   },
-  { key: "setup_s", name: "Set-up", number: true, less: true, cell: (row) => seconds(row.setup_s) },
-  { key: "check_s", name: "Check", number: true, cell: (row) => seconds(row.check_s) },
+  { key: "setup_s", name: "Set-up", number: true, rem: 7, less: true, cell: (row) => seconds(row.setup_s) },
+  { key: "check_s", name: "Check", number: true, rem: 7, cell: (row) => seconds(row.check_s) },
 ];
 
 function startAudit() {
   $("funnel").hidden = true;
-  document.querySelector("#overview small").textContent = "of the tasks that the filters leave";
   $("query").placeholder = "id, evidence";
   for (const [id, words] of [["by-status", "Verdict "], ["by-tool", "Against it "], ["by-flag", "Defect "]]) $(id).parentElement.firstChild.data = words;
 }
@@ -36,9 +35,9 @@ function auditCharts(found, pick) {
     bars("Verdicts", plural(found.count, "task"), statusItems(found, pick)),
     bars("All defects", "a task may have several", defects),
     bars("Steps", "red: against their tasks", toolItems(found.tools, (tool) => pick({ tool }), "against")),
-    histogram("Longest set-up", found.histograms.setup_s, seconds),
-    histogram("Longest check", found.histograms.check_s, seconds),
-  ];
+    histogram("Longest set-up", "time of each", found.histograms.setup_s, seconds),
+    histogram("Longest check", "time of each", found.histograms.check_s, seconds),
+  ].filter(Boolean);
 }
 
 // What was done in a step, and what came of it.

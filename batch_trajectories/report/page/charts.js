@@ -5,12 +5,14 @@ const NAMES = 116; // the part of a row of bars that is for names
 const PER_CHARACTER = 6.4; // at most, in the size of charts; what stands behind a bar decides its room
 const MOST_NAME = 17;
 
+// A chart that would be empty is left out.
 function chart(title, words, body) {
-  return h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", {}, words)), body);
+  return body && h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", {}, words)), body);
 }
 
 // Bars of {name, parts: [[class, amount]], words, pick}; what is longest is as wide as there is room.
 function bars(title, words, items) {
+  if (!items.length) return null;
   const shown = items.slice(0, 10);
   const most = Math.max(1, ...shown.map((item) => item.parts.reduce((t, [, n]) => t + n, 0)));
   const room = WIDTH - NAMES - 14 - PER_CHARACTER * Math.max(0, ...shown.map((item) => item.words.length));
@@ -45,51 +47,70 @@ function bars(title, words, items) {
     { viewBox: `0 0 ${WIDTH} ${Math.max(1, shown.length) * 23}`, role: "group", "aria-label": label }, drawn));
 }
 
-// A chart of what `histogramOf` counted.
-function histogram(title, { known, missing, low, high, median, p90, grows, edges, heights }, format) {
-  const unknown = missing ? ` · unknown for ${count(missing)}` : "";
-  if (!known) return chart(title, "unknown", null);
-  if (low === high) return chart(title, `${format(high)} each${unknown}`, null);
-  const tallest = Math.max(...heights);
-  const width = (WIDTH - 8) / heights.length;
-  const drawn = heights.map((n, step) => {
-    const height = n ? Math.max(1.5, (n / tallest) * 84) : 0;
-    return svg("rect", { class: "good", x: 4 + step * width, y: 90 - height, width: Math.max(1, width - 1.5), height },
-      svg("title", {}, `${format(edges[step])} to ${format(edges[step + 1])}: ${count(n)}`));
+const HIGH = 84; // pixels of the tallest bar
+const LOW = 98; // where bars stand; above them is the number of conversations of the tallest
+const WHOLE_WIDTH = 22; // at most, of the bar of a whole number
+
+// Bars of {all, passed, failed}, one upon the other; what was not judged has the tone of no verdict.
+function stackedBars(steps, width, titleOf) {
+  const tallest = Math.max(1, ...steps.map(({ all }) => all));
+  const bars = steps.map(({ all, passed, failed }, n) => {
+    let y = LOW;
+    const part = (kind, amount) => {
+      if (!amount) return null;
+      const height = Math.max(1.5, (amount / tallest) * HIGH);
+      y -= height;
+      return svg("rect", { class: kind, x: 4 + n * width, y, width: Math.max(1, width - 1.5), height }, svg("title", {}, titleOf(n)));
+    };
+    return [part("good", passed), part("bad", failed), part("plain-bar", all - passed - failed)];
   });
+  return [bars, svg("text", { class: "soft", x: 4, y: LOW - HIGH - 3 }, plural(tallest, meta.is_audit ? "task" : "conversation"))];
+}
+
+const stepsOf = ({ heights, passed = [], failed = [] }) => heights.map((all, n) => ({ all, passed: passed[n] ?? 0, failed: failed[n] ?? 0 }));
+const stepWords = ({ all, passed, failed }) => passed || failed ? `${count(all)}, ${count(passed)} passed, ${count(failed)} did not` : count(all);
+
+// A chart of what `histogramOf` counted, whose values differ; `unit` stands at the axis.
+function histogram(title, unit, found, format, { whole = false } = {}) {
+  const { known, missing, low, high, median, p90, grows, edges } = found;
+  const unknown = missing ? ` · unknown for ${count(missing)}` : "";
+  if (!known || low === high) return null;
+  const steps = stepsOf(found);
+  const isEach = whole && high - low + 1 === steps.length;
+  const width = Math.min(isEach ? WHOLE_WIDTH : Infinity, (WIDTH - 8) / steps.length);
+  const name = (n) => isEach ? format(low + n) : `${format(edges[n])} to ${format(edges[n + 1])}`;
   const words = `median ${format(median)} · p90 ${format(p90)} · max ${format(high)}`;
+  const axis = isEach && width >= 16
+    ? steps.map((_, n) => svg("text", { x: 4 + n * width + width / 2 - 1, y: LOW + 14, "text-anchor": "middle" }, format(low + n)))
+    : [svg("text", { x: 4, y: LOW + 14 }, format(edges[0])), svg("text", { x: 4 + steps.length * width, y: LOW + 14, "text-anchor": "end" }, format(high))];
+  const middle = Math.max(WIDTH / 2, isEach ? steps.length * width + 30 : 0);
   return chart(title, words + unknown, svg("svg",
-    { viewBox: `0 0 ${WIDTH} 110`, role: "img", "aria-label": `${title}: ${words}${unknown}` },
-    svg("line", { class: "axis", x1: 4, x2: WIDTH - 4, y1: 90.5, y2: 90.5 }),
-    drawn,
-    svg("text", { x: 4, y: 105 }, format(edges[0])),
-    grows && svg("text", { class: "soft", x: WIDTH / 2, y: 105, "text-anchor": "middle" }, "growing steps"),
-    svg("text", { x: WIDTH - 4, y: 105, "text-anchor": "end" }, format(high))));
+    { viewBox: `0 0 ${WIDTH} ${LOW + 20}`, role: "img", "aria-label": `${title}: ${words}${unknown}` },
+    svg("line", { class: "axis", x1: 4, x2: WIDTH - 4, y1: LOW + 0.5, y2: LOW + 0.5 }),
+    stackedBars(steps, width, (n) => `${name(n)}: ${stepWords(steps[n])}`), axis,
+    svg("text", { class: "soft", x: Math.min(middle, WIDTH - 60), y: LOW + 14, "text-anchor": "middle" }, grows ? `${unit}, in growing steps` : unit)));
 }
 
 function timeline(times) {
-  if (!times) return chart("Ended over time", "unknown", null);
+  if (!times || times.first === times.last) return null;
   const { first, last, heights } = times;
-  const span = last - first || 1;
+  const span = last - first;
   const all = heights.reduce((total, n) => total + n, 0);
-  const tallest = Math.max(1, ...heights);
-  const width = (WIDTH - 8) / heights.length;
   const rate = all > 1 ? `${short(Math.round((all / span) * 600) / 10)} a minute` : "";
   const words = `${rate} over ${seconds(span)}`;
+  const steps = stepsOf(times);
   return chart("Ended over time", words, svg("svg",
-    { viewBox: `0 0 ${WIDTH} 110`, role: "img", "aria-label": `Ended over time: ${words}` },
-    svg("line", { class: "axis", x1: 4, x2: WIDTH - 4, y1: 90.5, y2: 90.5 }),
-    heights.map((n, step) => svg("rect",
-      { class: "good", x: 4 + step * width, y: 90 - (n / tallest) * 84, width: width - 1, height: (n / tallest) * 84 },
-      svg("title", {}, `${moment(first + (span * step) / heights.length)}: ${count(n)}`))),
-    svg("text", { x: 4, y: 105 }, moment(first)),
-    svg("text", { x: WIDTH - 4, y: 105, "text-anchor": "end" }, moment(first + span).slice(11))));
+    { viewBox: `0 0 ${WIDTH} ${LOW + 20}`, role: "img", "aria-label": `Ended over time: ${words}` },
+    svg("line", { class: "axis", x1: 4, x2: WIDTH - 4, y1: LOW + 0.5, y2: LOW + 0.5 }),
+    stackedBars(steps, (WIDTH - 8) / steps.length, (n) => `${moment(first + (span * n) / heights.length)}: ${stepWords(steps[n])}`),
+    svg("text", { x: 4, y: LOW + 14 }, moment(first)),
+    svg("text", { x: WIDTH - 4, y: LOW + 14, "text-anchor": "end" }, moment(first + span).slice(11))));
 }
 
 function toolItems(tools, pick, word = "failed") {
   return tools.map(([name, n, failed]) => ({
     name,
-    parts: [["good", n - failed], ["bad", failed]],
+    parts: [["plain-bar", n - failed], ["bad", failed]],
     words: failed ? `${short(n)}, ${short(failed)} ${word}` : short(n),
     pick: () => pick(name),
   }));
@@ -142,22 +163,23 @@ function drawCharts(found, pick) {
     return;
   }
   const { sums, failures, histograms } = found;
-  $("charts").replaceChildren(...[
-    bars("Statuses", found.count === 1 ? "1 trajectory" : `${count(found.count)} trajectories`, statusItems(found, pick)),
+  const legend = meta.is_checked && h("p", { class: "legend" }, h("span", { class: "good" }, "passed"), h("span", { class: "bad" }, "did not pass"), h("span", { class: "plain-bar" }, "not judged"));
+  const drawn = [
+    bars("Statuses", found.count === 1 ? "1 conversation" : `${count(found.count)} conversations`, statusItems(found, pick)),
     meta.is_checked && bars("Checks", meanReward(found), checkItems(found, (flag) => pick({ flag }))),
-    meta.is_checked && histogram("Rewards", histograms.reward, digits),
+    meta.is_checked && has("reward") && histogram("Rewards", "reward", histograms.reward, digits),
     timeline(found.over_time),
     bars("Tools", `${count(sums.calls)} calls, ${percent(sums.failed_calls, sums.calls)} failed`,
       toolItems(found.tools, (tool) => pick({ tool }))),
-    bars("Failed calls by kind", failures.length ? "" : "none",
-      failures.map(([name, n]) => ({ name, parts: [["bad", n]], words: short(n) }))),
-    bars("Reasoning", `${count(sums.reasoned)} of ${count(sums.turns)} turns`, reasoningItems(found)),
-    histogram("Turns", histograms.turns, count),
-    histogram("Time at work", histograms.duration_s, seconds),
-    histogram("Tokens in", histograms.input_tokens, (n) => short(Math.round(n))),
-    histogram("Tokens out", histograms.output_tokens, (n) => short(Math.round(n))),
-    histogram("Cost", histograms.cost_usd, dollars),
-  ].filter(Boolean));
+    bars("Failed calls by kind", "calls", failures.map(([name, n]) => ({ name, parts: [["bad", n]], words: short(n) }))),
+    sums.reasoned ? bars("Reasoning", `${count(sums.reasoned)} of ${count(sums.turns)} turns`, reasoningItems(found)) : null,
+    histogram("Turns", "turns", histograms.turns, count, { whole: true }),
+    histogram("Time at work", "time of each", histograms.duration_s, seconds),
+    histogram("Tokens in", "tokens of each", histograms.input_tokens, (n) => short(Math.round(n))),
+    histogram("Tokens out", "tokens of each", histograms.output_tokens, (n) => short(Math.round(n))),
+    histogram("Cost", "dollars of each", histograms.cost_usd, dollars),
+  ];
+  $("charts").replaceChildren(...[legend, ...drawn].filter(Boolean));
 }
 
 function meanReward({ sums, known }) {
@@ -196,16 +218,16 @@ function drawTiles(found) {
     : `${known.cached_tokens < known.input_tokens ? "at least " : ""}${percent(sums.cached_tokens, sums.input_tokens)} cached`;
   const judges = meta.judges && (meta.judges.usd || meta.judges.unknown);
   $("tiles").replaceChildren(...[
-    tile("Trajectories", count(all), `of ${plural(meta.tasks, "task")}`),
+    tile("Conversations", count(all), `of ${plural(meta.tasks, "task")}`),
     tile("Completed", percent(completed, all), count(completed)),
     meta.is_checked && tile("Passed", percent(passed, known.passed), `${count(passed)} of ${count(known.passed)} checked or scored, ${meanReward(found)}`),
     ...rewardTiles(tile),
-    tile("Turns", short(sums.turns), all ? `${(sums.turns / all).toFixed(1)} each` : ""),
-    tile("Tool calls", short(sums.calls), `${percent(sums.failed_calls, sums.calls)} failed`),
-    tile("Tokens in", short(sums.input_tokens), `${cached}${unknown("input_tokens")}`),
-    tile("Tokens out", short(sums.output_tokens), unknown("output_tokens").slice(2)),
-    tile("Cost", known.cost_usd || !all ? dollars(sums.cost_usd) : "?", unknown("cost_usd").slice(2)),
-    meta.spent && spentTile(tile, "Spent", meta.spent, "by the run in all"),
+    has("turns") && tile("Turns", short(sums.turns), all ? `${(sums.turns / all).toFixed(1)} each` : ""),
+    has("calls") && tile("Tool calls", short(sums.calls), `${percent(sums.failed_calls, sums.calls)} failed`),
+    has("input_tokens") && tile("Tokens in", short(sums.input_tokens), `${cached}${unknown("input_tokens")}`),
+    has("output_tokens") && tile("Tokens out", short(sums.output_tokens), unknown("output_tokens").slice(2)),
+    has("cost_usd") && tile("Cost", known.cost_usd || !all ? dollars(sums.cost_usd) : "?", unknown("cost_usd").slice(2)),
+    meta.spent && (meta.spent.usd || has("cost_usd")) && spentTile(tile, "Spent", meta.spent, "by the run in all"),
     judges && spentTile(tile, "Judges", meta.judges, "for scores"),
   ].filter(Boolean));
 }

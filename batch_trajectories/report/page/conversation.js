@@ -2,6 +2,8 @@
 
 const INLINE = /^\s*<(think|thinking|reasoning|REASONING_SCRATCHPAD)>([\s\S]*?)<\/\1>/;
 
+const OPEN_REASONING = 500; // characters; longer reasoning is folded
+
 let isReasoningOpen = false;
 
 function reasoningOf(message) {
@@ -23,12 +25,14 @@ function callBlock(call, result, facts, inner) {
   const failure = result?.is_error && (result.details?.failure ?? "reported");
   const state = !result ? "no result" : failure ? `failed: ${failure}` : "";
   const details = result?.details && Object.keys(result.details).length ? result.details : null;
+  const { exitCode, block } = result ? resultParts(result) : {};
   return h("section", { class: `call${failure ? " is-error" : ""}`, role: "group", "aria-label": `call of ${call.function.name}` },
     h("h4", {}, h("code", {}, call.function.name), facts && h("span", { class: "soft" }, seconds(facts.duration_s)),
+      exitCode != null && h("span", { class: `badge ${exitCode === 0 ? "good" : "bad"}` }, `exit ${exitCode}`),
       state && h("strong", { class: "mark" }, state)),
     h("div", { class: "sides" },
       h("div", {}, h("h5", {}, "arguments"), argumentsBlock(call.function.arguments)),
-      h("div", {}, h("h5", {}, "result"), result ? resultBlock(result.content) : h("p", { class: "soft" }, "none"),
+      h("div", {}, h("h5", {}, "result"), result ? block : h("p", { class: "soft" }, "none"),
         notesOf(result), details && fold("facts", "details", () => jsonBlock(details)))),
     inner && fold("inner", `conversation of ${inner.name}, ${plural(inner.turns.length, "turn")}`, () => messagesOf(inner)));
 }
@@ -40,11 +44,12 @@ function notesOf(message) {
 
 function turnFacts(turn) {
   const usage = turn.usage ?? {};
+  const hasTokens = usage.input_tokens || usage.output_tokens;
   const parts = [
-    `${short(usage.input_tokens)} in`,
+    hasTokens ? `${short(usage.input_tokens)} in` : null,
     usage.cache_read_tokens ? `${short(usage.cache_read_tokens)} (${percent(usage.cache_read_tokens, usage.input_tokens)}) cached` : null,
-    `${short(usage.output_tokens)} out`,
-    dollars(turn.cost_usd), seconds(turn.duration_s), turn.finish_reason,
+    hasTokens ? `${short(usage.output_tokens)} out` : null,
+    turn.cost_usd ? dollars(turn.cost_usd) : null, turn.duration_s == null ? null : seconds(turn.duration_s), turn.finish_reason,
   ];
   return parts.filter(Boolean).join(" · ");
 }
@@ -52,7 +57,8 @@ function turnFacts(turn) {
 function replyBody(message) {
   const { reasoning, text } = reasoningOf(message);
   return [
-    reasoning && fold("reasoning", `reasoning, ${plural(reasoning.length, "character")}`, () => textBlock(reasoning), isReasoningOpen),
+    reasoning && fold("reasoning", reasoning.length <= OPEN_REASONING ? "reasoning" : `reasoning, ${plural(reasoning.length, "character")}`,
+      () => textBlock(reasoning), isReasoningOpen || reasoning.length <= OPEN_REASONING),
     text.trim() && textBlock(text),
     message.unusable && h("p", { class: "mark" }, `unusable: ${message.unusable}`),
     message.repairs?.length ? fold("facts", "repaired by the runtime", () => jsonBlock(message.repairs)) : null,
@@ -116,9 +122,11 @@ function lossesOf(messages, form) {
   return new Map(replies.map((reply, n) => [reply, masked.get(learnt[n]) ?? []]));
 }
 
-function lossMark(reasons) {
+function lossMark(reasons, file) {
   if (!reasons) return null;
-  return reasons.length ? h("span", { class: "tag" }, `no loss: ${reasons.join(", ")}`) : h("span", { class: "tag loss" }, "loss");
+  if (!reasons.length && file === "partial") return h("span", { class: "tag", title: "This conversation ended early: its row is in exports/partial.jsonl, not in the training file" }, "loss");
+  return reasons.length ? h("span", { class: "tag" }, `no loss: ${reasons.join(", ")}`)
+    : h("span", { class: "tag loss", title: "The bar at the left marks turns that carry loss" }, "loss");
 }
 
 function messageBlock(message, turn, read, callBlocks, reasons) {
@@ -128,13 +136,14 @@ function messageBlock(message, turn, read, callBlocks, reasons) {
     read && turn ? h("a", { href: source.link(read.id, turn.turn), title: "link to this turn" }, name) : name,
     h("span", { class: "soft" }, turn ? turnFacts(turn) : isReply ? "brought along by the prompt" : ""),
     read?.row.missed_turns?.includes(turn?.turn) ? h("span", { class: "tag", title: "It lacked more than a tenth of what the request before had left in the prompt cache" }, "missed the cache") : null,
-    lossMark(reasons));
+    lossMark(reasons, read?.form?.file));
   const beside = read && turn ? source.besideTurn?.(turn, read) : null;
   const body = isReply ? replyBody(message)
     : message.role === "system" && message.content.length > 600
       ? fold("facts", `${count(message.content.length)} characters`, () => textBlock(message.content))
       : textBlock(message.content);
-  return h("article", { class: `message ${message.role}`, tabindex: -1, "data-turn": turn?.turn, "aria-label": name },
+  const learnt = reasons && !reasons.length ? (read?.form?.file === "training" ? " learnt" : " learnt-partly") : "";
+  return h("article", { class: `message ${message.role}${learnt}`, tabindex: -1, "data-turn": turn?.turn, "aria-label": name },
     heading, body, isReply ? null : notesOf(message), callBlocks, beside);
 }
 
@@ -207,59 +216,85 @@ function trainingWords(form) {
   return `${EXPORTED[form.file]}: loss on ${count(loss)} of ${count(all)} characters${without}`;
 }
 
+// The prompt and what became of it, each in a line.
+function verdictHead(row, record) {
+  const prompt = row.prompt ?? "";
+  const verdict = row.passed == null ? h("span", { class: "soft" }, meta.is_checked ? "not judged" : "no check")
+    : h("span", { class: `status ${row.passed ? "good" : "bad"} as-verdict` }, row.passed ? "✓ passed" : "✗ not passed");
+  const part = (name, value) => value == null || value === "" ? null : h("span", { class: "part-of-head", title: visible(value) }, h("span", { class: "soft" }, `${name} `), value);
+  const reward = row.reward == null || (row.passed != null && row.reward === Number(row.passed)) ? null : digits(row.reward);
+  return h("section", { class: "verdict-head", "aria-label": "Prompt and verdict" },
+    h("p", { title: visible(prompt) }, prompt),
+    h("p", {}, verdict,
+      part("answer", row.answer), part("expected", row.expected), part("reward", reward),
+      record.status_reason && !record.error && record.status_reason !== "not the expected answer" ? h("span", { class: "soft part-of-head", title: visible(record.status_reason) }, record.status_reason) : null));
+}
+
 // The ways to other rows, and the title.
 function readerHead(row, { before, after, place, matching: all }) {
-  const step = (to, words, key) => to != null
-    ? h("a", { class: "button", href: source.link(to), "aria-keyshortcuts": key }, words)
-    : h("span", { class: "button off", "aria-disabled": "true" }, words);
+  const step = (to, words, key, name) => to != null
+    ? h("a", { class: "button", href: source.link(to), "aria-keyshortcuts": key, "aria-label": name, title: name }, words)
+    : h("span", { class: "button off", "aria-hidden": "true" }, words);
   return [
-    h("nav", { "aria-label": "Other rows" },
-      h("a", { class: "button", href: source.link() }, "☰ table"), step(before, "← previous", "ArrowLeft"), step(after, "next →", "ArrowRight"),
+    h("div", { class: "reader-top" }, h("nav", { "aria-label": "Other rows" },
+      h("a", { class: "button", href: source.link() }, "☰ table"), step(before, "←", "ArrowLeft", "previous conversation"), step(after, "→", "ArrowRight", "next conversation"),
       place != null && h("span", { class: "soft" }, `${count(place + 1)} of ${count(all)}`)),
-    h("h2", { tabindex: -1, id: "reader-title" }, row.id, " ", h("span", { class: `status ${statusKind(row.status)}` }, row.status)),
+    h("h2", { tabindex: -1, id: "reader-title" }, row.id, " ", statusMark(row.status))),
   ];
 }
 
-// The whole reader: what is known of a trajectory, then its messages.
+// The whole reader: prompt and verdict, folds, the messages, and what else is known at the side.
 function conversation(read) {
   const { row, record, form, around } = read;
   if (meta.is_audit) return taskOfAudit(record, row, around);
-  const usage = record.usage ?? {};
   return [
     ...readerHead(row, around),
-    record.status_reason && h("p", {}, record.status_reason),
+    verdictHead(row, record),
     record.error && h("p", { class: "trouble" }, `${record.error.class}: ${record.error.message}`),
-    factList([
-      ["model", record.model_returned && record.model_returned !== record.model ? `${record.model} (${record.model_returned})` : record.model],
-      ["turns", count(record.turns.length)],
-      ["calls", row.failed_calls ? `${count(row.calls)}, ${count(row.failed_calls)} failed` : count(row.calls)],
-      ["tokens", `${short(usage.input_tokens)} in, ${short(usage.output_tokens)} out`],
-      ["from a cache", row.cached_share == null ? "" : `${percent(row.cached_share, 1)} of the tokens in${row.missed_turns?.length ? `, missed by ${plural(row.missed_turns.length, "turn")}` : ""}`],
-      ["cost", dollars(record.cost_usd)], ["time at work", seconds(row.duration_s)],
-      ["ended", moment(record.finished_at)], ["attempt", count(record.attempt)],
-      ["sample", record.sample ? count(record.sample) : ""],
-      ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox],
-      ["check", row.reward == null ? "" : checkWords(row)],
-      ["rewards", row.rewards && Object.entries(row.rewards).map(([name, reward]) => `${name} ${digits(reward)}`).join(", ")],
-      ["unusual", row.flags.join(", ")],
-    ]),
-    h("div", { class: "folds" },
-      fold("facts", "dataset row", () => jsonBlock(record.row)),
-      fold("facts", `tools offered (${record.tools.length})`, () => h("dl", { class: "arguments" }, record.tools.map((tool) => [
-        h("dt", {}, tool.function.name), h("dd", {}, textBlock(tool.function.description ?? "")),
-      ]))),
-      record.agent && fold("facts", "agent", () => jsonBlock(record.agent)),
-      record.set_aside?.length ? fold("facts", `calls set aside by a restart (${record.set_aside.length})`, () => jsonBlock(record.set_aside)) : null,
-      record.rewritten?.length ? fold("facts", `calls that were shown other messages (${record.rewritten.length})`, () => jsonBlock(record.rewritten)) : null,
-      record.scores && fold("facts", `scores (${record.scores.length})`, () => jsonBlock(record.scores)),
-      record.check && fold("facts check", "output of the check", () => checkBlock(record.check)),
-      record.turns.length > 1 && fold("facts", "tokens of each turn", () => tokensOf(record.turns)),
-      form && fold("facts training", trainingWords(form), () => trainingForm(form)),
-      fold("facts raw", "raw JSON", () => h("pre", { class: "text", tabindex: 0 }, jsonText(record)))),
+    sideFacts(row, record),
+    foldsOf(record, form),
     source.beforeMessages?.(read),
     messagesOf(record, read),
     source.afterMessages?.(read),
   ];
+}
+
+// Facts at the side of a wide screen, folded on a narrow one; what is unknown or nothing is left out.
+function sideFacts(row, record) {
+  const usage = record.usage ?? {};
+  const cached = row.cached_share == null ? "" : `${percent(row.cached_share, 1)} of the tokens in${row.missed_turns?.length ? `, missed by ${plural(row.missed_turns.length, "turn")}` : ""}`;
+  const facts = factList([
+    ["model", record.model_returned && record.model_returned !== record.model ? `${record.model} (${record.model_returned})` : record.model],
+    ["turns", count(record.turns.length)],
+    ["calls", !row.calls ? "" : row.failed_calls ? `${count(row.calls)}, ${count(row.failed_calls)} failed` : count(row.calls)],
+    ["tokens", usage.input_tokens || usage.output_tokens ? `${short(usage.input_tokens)} in, ${short(usage.output_tokens)} out` : ""],
+    ["from a cache", cached],
+    ["cost", record.cost_usd ? dollars(record.cost_usd) : ""], ["time at work", row.duration_s == null ? "" : seconds(row.duration_s)],
+    ["ended", record.finished_at == null ? "" : moment(record.finished_at)], ["attempt", record.attempt > 1 ? count(record.attempt) : ""],
+    ["sample", record.sample ? count(record.sample) : ""],
+    ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox],
+    ["check", row.reward == null ? "" : checkWords(row)],
+    ["rewards", row.rewards && Object.entries(row.rewards).map(([name, reward]) => `${name} ${digits(reward)}`).join(", ")],
+    ["unusual", row.flags.filter((flag) => !["passed", "not passed"].includes(flag)).join(", ")],
+  ]);
+  const isWide = window.matchMedia("(min-width: 62rem)").matches;
+  return h("aside", { "aria-label": "Facts" }, h("details", { open: isWide }, h("summary", {}, "Facts"), facts));
+}
+
+function foldsOf(record, form) {
+  return h("div", { class: "folds" },
+    form && fold(`facts training${form.file === "training" ? " is-row" : ""}`, trainingWords(form), () => trainingForm(form)),
+    record.check && fold("facts check", "output of the check", () => checkBlock(record.check)),
+    fold("facts", "dataset row", () => jsonBlock(record.row)),
+    record.tools.length ? fold("facts", `tools offered (${record.tools.length})`, () => h("dl", { class: "arguments" }, record.tools.map((tool) => [
+      h("dt", {}, tool.function.name), h("dd", {}, textBlock(tool.function.description ?? "")),
+    ]))) : null,
+    record.agent && fold("facts", "agent", () => jsonBlock(record.agent)),
+    record.set_aside?.length ? fold("facts", `calls set aside by a restart (${record.set_aside.length})`, () => jsonBlock(record.set_aside)) : null,
+    record.rewritten?.length ? fold("facts", `calls that were shown other messages (${record.rewritten.length})`, () => jsonBlock(record.rewritten)) : null,
+    record.scores && fold("facts", `scores (${record.scores.length})`, () => jsonBlock(record.scores)),
+    record.turns.length > 1 && record.turns.some((turn) => turn.usage?.input_tokens) && fold("facts", "tokens of each turn", () => tokensOf(record.turns)),
+    fold("facts raw", "raw JSON", () => h("pre", { class: "text", tabindex: 0 }, jsonText(record))));
 }
 
 function setReasoning(isOpen) {

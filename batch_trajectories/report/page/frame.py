@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from importlib import resources
 
 CORE = ("core.js",)
-SHARED = ("summary.js", "charts.js", "table.js", "results.js", "conversation.js", "audit.js")
+SHARED = (
+    "summary.js",
+    "charts.js",
+    "overview.js",
+    "table.js",
+    "results.js",
+    "conversation.js",
+    "audit.js",
+)
 MAIN = ("main.js",)
 """Joined in this order with the source of a kind of page before `MAIN`, they are one module."""
 

@@ -12,7 +12,7 @@ async function show() {
     if (!(await source.enter(place))) open = null;
     else if (visit !== visits) return;
     else if (place.id) await showConversation(place, visit);
-    else showList();
+    else await showList();
   } catch (error) {
     if (visit !== visits) return;
     trouble(error.message, { lasts: !(error instanceof Missing) });
@@ -44,13 +44,15 @@ function turnOf(turn) {
   return $("reader").querySelector(`:scope > .messages > article[data-turn="${turn}"]`);
 }
 
-function showList() {
+async function showList() {
   const before = open;
   open = null;
   document.title = `${meta.run_name} · ${PAGE}`;
   $("list").hidden = false;
   $("reader").hidden = true;
   $("reader").replaceChildren();
+  if (takeState(location.hash)) await applyFilters();
+  else keepAddress();
   drawRows({ force: true });
   if (before?.around.place != null) select(before.around.place);
 }
@@ -182,12 +184,7 @@ function describeRun() {
   $("about").textContent = `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)}${written}`;
   $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : meta.is_counting ? "being counted" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
   $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
-  $("health").hidden = !meta.health.length;
-  $("health-count").textContent = "of the whole run, by named checks";
-  $("health-table").tBodies[0].replaceChildren(...meta.health.map((found) => h("tr", {},
-    h("th", { scope: "row" }, found.name), h("td", { class: "number" }, `${count(found.found)} of ${count(found.of)}`),
-    h("td", {}, found.problem, ": ", ...found.examples.flatMap((id, n) => [n ? ", " : "",
-      source.has(id) ? h("a", { href: source.link(id) }, visible(id)) : visible(id)])))));
+  drawOverview();
   describeCaches(meta.caches);
   $("errors").hidden = !meta.errors.length;
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));
@@ -201,8 +198,8 @@ function describeRun() {
 }
 
 async function start() {
-  if (window.matchMedia("(max-width: 44rem)").matches) $("overview").open = false;
   listenToTable();
+  listenToTabs();
   window.addEventListener("hashchange", show);
   document.addEventListener("keydown", onKey);
   $("show-help").addEventListener("click", () => $("help").showModal());
@@ -210,7 +207,7 @@ async function start() {
     await source.start();
     await show();
   } catch (error) {
-    trouble(error.message);
+    if (!error.isShown) trouble(error.message);
   }
   document.documentElement.dataset.ready = "yes";
 }

@@ -1,19 +1,29 @@
 // Results of calls as what they are: differences, tables, JSON, other text.
 
 const SHOWN_CHARS = 8000;
+const SHOWN_OF_RESULT = 1500; // characters of arguments and results, up to the end of a sentence or line
 const SHOWN_ROWS = 100;
 const SHOWN_LINES = 24; // of JSON, which is folded beyond
 
 // Text as it is; a very long one in part, until the rest is asked for. `draw` makes its content.
-function textBlock(text, kind = "", draw = visible) {
+function textBlock(text, kind = "", draw = visible, most = SHOWN_CHARS) {
   // What may be higher than its place is scrolled by keys, too.
   const isHigh = text.length > 2000 || text.split("\n", SHOWN_LINES).length === SHOWN_LINES;
   const block = h("pre", { class: `text ${kind}`, tabindex: isHigh ? 0 : null });
-  if (text.length <= SHOWN_CHARS * 1.5) return fill(block, {}, [draw(text)]);
+  if (text.length <= most * 1.5) return fill(block, {}, [draw(text)]);
   const more = h("button", { type: "button", class: "more", click: () => block.replaceChildren(...[draw(text)].flat()) },
     `… show all ${count(text.length)} characters`);
-  return fill(block, {}, [draw(text.slice(0, SHOWN_CHARS)), more]);
+  return fill(block, {}, [draw(beginningOf(text, most)), more]);
 }
+
+// The beginning of a text, up to the last end of a line or sentence that is not far from `most`.
+function beginningOf(text, most) {
+  const head = text.slice(0, most);
+  const end = Math.max(head.lastIndexOf("\n"), ...[...head.matchAll(/[.!?](?=\s)/g)].slice(-1).map((match) => match.index));
+  return end > most / 2 ? head.slice(0, end + 1) : head;
+}
+
+const shortBlock = (text, kind = "", draw = visible) => textBlock(text, kind, draw, SHOWN_OF_RESULT);
 
 function fold(kind, words, make, isOpen = false) {
   const box = h("details", { class: kind }, h("summary", {}, words));
@@ -46,17 +56,40 @@ const isObject = (value) => value !== undefined && !Array.isArray(value);
 const isPlain = (value) => value === null || typeof value !== "object" || Boolean(JSON.isRawJSON?.(value));
 
 // The values of an object by name, texts as texts.
-function valuesBlock(values, kind = "", draw = (value) => textBlock(typeof value === "string" ? value : jsonText(value))) {
-  return h("dl", { class: `arguments ${kind}` }, Object.entries(values).map(([name, value]) => [
-    h("dt", {}, name),
-    h("dd", {}, draw(value)),
-  ]));
+function valuesBlock(values, kind = "", draw = (value) => shortBlock(typeof value === "string" ? value : jsonText(value))) {
+  return h("dl", { class: `arguments ${kind}` }, Object.entries(values).map(([name, value]) => {
+    const isShort = name.length <= 16 && (typeof value === "string" ? value.length <= 60 && !value.includes("\n") : isPlain(value));
+    return [h("dt", { class: isShort && "short" }, name), h("dd", { class: isShort && "short" }, draw(value))];
+  }));
+}
+
+const isEmpty = (value) => value === null || value === "";
+
+// {block, exitCode} of the result of a call. The exit code of a command is a badge beside the name of
+// the tool, so it is no part of the block.
+function resultParts({ content }) {
+  const value = parsed(content);
+  if (!isObject(value) || typeof value.exit_code !== "number") return { block: resultBlock(content), exitCode: null };
+  const { exit_code: exitCode, ...rest } = value;
+  const block = Object.values(rest).every(isEmpty) ? h("p", { class: "soft result" }, "no output") : resultOfValues(rest);
+  return { block, exitCode };
+}
+
+// Values by name without the empty ones; a lone text without its name.
+function resultOfValues(values) {
+  const said = Object.entries(values).filter(([, value]) => !isEmpty(value));
+  if (said.length === 1 && ["stdout", "output"].includes(said[0][0])) {
+    const block = valueBlock(said[0][1]);
+    block.classList.add("result");
+    return block;
+  }
+  return valuesBlock(Object.fromEntries(said), "result", valueBlock);
 }
 
 // The result of a call: what is a JSON object by name; lists of records as tables.
 function resultBlock(text) {
   const value = parsed(text);
-  if (isObject(value) && Object.keys(value).length) return valuesBlock(value, "result", valueBlock);
+  if (isObject(value) && Object.values(value).some((one) => !isEmpty(one))) return resultOfValues(value);
   const block = Array.isArray(value) ? valueBlock(value) : plainBlock(text);
   block.classList.add("result");
   return block;
@@ -66,14 +99,14 @@ function valueBlock(value) {
   if (typeof value === "string") return plainBlock(value);
   const table = recordsIn(value);
   if (table) return tableBlock(table, jsonText(value));
-  return isLong(value) ? treeBlock(value) : textBlock(jsonText(value));
+  return isLong(value) ? treeBlock(value) : shortBlock(jsonText(value));
 }
 
 // Text that is no JSON.
 function plainBlock(text, kind = "") {
-  if (isDifference(text)) return textBlock(text, `diff ${kind}`, differenceLines);
+  if (isDifference(text)) return shortBlock(text, `diff ${kind}`, differenceLines);
   const table = separatedIn(text);
-  return table ? tableBlock(table, text, kind) : textBlock(text, kind);
+  return table ? tableBlock(table, text, kind) : shortBlock(text, kind);
 }
 
 function isDifference(text) {

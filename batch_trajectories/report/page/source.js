@@ -72,6 +72,7 @@ async function recordOf(row) {
 
 const FLAGS = {
   "failed calls": (row) => row.failed_calls > 0,
+  "not completed": (row) => row.status !== "completed",
   "an error": (row) => row.error !== null,
   "turns without reasoning": (row) => row.reasoned < row.turns,
   "a suspected leak": (row) => row.leaks > 0,
@@ -104,6 +105,20 @@ function compareBy(key, down) {
   };
 }
 
+// The samples of a prompt together, by number; prompts in the order in which they first come.
+function bySamples(list) {
+  const groups = Map.groupBy(list, (row) => row.prompt_id);
+  return [...groups.values()].flatMap((group) => group.sort((a, b) => a.sample - b.sample));
+}
+
+function groupRows() {
+  for (const group of Map.groupBy(rows, (row) => row.prompt_id).values()) {
+    const judged = group.filter((row) => row.passed != null);
+    const sums = { samples: group.length, judged: judged.length, passed: judged.filter((row) => row.passed).length };
+    if (group.length > 1) for (const row of group) row.group = sums;
+  }
+}
+
 const PAGE = "report"; // in titles of the window
 let found = []; // the rows that match, in order
 
@@ -121,36 +136,56 @@ const source = {
     }
     const names = (pick) => tally(rows, (row) => pick(row).map((name) => [name, 1])).map(([name]) => name);
     this.total = rows.length;
+    if (hasSamples()) groupRows();
     meta.is_checked = rows.some((row) => row.reward != null);
     meta.has_leaks = rows.some((row) => row.leaks);
     meta.has_caches = rows.some((row) => row.cached_tokens);
+    this.statuses = tally(rows, (row) => [[row.status, 1]]);
     this.choices = {
       status: names((row) => [row.status]),
       tool: names((row) => Object.keys(row.tools)),
       flag: [...Object.keys(FLAGS).filter((flag) => !meta.is_audit && rows.some(FLAGS[flag])), ...names((row) => row.flags)],
       model: names((row) => [row.model]),
     };
+    meta.has = COLUMNS_OF_DATA.filter((key) => rows.some((row) => isWorthAColumn(key, row[key])));
     startTable();
     describeRun();
+    takeState(location.hash);
     await applyFilters();
   },
 
+  // What `drawOverview` says: of the whole run, whatever the filters leave.
+  numbers() {
+    const number = (pick) => rows.reduce((n, row) => n + (pick(row) ? 1 : 0), 0);
+    const last = rows.reduce((at, row) => Math.max(at, row.finished_at ?? 0), 0);
+    const { statuses } = this;
+    const failed = meta.funnel ? Object.entries(meta.funnel.steps.find((step) => step.name === "tasks").lost).reduce((n, [reason, lost]) => n + (reason.startsWith("failed: ") ? lost : 0), 0) : number((row) => row.status === "failed");
+    const done = number((row) => row.status !== "failed");
+    return {
+      ended: done + failed, done, failed, tasks: meta.is_audit ? null : meta.tasks, isRunning: meta.is_running,
+      passed: number((row) => row.passed), judged: number((row) => row.passed != null), completed: number((row) => row.status === "completed"),
+      sound: number((row) => row.status === "sound"), trainingRows: meta.funnel?.exports[0]?.rows ?? null,
+      costUsd: meta.spent.usd, costUnknown: meta.spent.unknown, leftS: null, tookS: last > meta.created ? last - meta.created : null, statuses,
+    };
+  },
+
   parse(hash) {
-    const [id, turn] = hash.slice(1).split("/").map(decoded);
+    const [id, turn] = hash.slice(1).split("?")[0].split("/").map(decoded);
     return { id, turn: Number(turn) || null };
   },
   async enter() {
     return true;
   },
   isOpen: () => true,
-  link: (id, turn) => (id == null ? "#" : `#${encodeURIComponent(id)}${turn ? `/${turn}` : ""}`),
+  link: (id, turn) => `#${id == null ? "" : `${encodeURIComponent(id)}${turn ? `/${turn}` : ""}`}${stateText()}`,
   has: (id) => byId.has(id),
 
   async find(filters, order) {
     const words = filters.query.toLowerCase().split(/\s+/).filter(Boolean);
     found = rows.filter((row) => matches(row, filters, words));
     if (order.key) found.sort(compareBy(order.key, order.down));
-    return { matching: found.length, summary: summarize(found) };
+    else if (hasSamples()) found = bySamples(found);
+    return { matching: found.length, summary: async () => summarize(found) };
   },
   rowAt: (place) => found[place],
   async load() {},

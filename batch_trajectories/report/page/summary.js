@@ -19,10 +19,12 @@ function quantile(sorted, q) {
   return sorted[Math.min(sorted.length - 1, Math.floor(q * sorted.length))];
 }
 
-// How often values lie where, in equal steps, or in growing ones where they are far apart.
-function histogramOf(values, { whole = false } = {}) {
-  const known = values.filter((value) => value != null).sort((a, b) => a - b);
-  const counts = { known: known.length, missing: values.length - known.length };
+// How often values lie where, in equal steps, or in growing ones where they are far apart; in all, and
+// of the rows that passed and did not.
+function histogramOf(list, key, { whole = false } = {}) {
+  const rows = list.filter((row) => row[key] != null);
+  const known = rows.map((row) => row[key]).sort((a, b) => a - b);
+  const counts = { known: known.length, missing: list.length - known.length };
   if (!known.length) return { ...counts, low: null, high: null };
   const low = known[0];
   const high = known[known.length - 1];
@@ -37,19 +39,27 @@ function histogramOf(values, { whole = false } = {}) {
     return Math.min(steps - 1, Math.floor(part * steps));
   };
   const edge = (n) => (grows ? positive * (high / positive) ** (n / steps) : low + (span * n) / steps);
-  const heights = new Array(steps).fill(0);
-  for (const value of known) heights[place(value)] += 1;
-  return { ...counts, ...middle, grows, edges: Array.from({ length: steps + 1 }, (_, n) => edge(n)), heights };
+  return { ...counts, ...middle, grows, edges: Array.from({ length: steps + 1 }, (_, n) => edge(n)), ...heightsOf(rows, steps, (row) => place(row[key])) };
+}
+
+function heightsOf(rows, steps, place) {
+  const found = { heights: new Array(steps).fill(0), passed: new Array(steps).fill(0), failed: new Array(steps).fill(0) };
+  for (const row of rows) {
+    const step = place(row);
+    found.heights[step] += 1;
+    if (row.passed === true) found.passed[step] += 1;
+    if (row.passed === false) found.failed[step] += 1;
+  }
+  return found;
 }
 
 function overTime(list) {
-  const times = list.map((row) => row.finished_at).filter((at) => at != null);
-  if (!times.length) return null;
-  const first = times.reduce((a, b) => Math.min(a, b));
-  const last = times.reduce((a, b) => Math.max(a, b));
-  const heights = new Array(TIME_STEPS).fill(0);
-  for (const at of times) heights[Math.min(TIME_STEPS - 1, Math.floor(((at - first) / (last - first || 1)) * TIME_STEPS))] += 1;
-  return { first, last, heights };
+  const rows = list.filter((row) => row.finished_at != null);
+  if (!rows.length) return null;
+  const first = rows.reduce((at, row) => Math.min(at, row.finished_at), Infinity);
+  const last = rows.reduce((at, row) => Math.max(at, row.finished_at), -Infinity);
+  const place = (row) => Math.min(TIME_STEPS - 1, Math.floor(((row.finished_at - first) / (last - first || 1)) * TIME_STEPS));
+  return { first, last, ...heightsOf(rows, TIME_STEPS, place) };
 }
 
 function summarize(list) {
@@ -76,6 +86,6 @@ function summarize(list) {
       none: number((row) => row.turns && !row.reasoned),
     },
     over_time: overTime(list),
-    histograms: Object.fromEntries(measured.map((key) => [key, histogramOf(list.map((row) => row[key]), { whole: key === "turns" })])),
+    histograms: Object.fromEntries(measured.map((key) => [key, histogramOf(list, key, { whole: key === "turns" })])),
   };
 }

@@ -13,50 +13,99 @@ let drawn = [-1, -1];
 let searches = 0;
 let later; // a search that waits for the next key
 
-// Only in runs of which something was checked.
-const CHECK_COLUMN = {
-  isShown: () => meta.is_checked,
-  key: "reward", name: "Check", number: true,
-  cell: (row) => row.reward == null ? null : h("span", { class: row.passed === false ? "failed" : false, title: checkWords(row) },
-    row.passed === false ? "✗ " : row.passed ? "✓ " : "", Number(row.reward.toPrecision(3))),
-};
+const failedMark = (words) => h("span", { class: "failed" }, words);
+const twoLines = (text) => h("div", { class: "two-lines" }, text);
 
-// Only in runs with a call that looked for the solution of its task.
-const LEAK_COLUMN = {
-  isShown: () => meta.has_leaks,
-  key: "leaks", name: "Leaks", number: true,
-  cell: (row) => row.leaks ? h("span", { class: "failed", title: visible(row.leak_calls.join("\n")) }, count(row.leaks)) : null,
-};
+// Columns that only some runs have, by the data that they show: those that say nothing are left out.
+const COLUMNS_OF_DATA = ["answer", "expected", "reward", "cost_usd", "turns", "calls", "input_tokens", "output_tokens", "duration_s"];
+const isWorthAColumn = (key, value) => value != null && value !== "" && value !== 0 && !(["turns", "reward"].includes(key) && value === 1);
+const has = (key) => meta.has.includes(key);
+const hasSamples = () => meta.samples > 1;
 
-// Only in runs whose endpoint has a cache.
-const CACHE_COLUMN = {
-  isShown: () => meta.has_caches,
-  key: "cached_share", name: "Cached", number: true, wide: true, less: true,
-  cell: (row) => row.cached_share == null ? null : [percent(row.cached_share, 1),
-    row.cache_misses ? h("span", { class: "failed", title: `turns that missed the cache: ${row.missed_turns.join(", ")}` }, ` ✗${count(row.cache_misses)}`) : null],
-};
-
+// `rem` is the width, or `share` of the whole in percent; the prompt has the rest. `isThere`: whether the run has it; `isExtra`: shown if chosen.
 const COLUMNS = [
-  { key: "status", name: "Status", cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
-  { key: "id", name: "Trajectory", cell: titleCell },
-  { key: "turns", name: "Turns", number: true, cell: (row) => count(row.turns) },
+  { key: "passed", name: "Verdict", rem: 7.6, isThere: () => meta.is_checked, cell: verdictCell },
+  { key: "status", name: "Status", rem: 7.6, isExtra: () => meta.is_checked, cell: (row) => statusMark(row.status) },
+  { key: "id", name: "Prompt", rem: 0, cell: titleCell },
+  { key: "answer", name: "Answer", share: 20, less: true, isThere: () => has("answer"), cell: (row) => twoLines(row.answer) },
+  { key: "expected", name: "Expected", rem: 8, less: true, isThere: () => has("expected"), cell: (row) => row.expected == null ? null : twoLines(row.expected) },
   {
-    key: "failed_calls", name: "Calls", number: true,
-    cell: (row) => [count(row.calls), row.failed_calls ? h("span", { class: "failed" }, ` ${count(row.failed_calls)} failed`) : null],
+    key: "reward", name: "Reward", number: true, rem: 5, isThere: () => has("reward"),
+    cell: (row) => row.reward == null ? null : h("span", { title: checkWords(row) }, digits(row.reward)),
   },
-  { key: "input_tokens", name: "In", number: true, less: true, cell: (row) => short(row.input_tokens) },
-  CACHE_COLUMN,
-  { key: "output_tokens", name: "Out", number: true, less: true, cell: (row) => short(row.output_tokens) },
-  { key: "cost_usd", name: "Cost", number: true, wide: true, less: true, cell: (row) => dollars(row.cost_usd) },
-  { key: "duration_s", name: "Time", number: true, wide: true, cell: (row) => seconds(row.duration_s) },
-  CHECK_COLUMN,
-  LEAK_COLUMN,
-  { key: "finished_at", name: "Ended", number: true, less: true, cell: (row) => moment(row.finished_at).slice(5) },
+  { key: "cost_usd", name: "Cost", number: true, rem: 6.4, less: true, isThere: () => has("cost_usd"), cell: (row) => row.cost_usd == null ? null : dollars(row.cost_usd) },
+  { key: "turns", name: "Turns", number: true, rem: 4.6, isThere: () => has("turns"), cell: (row) => count(row.turns) },
+  {
+    key: "failed_calls", name: "Calls", number: true, rem: 7.4, isThere: () => has("calls"),
+    cell: (row) => [count(row.calls), row.failed_calls ? failedMark(` ${count(row.failed_calls)} failed`) : null],
+  },
+  {
+    key: "leaks", name: "Leaks", number: true, rem: 4.6, isThere: () => meta.has_leaks,
+    cell: (row) => row.leaks ? h("span", { class: "failed", title: visible(row.leak_calls.join("\n")) }, count(row.leaks)) : null,
+  },
+  {
+    key: "cached_share", name: "Cached", number: true, rem: 6.8, less: true, isThere: () => meta.has_caches,
+    cell: (row) => row.cached_share == null ? null : [percent(row.cached_share, 1),
+      row.cache_misses ? h("span", { class: "failed", title: `turns that missed the cache: ${row.missed_turns.join(", ")}` }, ` ✗${count(row.cache_misses)}`) : null],
+  },
+  { key: "duration_s", name: "Time", number: true, rem: 7, less: true, isThere: () => has("duration_s"), cell: (row) => seconds(row.duration_s) },
+  { key: "input_tokens", name: "In", number: true, rem: 4.6, isThere: () => has("input_tokens"), isExtra: () => true, cell: (row) => short(row.input_tokens) },
+  { key: "output_tokens", name: "Out", number: true, rem: 4.6, isThere: () => has("output_tokens"), isExtra: () => true, cell: (row) => short(row.output_tokens) },
+  { key: "model", name: "Model", rem: 10, less: true, isThere: () => source.choices.model.length > 1, cell: (row) => twoLines(row.model) },
+  { key: "finished_at", name: "Ended", number: true, rem: 9, isExtra: () => true, cell: (row) => moment(row.finished_at).slice(5) },
 ];
+let chosenColumns = null; // keys of the columns that the user chose; null: what fits the run
 
-function titleCell(row) {
+const statusMark = (status) => h("span", { class: `status ${statusKind(status)}` }, status);
+
+function verdictCell(row) {
+  if (row.passed == null) return statusMark(row.status);
+  return h("div", { class: "two-lines" }, h("span", { class: `status ${row.passed ? "good" : "bad"} as-verdict` }, row.passed ? "✓ passed" : "✗ not passed"),
+    row.status === "completed" ? null : h("small", {}, row.status));
+}
+
+// The prompt, and the id under it. Of samples that stand together, the first one says how many passed.
+function titleCell(row, place) {
   const words = row.error ? `${row.error}: ${row.reason ?? row.prompt}` : row.prompt;
-  return [h("a", { href: source.link(row.id) }, row.id), h("span", { class: "snippet" }, words)];
+  const link = h("a", { href: source.link(row.id) }, row.id);
+  const { group } = row;
+  const isGrouped = group && !order.key && !meta.is_audit;
+  const before = isGrouped && place > 0 ? source.rowAt(place - 1) : null;
+  const badge = group && h("span", { class: `badge ${group.passed ? "good" : group.judged ? "bad" : ""}` },
+    group.judged ? `${count(group.passed)} of ${count(group.samples)} passed` : plural(group.samples, "sample"));
+  if (before?.prompt_id === row.prompt_id && isGrouped) {
+    return h("div", { class: "sample" }, h("span", { class: "snippet" }, `sample ${row.sample}`), link);
+  }
+  return [h("span", { class: "prompt" }, words), h("span", { class: "under" }, link, badge, row.answer && h("span", { class: "snippet answer" }, "→ ", row.answer))];
+}
+
+function chooseColumns() {
+  const there = (meta.is_audit ? AUDIT_COLUMNS : COLUMNS).filter((column) => column.isThere?.() ?? true);
+  columns = there.filter((column) => chosenColumns ? chosenColumns.includes(column.key) || column.key === "id" : !column.isExtra?.());
+  $("table").classList.toggle("chosen", chosenColumns !== null);
+  $("table").style.minWidth = chosenColumns ? `${columns.reduce((rem, column) => rem + (column.rem || 14), 0)}rem` : "";
+  const box = (column) => {
+    const input = h("input", { type: "checkbox", value: column.key, disabled: column.key === "id", change: pickColumns });
+    input.checked = columns.includes(column);
+    return h("label", {}, input, " ", column.name);
+  };
+  $("column-boxes").replaceChildren($("column-boxes").querySelector("legend"), ...there.map(box),
+    h("button", { type: "button", disabled: !chosenColumns, click: () => takeColumns(null) }, "Usual columns"));
+}
+
+function pickColumns(event) {
+  event.stopPropagation(); // what it redraws is no filter
+  const { target } = event;
+  takeColumns([...$("column-boxes").querySelectorAll("input:checked")].map((input) => input.value));
+  $("column-boxes").querySelector(`input[value="${target.value}"]`).focus();
+}
+
+function takeColumns(keys) {
+  chosenColumns = keys;
+  chooseColumns();
+  drawHeads();
+  drawRows({ force: true });
+  keepAddress();
 }
 
 // Rows come first, then what is drawn of all of them; an answer that is late is left out.
@@ -67,8 +116,25 @@ async function applyFilters({ stays = false } = {}) {
     const { matching: all, summary } = await source.find(filters, order, stays ? [drawn[0], Math.max(drawn[0], drawn[1] - 1)] : [0]);
     if (search !== searches) return;
     showFound(all, stays);
-    const found = await summary;
-    if (search !== searches) return;
+    askSummary = summary;
+    if (tab === "charts") await drawSummary();
+  } catch (error) {
+    if (search === searches) trouble(error.message, { lasts: false });
+  }
+}
+
+let askSummary = null; // asks for the numbers of the rows that were found last
+
+// Tiles and charts, once they are looked at.
+async function drawSummary() {
+  if (!askSummary) return;
+  const search = searches;
+  const ask = askSummary;
+  askSummary = null;
+  if (!$("charts").childElementCount) $("charts").replaceChildren(h("p", { class: "soft" }, "counting …"));
+  try {
+    const found = await ask();
+    if (search !== searches || meta === null) return;
     drawTiles(found);
     drawCharts(found, (picked) => setFilters(picked));
   } catch (error) {
@@ -93,6 +159,7 @@ function setFilters(changes) {
   clearTimeout(later);
   Object.assign(filters, { query: $("query").value }, changes);
   showFilters();
+  keepAddress();
   if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
   return applyFilters();
 }
@@ -104,18 +171,32 @@ function showFilters() {
     if (field.type === "checkbox") field.checked = Boolean(value);
     else field.value = value;
   }
+  const used = Object.entries(filters).filter(([name, value]) => name !== "query" && value).length;
+  $("more-filters").textContent = used ? `Filters (${used})` : "Filters";
+  if (["model", "label", "where"].some((name) => filters[name])) openFilters(true);
 }
+
+function openFilters(isOpen) {
+  $("filters").classList.toggle("open", isOpen);
+  $("more-filters").setAttribute("aria-expanded", String(isOpen));
+}
+
+const isBox = (name) => $(`by-${name}`)?.type === "checkbox";
+const noFilters = () => Object.fromEntries(Object.keys(filters).map((name) => [name, isBox(name) ? false : ""]));
 
 function drawHeads() {
   $("heads").replaceChildren(...columns.map((column) => {
     const is = order.key === column.key;
-    return h("th", { scope: "col", class: columnClass(column), "aria-sort": is && (order.down ? "descending" : "ascending") },
-      h("button", { type: "button", click: () => sortBy(column) }, column.name, is ? (order.down ? " ↓" : " ↑") : ""));
+    const head = h("th", { scope: "col", class: columnClass(column), "aria-sort": is && (order.down ? "descending" : "ascending") },
+      column.isFixed ? h("span", {}, column.name)
+        : h("button", { type: "button", click: () => sortBy(column) }, column.name, is ? (order.down ? " ↓" : " ↑") : ""));
+    head.style.width = column.rem ? `${column.rem}rem` : column.share ? `${column.share}%` : "";
+    return head;
   }));
 }
 
 function columnClass(column) {
-  return [column.number && "number", column.wide && "wide", column.less && "less", column.key === "id" && "title"].filter(Boolean).join(" ");
+  return [column.number && "number", column.less && "less", ["passed", "status"].includes(column.key) && "verdict-column", column.key === "id" && "title"].filter(Boolean).join(" ");
 }
 
 function sortBy(column) {
@@ -123,8 +204,9 @@ function sortBy(column) {
   else if (order.down === Boolean(column.number)) order.down = !order.down;
   else order.key = null; // the third time: as the records were written
   drawHeads();
+  keepAddress();
   applyFilters();
-  [...$("heads").querySelectorAll("button")][columns.indexOf(column)].focus();
+  $("heads").children[columns.indexOf(column)].querySelector("button").focus();
 }
 
 const heightOf = (places) => Math.min(places * ROW_HEIGHT, MOST_HEIGHT);
@@ -148,6 +230,7 @@ function scrollToPlace(place) {
 // Draw the rows that are in view and some around them; the others are two empty rows, as high.
 // Rows that are not here yet are empty until they come.
 function drawRows({ force = false } = {}) {
+  if (meta === null) return; // the rows of another run are being read
   const scroller = $("scroller");
   const first = firstInView();
   const from = Math.max(0, Math.floor(first) - ROWS_AROUND);
@@ -187,7 +270,7 @@ function drawRow(row, place) {
       if (!event.target.closest("a") && !String(getSelection())) location.hash = source.link(row.id);
     },
     focusin: () => markSelected(place),
-  }, columns.map((column) => h("td", { class: columnClass(column) }, column.cell(row))));
+  }, columns.map((column) => h("td", { class: columnClass(column) }, column.cell(row, place))));
 }
 
 function linkOf(place) {
@@ -226,9 +309,11 @@ function choices(id, names) {
 // The table of a run, whose data the source has; without rows yet.
 function startTable() {
   if (meta.is_audit) startAudit();
-  columns = (meta.is_audit ? AUDIT_COLUMNS : COLUMNS).filter((column) => column.isShown?.() ?? true);
+  chooseColumns();
   for (const [name, names] of Object.entries(source.choices)) choices(`by-${name}`, names);
   $("model-label").hidden = source.choices.model.length < 2;
+  // On a wide screen the button has only rare filters to show, which a report may lack.
+  $("more-filters").classList.toggle("has-rare", [...$("filters").querySelectorAll(".rare")].some((label) => !label.hidden));
   drawHeads();
   showFilters();
 }
@@ -238,7 +323,9 @@ function listenToTable() {
     clearTimeout(later);
     later = setTimeout(setFilters, 120);
   });
+  $("more-filters").addEventListener("click", () => openFilters(!$("filters").classList.contains("open")));
   $("filters").addEventListener("change", ({ target }) => {
+    if ($("columns").contains(target)) return;
     const name = target.id.replace(/^by-/, "");
     if (target.id === "query") return;
     setFilters({ [name]: target.type === "checkbox" ? target.checked : target.value });
@@ -246,7 +333,7 @@ function listenToTable() {
   $("filters").addEventListener("submit", (event) => (event.preventDefault(), select(0)));
   $("filters").addEventListener("reset", (event) => {
     event.preventDefault();
-    setFilters(Object.fromEntries(Object.keys(filters).map((name) => [name, ""])));
+    setFilters(noFilters());
   });
   $("scroller").addEventListener("scroll", () => drawRows(), { passive: true });
   window.addEventListener("resize", () => drawRows());

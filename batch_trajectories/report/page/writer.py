@@ -412,18 +412,21 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
 def _about(stored: StoredRun) -> dict[str, Any]:
     run = stored.identity
     funnel, _ = stored.funnel_if_known()  # why not would name a path of this machine
+    signs = [] if funnel is None else stored.totals().signs
     return {
         "run_name": run["run_name"],
         "created": run["created"],
         "written_at": time.time(),
         "is_running": stored.holder is not None,
         "tasks": _tasks(run, funnel),
+        "samples": run["config"]["num_samples"],
         "bad_rows": run["dataset"]["bad_rows"],
-        "dataset": _dataset_name(run["dataset"]),
+        "dataset": dataset_name(run["dataset"]),
         "meaning": run["meaning"],
         "history": run["history"],
         "versions": run["versions"],
         "funnel": funnel,
+        "signs": [sign.to_json() for sign in signs],
         "errors": failures_by_class(stored.path),
         "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
         "judges": spent_by_judges(stored.path)._asdict(),
@@ -437,7 +440,7 @@ def _tasks(run: Mapping[str, Any], funnel: Mapping[str, Any] | None) -> int:
     return next(int(step["count"]) for step in funnel["steps"] if step["name"] == "tasks")
 
 
-def _dataset_name(dataset: Mapping[str, Any]) -> str:
+def dataset_name(dataset: Mapping[str, Any]) -> str:
     """What the user gave as the dataset, without the directories of this machine.
 
     What is not JSONL was copied to a file whose name is a digest, which would tell nobody anything.

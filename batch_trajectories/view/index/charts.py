@@ -45,12 +45,30 @@ _NEEDED = (
 )
 
 
+_OPTIONAL = (
+    "answer",
+    "turns",
+    "reward",
+    "expected",
+    "calls",
+    "input_tokens",
+    "output_tokens",
+    "cost_usd",
+    "duration_s",
+)
+"""Columns that the page leaves out of its table where no row has something there."""
+
+
+_USUAL = {"turns": [0, 1], "reward": [0, 1]}
+"""Values of optional columns that are not worth a column; of the others it is 0."""
+
+
 def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
     """See the API's `charts`; JSON-ready."""
     columns = table.columns(masks, _NEEDED)
 
     def histogram_of(name: str) -> dict[str, Any]:
-        return histogram(columns[name], is_whole=name == "turns")
+        return histogram(columns[name], is_whole=name == "turns", passed=columns["passed"])
 
     turns, reasoned, passed = columns["turns"], columns["reasoned"], columns["passed"]
     has_turns = pc.greater(turns, 0)
@@ -71,7 +89,7 @@ def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
         "failures": _summed(columns["failure_kinds"], columns["failure_calls"]),
         "flags": counts_of(pc.list_flatten(columns["flags"])),
         "reasoning": {"all": _count(all_reasoned), "some": some, "none": _count(none_reasoned)},
-        "over_time": _over_time(columns["finished_at"]),
+        "over_time": _over_time(columns["finished_at"], columns["passed"]),
         "histograms": dict(zip(_HISTOGRAMS, POOL.map(histogram_of, _HISTOGRAMS), strict=True)),
     }
 
@@ -81,13 +99,24 @@ def choices_of(table: Table) -> dict[str, list[list[Any]]]:
     masks = table.counting
     names = ("status", "model", "error", "exported", "tool_names", "flags")
     columns = table.columns(masks, names)
+    optional = table.columns(masks, _OPTIONAL)
     computed = [[name, count_of(table.select(choice))] for name, choice in COMPUTED.items()]
     flags = [*computed, *counts_of(pc.list_flatten(columns["flags"]))]
     return {
         **{name: counts_of(columns[name]) for name in ("status", "model", "error", "exported")},
         "tool": counts_of(pc.list_flatten(columns["tool_names"])),
+        "ended": pc.max(table.columns(masks, ["finished_at"])["finished_at"]).as_py(),
+        "has": [name for name, column in optional.items() if _has_any(name, column)],
         "flag": sorted((flag for flag in flags if flag[1]), key=lambda flag: -flag[1]),
     }
+
+
+def _has_any(name: str, column: pa.ChunkedArray) -> bool:
+    """Whether a column says more than zeros, one turn, and rewards that the verdict says."""
+    if pa.types.is_string(column.type):
+        return bool(pc.any(pc.not_equal(column, "")).as_py())
+    usual = pa.array(_USUAL.get(name, [0]), column.type)
+    return bool(pc.any(pc.invert(pc.is_in(column.drop_null(), value_set=usual))).as_py())
 
 
 def counts_of(column: pa.ChunkedArray) -> list[list[Any]]:
@@ -121,14 +150,25 @@ def _summed(names: pa.ChunkedArray, numbers: pa.ChunkedArray) -> list[list[Any]]
     return sorted(map(list, rows), key=lambda pair: (-pair[1], pair[0]))
 
 
-def _over_time(times: pa.ChunkedArray) -> dict[str, Any] | None:
+def _over_time(times: pa.ChunkedArray, passed: pa.ChunkedArray) -> dict[str, Any] | None:
     ends = pc.min_max(times).as_py()
     first, last = ends["min"], ends["max"]
     if first is None:
         return None
     span = (last - first) or 1.0
     steps = pc.floor(pc.multiply(pc.divide(pc.subtract(times, first), span), float(_TIMES)))
-    return {"first": first, "last": last, "heights": _heights(steps, _TIMES)}
+    return {"first": first, "last": last, **_heights_by_verdict(steps, _TIMES, passed)}
+
+
+def _heights_by_verdict(
+    steps: pa.ChunkedArray, number: int, passed: pa.ChunkedArray
+) -> dict[str, list[int]]:
+    """How many rows are in each step: in all, of those that passed, and that did not."""
+    return {
+        "heights": _heights(steps, number),
+        "passed": _heights(steps.filter(passed), number),
+        "failed": _heights(steps.filter(pc.invert(passed)), number),
+    }
 
 
 def _heights(steps: pa.ChunkedArray, number: int) -> list[int]:
@@ -138,13 +178,17 @@ def _heights(steps: pa.ChunkedArray, number: int) -> list[int]:
     return heights
 
 
-def histogram(values: pa.ChunkedArray, *, is_whole: bool) -> dict[str, Any]:
+def histogram(
+    values: pa.ChunkedArray, *, is_whole: bool, passed: pa.ChunkedArray
+) -> dict[str, Any]:
     """How often values lie where: in equal steps, or growing ones where they are far apart.
 
-    As the report's `histogram`.
+    `passed` is the verdict of each value's row. As the report's `histogramOf`.
     """
     missing = values.null_count
-    values = values.drop_null() if missing else values
+    if missing:
+        is_known = values.is_valid()
+        values, passed = values.filter(is_known), passed.filter(is_known)
     known = len(values)
     result: dict[str, Any] = {"known": known, "missing": missing, "low": None, "high": None}
     if not known:
@@ -169,5 +213,5 @@ def histogram(values: pa.ChunkedArray, *, is_whole: bool) -> dict[str, Any]:
     else:
         at = pc.divide(pc.subtract(numbers, float(low)), float(width))
         edges = [low + width * n / steps for n in range(steps + 1)]
-    heights = _heights(pc.floor(pc.multiply(at, float(steps))), steps)
-    return result | {"grows": grows, "edges": edges, "heights": heights}
+    heights = _heights_by_verdict(pc.floor(pc.multiply(at, float(steps))), steps, passed)
+    return result | {"grows": grows, "edges": edges, **heights}

@@ -19,7 +19,7 @@ from batch_trajectories.records.tasks import task_key
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.report.page.writer import training_form
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when columns change: indexes of earlier formats are made again."""
 
 _TEXTS, _COUNTS, _NAMES = pa.list_(pa.string()), pa.list_(pa.int64()), pa.list_(pa.string())
@@ -32,6 +32,7 @@ KINDS: Mapping[str, tuple[str, pa.DataType]] = {
     "error": ("category", pa.string()),
     "prompt": ("text", pa.string()),
     "answer": ("text", pa.string()),
+    "expected": ("text", pa.string()),
     "model": ("category", pa.string()),
     **{name: ("number", pa.int64()) for name in ("turns", "calls", "failed_calls")},
     **{f"{name}_tokens": ("number", pa.int64()) for name in ("input", "output", "cached")},
@@ -96,8 +97,6 @@ def values_of(record: Record, place: LinePlace, style: Style) -> dict[str, Any]:
     return {
         **row,
         "exported": form["file"],
-        "prompt_id": record.prompt_id,
-        "sample": record.sample,
         "attempt": record.attempt,
         "rewards": None if rewards is None else orjson.dumps(rewards).decode(),
         "tool_names": list(tools),

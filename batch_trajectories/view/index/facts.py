@@ -65,6 +65,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
     facts = {
         "as_of": {"records": whole.records, "at": time.time()},
         "funnel": funnel,
+        "signs": [] if funnel is None else [sign.to_json() for sign in stored.totals().signs],
         "funnel_unknown": why,
         "errors": failures_by_class(run_dir),
         "spent": spent_by(run_dir, config.get("max_attempts", NO_LIMIT))._asdict(),

@@ -29,6 +29,7 @@ def _has(column: str, part: str, *, ignore_case: bool = False) -> Choice:
 
 COMPUTED: Mapping[str, Choice] = {
     "failed calls": lambda batch: pc.greater(batch.column("failed_calls"), 0),
+    "not completed": lambda batch: pc.not_equal(batch.column("status"), "completed"),
     "an error": lambda batch: pc.is_valid(batch.column("error")),
     "turns without reasoning": lambda batch: pc.less(
         batch.column("reasoned"), batch.column("turns")

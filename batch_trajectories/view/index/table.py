@@ -35,6 +35,18 @@ class RowPlace(NamedTuple):
     row: int
 
 
+SAMPLES = "samples"
+"""Names the order of `Table.order` that keeps the samples of a prompt together."""
+
+
+class SampleGroup(NamedTuple):
+    """How many samples a prompt has, how many of them were judged, and how many passed."""
+
+    samples: int
+    judged: int
+    passed: int
+
+
 class Table:
     """The rows of an index at one moment."""
 
@@ -101,9 +113,12 @@ class Table:
     def order(self, masks: Masks, by: str | None, *, down: bool) -> pa.Array:
         """The numbers of the selected rows in an order; None: as they were written.
 
-        Unknown values come last.
+        `SAMPLES` keeps the samples of a prompt together: prompts as they were written, samples by
+        number. Unknown values come last.
         """
         chosen = pc.indices_nonzero(pa.chunked_array(masks, pa.bool_()))
+        if by == SAMPLES:
+            return chosen.take(self._by_prompt(masks))
         if by is None:
             return chosen[::-1] if down else chosen
         values = self.columns(masks, [by])[by]
@@ -115,6 +130,29 @@ class Table:
         direction = "descending" if down else "ascending"
         places = pc.sort_indices(pa.table({"value": values}), [("value", direction)])
         return pa.concat_arrays([_one(chosen.take(places)), _one(unknown)])
+
+    def _by_prompt(self, masks: Masks) -> Any:
+        columns = self.columns(masks, ["prompt_id", "sample"])
+        # Arrow numbers the values of a dictionary in the order in which they first come.
+        prompts = columns["prompt_id"].combine_chunks().dictionary_encode().indices
+        keys = pa.table({"prompt": prompts, "sample": columns["sample"].combine_chunks()})
+        return pc.sort_indices(keys, [("prompt", "ascending"), ("sample", "ascending")])
+
+    def groups(self, prompt_ids: Sequence[str]) -> dict[str, SampleGroup]:
+        """The samples of these prompts, whether a filter leaves them or not."""
+        wanted = pa.array(prompt_ids, pa.string())
+        masks = self.select(lambda batch: pc.is_in(batch.column("prompt_id"), value_set=wanted))
+        columns = self.columns(masks, ["prompt_id", "passed"])
+        groups = dict.fromkeys(prompt_ids, SampleGroup(0, 0, 0))
+        prompts, verdicts = (columns[name].to_pylist() for name in ("prompt_id", "passed"))
+        for prompt_id, passed in zip(prompts, verdicts, strict=True):
+            before = groups[prompt_id]
+            groups[prompt_id] = SampleGroup(
+                samples=before.samples + 1,
+                judged=before.judged + (passed is not None),
+                passed=before.passed + (passed is True),
+            )
+        return groups
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """The rows with these numbers, in their order."""

@@ -27,10 +27,13 @@ function requestOf(turn, read) {
 // The other samples of the prompt; they are asked for when the conversation is shown.
 function siblingsOf(read) {
   closePair();
-  const box = h("section", { id: "siblings", "aria-label": "Samples of this prompt", hidden: true });
+  const box = h("section", { id: "siblings", "aria-label": "Samples of this prompt", hidden: !hasSamples() }, h("h3", {}, "Samples of this prompt"));
+  // As high as it will be, so that the conversation below stays in its place.
+  if (hasSamples()) box.style.minHeight = `${40 + 31 * Math.min(meta.samples, 8)}px`;
   ask(runPath(`/siblings?${new URLSearchParams({ id: read.id })}`)).then(({ siblings }) => {
     read.siblings = siblings;
     if (siblings.length > 1 && open?.row === read.row) drawSiblings(box, read);
+    else box.hidden = true;
   }, (error) => trouble(error.message, { lasts: false }));
   return box;
 }

@@ -5,6 +5,7 @@ const PAGE_ROWS = 200;
 const PAGES_KEPT = 50;
 const REFRESH_MS = 2000;
 const READ_AGAIN_MS = 500;
+const MOST_CHOSEN_AGAIN = 50_000;
 
 const runs = new Map(); // key → run
 let about = null; // what is known of the run that is shown: the answer of /api/runs/KEY
@@ -28,9 +29,24 @@ async function ask(path, body) {
     throw new Error(SILENT);
   }
   const said = await answer.json().catch(() => ({ error: `The server answered with ${answer.status}.` }));
-  if (answer.status === 401 && said.login) showLogin();
-  if (!answer.ok) throw Object.assign(new (answer.status === 404 ? Missing : Error)(said.error), { said });
+  if (answer.status === 401) {
+    if (said.login) showLogin();
+    else showNoToken();
+  }
+  if (!answer.ok) throw Object.assign(new (answer.status === 404 ? Missing : Error)(said.error), { said, isShown: answer.status === 401 });
   return said;
+}
+
+// What to do without the token of the printed address.
+function showNoToken() {
+  if ($("no-token")) return;
+  showPlace("login");
+  $("login").append(h("section", { id: "no-token" },
+    h("h2", {}, "This address lacks its token"),
+    h("p", {}, "The runs are shown only to who started the server. In its terminal it printed an address such as"),
+    h("pre", {}, `${location.origin}/?token=…`),
+    h("p", {}, "Open that one, with what stands after the question mark; this browser then remembers it. Each start of ", h("code", {}, "view"), " prints a new token: an older address or bookmark does not work any more."),
+    h("p", {}, "The terminal is gone? Stop the server and start it again.")));
 }
 
 // The form for the password of a server that others can reach.
@@ -55,8 +71,24 @@ function showLogin() {
 const runPath = (rest = "") => `/api/runs/${encodeURIComponent(about.run.key)}${rest}`;
 const keyLink = (key) => `#${encodeURIComponent(key)}`;
 
+// Until the rows of a run come, what is read is said, and nothing of another run is left.
+function showReading(key) {
+  meta = null;
+  $("run-state").hidden = !runs.get(key)?.now;
+  $("sentence").textContent = `Reading ${visible(key)} …`;
+  for (const id of ["numbers", "rows", "heads", "tiles", "charts"]) $(id).replaceChildren();
+  // As many lines as the problems that the list knows will have, so that the table stays in its place.
+  const run = runs.get(key);
+  const lines = Math.min(PROBLEMS_SHOWN, (run?.health?.length ?? 0) + (run?.failed ? 1 : 0) + (run?.checked >= 10 && !run.passed ? 1 : 0) + (run?.training_rows === 0 ? 1 : 0));
+  $("problems").replaceChildren(...Array.from({ length: Math.max(1, lines) }, () => h("li", { class: "soft" }, "\u00a0")));
+  $("problems").classList.remove("bad");
+  $("found").textContent = "";
+  $("about").textContent = "";
+}
+
 function leaveRun() {
   $("about").textContent = "";
+  $("state-mark").replaceChildren();
   $("crumb")?.remove();
   meta = null;
 }
@@ -69,10 +101,11 @@ function showPlace(name) {
 function metaOf({ run, identity, facts, choices: known }) {
   const flags = new Set((known.flag ?? []).map(([name]) => name));
   return {
-    ...identity, run_name: run.name, is_audit: run.is_audit, is_counting: facts === null,
+    ...identity, run_name: run.name, is_audit: false, is_counting: facts === null,
     is_checked: ["passed", "not passed", "check without result"].some((name) => flags.has(name)) || run.checked > 0,
+    has: known.has ?? [], samples: identity.samples,
     has_leaks: flags.has("a suspected leak"), has_caches: flags.has("tokens from a cache"), has_labels: (known.label ?? []).some(([name]) => name !== "none"),
-    tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, errors: facts?.errors ?? [],
+    tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, signs: facts?.signs ?? [], errors: facts?.errors ?? [],
     health: facts?.health ?? run.health ?? [], caches: facts?.caches, rewards: facts?.rewards, spent: facts?.spent, judges: facts?.judges,
   };
 }
@@ -82,7 +115,7 @@ const VERDICT_KINDS = { keep: "good", reject: "bad", fix: "fair", disputed: "fai
 
 const verdictMark = (verdict) => verdict && h("span", { class: `verdict ${VERDICT_KINDS[verdict]}` }, VERDICT_WORDS[verdict]);
 
-const LABEL_COLUMN = { key: "verdict", name: "Decided", isShown: () => meta.has_labels, cell: (row) => verdictMark(row.verdict) };
+const LABEL_COLUMN = { key: "verdict", name: "Decided", rem: 6.5, isFixed: true, isThere: () => meta.has_labels, cell: (row) => verdictMark(row.verdict) };
 COLUMNS.splice(2, 0, LABEL_COLUMN);
 
 const LABEL_CHOICES = ["none", "keep", "reject", "fix", "disputed", "note", "no_loss", "preferred"];
@@ -92,10 +125,12 @@ async function openRun(key) {
   about = await ask(`/api/runs/${encodeURIComponent(key)}`);
   runs.set(key, about.run);
   meta = metaOf(about);
-  source.choices = Object.fromEntries(["status", "tool", "flag", "model"].map((name) => [name, (about.choices[name] ?? []).map(([value]) => value)]));
+  takeChoices();
   if (isNew) {
-    for (const name of Object.keys(filters)) filters[name] = "";
+    Object.assign(filters, noFilters());
     Object.assign(order, { key: null, down: false });
+    chosenColumns = null;
+    forgetOverview();
     pages = new Map();
     matching = 0;
   }
@@ -106,7 +141,10 @@ async function openRun(key) {
   describeRun();
   showRunState();
   showAgreement();
-  if (isNew) await applyFilters();
+  if (isNew) {
+    if (!takeState(location.hash)) showTab(TABS[0]);
+    await applyFilters();
+  }
 }
 
 // The filters as the server takes them. Raises an error that says what cannot be read.
@@ -160,13 +198,38 @@ function refreshSoon() {
   }, REFRESH_MS);
 }
 
+let chooseAt = null;
+
+// What rows can be filtered by, and which columns they have, may have changed with them.
+function chooseAgainSoon() {
+  chooseAt ??= setTimeout(async () => {
+    chooseAt = null;
+    if (meta === null) return;
+    const { key } = about.run;
+    const now = await ask(`/api/runs/${encodeURIComponent(key)}`).catch(() => null);
+    if (!now || about.run.key !== key || meta === null) return;
+    about = now;
+    meta = metaOf(about);
+    takeChoices();
+    startTable();
+    drawOverview();
+    drawRows({ force: true });
+  }, REFRESH_MS);
+}
+
+function takeChoices() {
+  source.choices = Object.fromEntries(["status", "tool", "flag", "model"].map((name) => [name, (about.choices[name] ?? []).map(([value]) => value)]));
+}
+
 const EVENTS = {
   run(run) {
     runs.set(run.key, run);
     showRun(run);
     if (about?.run.key !== run.key) return;
     about.run = run;
+    if (meta === null) return;
     showRunState();
+    drawOverview();
   },
   gone({ key }) {
     runs.delete(key);
@@ -175,7 +238,11 @@ const EVENTS = {
   index(index) {
     const before = about.index;
     about.index = index;
-    if (before.rows !== index.rows || before.is_complete !== index.is_complete) refreshSoon();
+    if (before.rows !== index.rows || before.is_complete !== index.is_complete) {
+      refreshSoon();
+      // Of many rows it takes the server a while, so only once all are there.
+      if (index.is_complete || index.rows < MOST_CHOSEN_AGAIN) chooseAgainSoon();
+    }
     if (open?.live?.is_over) reread();
   },
   text(text) {
@@ -183,7 +250,10 @@ const EVENTS = {
     if (filters.inside && filters.query) refreshSoon();
   },
   async facts() {
-    about = await ask(runPath());
+    const { key } = about.run;
+    const now = await ask(runPath());
+    if (meta === null || about.run.key !== key) return;
+    about = now;
     meta = metaOf(about);
     describeRun();
     refreshSoon();
@@ -231,7 +301,7 @@ const source = {
   },
 
   parse(hash) {
-    const [key, id, turn] = hash.slice(1).split("/").map(decoded);
+    const [key, id, turn] = hash.slice(1).split("?")[0].split("/").map(decoded);
     if (key === "=compare") return { id: null, compared: hash.slice(1).split("/").slice(1).map(decoded) };
     return { key, id: id || null, turn: Number(turn) || null };
   },
@@ -240,6 +310,7 @@ const source = {
     if (key) {
       if (about?.run.key !== key || meta === null) {
         showPlace("list");
+        showReading(key);
         try {
           await openRun(key);
         } catch (error) {
@@ -265,7 +336,25 @@ const source = {
 
   link(id, turn) {
     const parts = [about.run.key, id, turn].filter((part) => part != null);
-    return `#${parts.map(encodeURIComponent).join("/")}`;
+    return `#${parts.map(encodeURIComponent).join("/")}${stateText()}`;
+  },
+
+  // What `drawOverview` says: of the whole run, whatever the filters leave.
+  numbers() {
+    const { run, facts, identity, choices: known } = about;
+    const statuses = known.status ?? [];
+    const flagged = (wanted) => known.flag?.find(([name]) => name === wanted)?.[1] ?? 0;
+    const number = (wanted) => statuses.find(([name]) => name === wanted)?.[1] ?? 0;
+    const all = statuses.reduce((n, [, of]) => n + of, 0);
+    const done = run.done ?? all - number("failed");
+    const failed = run.failed ?? number("failed");
+    return {
+      words: run.is_audit ? `${plural(done + failed, "step")} of an audit of ${plural(run.rows ?? 0, "task")}: \`report ${run.name}\` writes the page with its verdicts` : null,
+      ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: Boolean(run.now), passed: run.passed ?? flagged("passed"), judged: run.checked ?? flagged("passed") + flagged("not passed"),
+      completed: number("completed"), sound: number("sound"), trainingRows: run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
+      costUsd: run.cost_usd, costUnknown: run.cost_unknown ? facts?.spent.unknown || 1 : 0, leftS: run.now?.left_s ?? null,
+      tookS: known.ended > identity.created ? known.ended - identity.created : null, statuses,
+    };
   },
   has: () => true,
   isOpen: (read) => read.key === about.run.key,
@@ -275,6 +364,7 @@ const source = {
     query = queryOf(wanted);
     if (key) query.append("order", key);
     if (key && down) query.append("down", "1");
+    if (!key && hasSamples()) query.append("order", "samples");
     const numbers = [...new Set(around.map(pageOf))];
     const answers = await Promise.all(numbers.map((number) => rowsOf(number)));
     pages = new Map();
@@ -282,7 +372,7 @@ const source = {
     answers.forEach((answer, n) => put(numbers[n], answer.rows));
     this.total = answers[0].total;
     showText(answers[0].text);
-    return { matching: answers[0].matching, summary: ask(runPath(`/charts?${queryOf(wanted)}`)) };
+    return { matching: answers[0].matching, summary: () => ask(runPath(`/charts?${queryOf(wanted)}`)) };
   },
 
   rowAt(place) {

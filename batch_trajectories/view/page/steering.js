@@ -34,9 +34,11 @@ function stopConversation(id) {
 
 function showRunState() {
   const { run } = about;
+  fill(($("state-mark").replaceChildren(), $("state-mark")), {}, [stateMark(run)]);
   fill(($("state-line").replaceChildren(), $("state-line")), {}, [
-    stateMark(run), " ", run.tasks ? progressOf(run) : null, run.now?.line ? h("span", { class: "soft" }, ` ${run.now.line}`) : null,
+    run.tasks ? progressOf({ ...run, now: null }) : null, run.now?.line ? h("span", { class: "soft" }, ` ${run.now.line}`) : null,
   ]);
+  $("run-state").hidden = !run.now; // the overview says all of a run that has ended
   $("steer").hidden = !run.can_steer;
   $("pause").textContent = run.state === "paused" ? "Resume" : "Pause";
   if (!run.now) $("flight").hidden = true;
