@@ -15,10 +15,10 @@ setup:
 	$(PYTHON) -m pip install -q -e '.[test]'
 
 test:
-	$(PYTHON) -m pytest -q -n $(WORKERS) -m 'not slow and not long and not hypothesis' tests/$(ROOM)
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not long and not hypothesis' tests/$(ROOM)
 
 tests:
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
 options:
 	$(PYTHON) -m batch_trajectories.cli.option_docs > docs/options.md

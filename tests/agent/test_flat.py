@@ -146,7 +146,7 @@ def conversations(draw: Callable[..., Any]) -> list[FlatMessage]:
     ids=lambda message: "-".join(message),
 )
 def test_extend_takes_each_shape_as_it_is(message: FlatMessage) -> None:
-    """S1.1: a record is an ordered list of neutral messages; each known shape is taken whole."""
+    """A record is an ordered list of neutral messages; each known shape is taken whole."""
     session = FlatSession(messages=[])
     assert extend_session(session, USER) is session
     assert extend_session(session, message) is session
@@ -192,7 +192,7 @@ def test_extend_names_what_is_wrong(message: Any, wrong: str) -> None:
     ids=lambda output: type(output).__name__,
 )
 def test_extend_refuses_what_json_cannot_hold(output: Any) -> None:
-    """S1.12: an output that JSON cannot hold is a ValueError that names the field, no TypeError."""
+    """An output that JSON cannot hold is a ValueError that names the field, no TypeError."""
     with pytest.raises(ValueError, match="its 'output' holds what JSON cannot hold"):
         extend_session(init_session(None, "Go."), result(output))
 
@@ -208,18 +208,18 @@ def test_extend_refuses_what_is_nested_too_deep_to_be_written_again() -> None:
 
 
 def test_init_gives_system_and_user() -> None:
-    """S1.2: a new session is exactly the system and the user message."""
+    """A new session is exactly the system and the user message."""
     assert untimed(init_session("Be kind.", "Go.")["messages"]) == [SYSTEM, USER]
 
 
 def test_init_without_a_system_prompt() -> None:
-    """S1.6: None gives no system message; an empty prompt is one, though an empty one."""
+    """None gives no system message; an empty prompt is one, though an empty one."""
     assert untimed(init_session(None, "Go.")["messages"]) == [USER]
     assert untimed(init_session("", "Go.")["messages"]) == [{**SYSTEM, "content": ""}, USER]
 
 
 def test_send_says_something_for_the_user() -> None:
-    """S1.2: `send` appends a user message and gives the same session."""
+    """`send` appends a user message and gives the same session."""
     session = init_session(None, "Go.")
     assert send(session, "On.") is session
     assert untimed(session["messages"]) == [USER, {"role": "user", "content": "On."}]
@@ -235,7 +235,7 @@ def test_extend_keeps_a_copy() -> None:
 
 
 def test_every_message_made_here_has_a_time() -> None:
-    """S1.5: all messages carry `ts` in UTC to the second; one that is there already stays."""
+    """All messages carry `ts` in UTC to the second; one that is there already stays."""
     session = init_session("Be kind.", "Go.")
     for message in (thinking(), text(), call(), result()):
         extend_session(session, message)
@@ -249,7 +249,7 @@ def test_every_message_made_here_has_a_time() -> None:
 
 
 def test_response_is_the_last_text() -> None:
-    """S1.4: thoughts, calls, results and users do not count; without a text there is none."""
+    """Thoughts, calls, results and users do not count; without a text there is none."""
     session = init_session("Be kind.", "Go.")
     assert response(session) is None
     for message in (text("First."), text("Last."), thinking(), call(), result(), USER):
@@ -261,7 +261,7 @@ def test_response_is_the_last_text() -> None:
 
 @given(conversations())
 def test_a_fork_shares_nothing(flat: list[FlatMessage]) -> None:
-    """S1.3: a fork starts equal, and changing every part of it leaves the original as it was."""
+    """A fork starts equal, and changing every part of it leaves the original as it was."""
     session = FlatSession(messages=flat)
     before = copy.deepcopy(session)
     fork = fork_session(session)
@@ -459,7 +459,7 @@ def test_a_note_behind_an_output_is_kept() -> None:
 
 
 def test_system_messages_are_not_api_messages() -> None:
-    """S1.7: the system's words travel apart; ours keep them first, the OpenAI API among others."""
+    """The system's words travel apart; ours keep them first, the OpenAI API among others."""
     flat = init_session("Be kind.", "Go.")["messages"]
     assert to_api_messages(flat) == [{"role": "user", "content": "Go."}]
     assert to_messages(flat)[0] == {"role": "system", "content": "Be kind."}
@@ -467,7 +467,7 @@ def test_system_messages_are_not_api_messages() -> None:
 
 
 def test_consecutive_assistant_messages_are_one_api_message() -> None:
-    """S1.8: thoughts, texts and calls are blocks of one message, in the order of the session."""
+    """Thoughts, texts and calls are blocks of one message, in the order of the session."""
     said = [text("a"), call(), thinking("b", signature="s"), call("c2"), text("c"), text("d")]
     (_, message, _) = to_api_messages([USER, *said, result(), result(id="c2")])
     assert message == {
@@ -484,7 +484,7 @@ def test_consecutive_assistant_messages_are_one_api_message() -> None:
 
 
 def test_results_in_a_row_are_one_api_message() -> None:
-    """S1.9: results are blocks of one user message; what the user adds comes behind them."""
+    """Results are blocks of one user message; what the user adds comes behind them."""
     flat = [call(), call("c2"), result("b", id="c2"), result("a", is_error=True), USER]
     (_, message) = to_api_messages(flat)
     assert message["role"] == "user"
@@ -496,7 +496,7 @@ def test_results_in_a_row_are_one_api_message() -> None:
 @pytest.mark.parametrize("signature", [{"signature": "EqQB=="}, {"signature": ""}, {}])
 @pytest.mark.parametrize("thought", ["  Hm.\n", ""])
 def test_a_signature_goes_back_unchanged(thought: str, signature: dict[str, str]) -> None:
-    """S1.10: a thought and its signature come back to the API as they came; none gives no key."""
+    """A thought and its signature come back to the API as they came; none gives no key."""
     block = {"type": "thinking", "thinking": thought, **signature}
     flat = parse_response(reply(block, {"type": "text", "text": "Hi."}))
     assert untimed(flat) == [thinking(thought, **signature), text("Hi.")]
@@ -505,14 +505,14 @@ def test_a_signature_goes_back_unchanged(thought: str, signature: dict[str, str]
 
 
 def test_a_signature_that_is_null_is_none() -> None:
-    """S1.10: an endpoint that signs nothing may say so; what goes back has no such key."""
+    """An endpoint that signs nothing may say so; what goes back has no such key."""
     flat = parse_response(reply({"type": "thinking", "thinking": "Hm.", "signature": None}))
     assert untimed(flat) == [thinking()]
 
 
 @pytest.mark.parametrize("output", [{"n": [1, None]}, ["a"], 7, 1.5, True, None])
 def test_outputs_that_are_not_text_are_json_for_the_apis(output: Any) -> None:
-    """S1.11: the model sees the JSON, the record keeps the object; a text is sent as it is."""
+    """The model sees the JSON, the record keeps the object; a text is sent as it is."""
     flat = [USER, call(), result(output), call("c2"), result('{"n": 1}', id="c2")]
     anthropic = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
     chat = [m["content"] for m in to_openai_messages(flat) if m["role"] == "tool"]
@@ -523,7 +523,7 @@ def test_outputs_that_are_not_text_are_json_for_the_apis(output: Any) -> None:
 
 
 def test_empty_texts_are_not_parsed() -> None:
-    """S1.13: an empty text block is dropped; a response with no blocks says nothing."""
+    """An empty text block is dropped; a response with no blocks says nothing."""
     empty = {"type": "text", "text": ""}
     assert parse_response(reply()) == []
     assert parse_response(reply(empty)) == []
@@ -532,7 +532,7 @@ def test_empty_texts_are_not_parsed() -> None:
 
 
 def test_unknown_blocks_come_back_as_they_came() -> None:
-    """S1.14: sealed thoughts and the server's own tools are kept in place and sent back."""
+    """Sealed thoughts and the server's own tools are kept in place and sent back."""
     blocks: list[dict[str, Any]] = [
         REDACTED,
         {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
@@ -551,7 +551,7 @@ def test_unknown_blocks_come_back_as_they_came() -> None:
 
 
 def test_texts_around_calls_keep_their_place() -> None:
-    """S1.8: a response without thoughts is parsed block by block too."""
+    """A response without thoughts is parsed block by block too."""
     blocks: list[dict[str, Any]] = [
         {"type": "text", "text": "a"},
         {"type": "tool_use", "id": "c1", "name": "look", "input": {}},
@@ -563,7 +563,7 @@ def test_texts_around_calls_keep_their_place() -> None:
 
 
 def test_an_input_that_is_not_an_object_goes_to_the_api_inside_an_object() -> None:
-    """The API refuses any other input; the session keeps what the model wrote (S1.22)."""
+    """The API refuses any other input; the session keeps what the model wrote."""
     flat = [call(input=[1]), call("c2", input="{cut")]
     (message,) = to_api_messages(flat)
     assert [block["input"] for block in message["content"]] == [

@@ -209,7 +209,9 @@ def test_a_call_that_had_not_begun_runs(tmp_path: Path) -> None:
         for ids in ((), ("call_1_0",))
     )
     resumed = play_with(tmp_path / "w", script, past=waited, knows_begun=True)
-    assert [result["content"] for result in resumed.results] == ["3", "", "4"]
+    first, echoed, second = (result["content"] for result in resumed.results)
+    assert echoed == ""
+    assert {first, second} == {"3", "4"}, "both ran, in either order"
     assert resumed.trajectory.resumes[0]["interrupted"] == []
     resumed = play_with(tmp_path / "w", script, past=began, knows_begun=True)
     assert [result["is_error"] for result in resumed.results] == [True, False, False]

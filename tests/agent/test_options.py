@@ -30,7 +30,7 @@ def echo(text: str = "x", **more: Any) -> dict[str, Any]:
 
 
 class TestReferences:
-    """S4.15-S4.18: results by name."""
+    """Arguments can refer to earlier results by name."""
 
     def test_a_result_replaces_its_name(self, tmp_path: Path) -> None:
         script = [
@@ -102,7 +102,7 @@ class TestReferences:
 
 
 class TestApproval:
-    """S4.33: a hook before each call."""
+    """A hook decides before each call of a tool."""
 
     def test_a_denied_call_is_not_run_and_its_result_says_so(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls(call("count")), ANSWER], approve=lambda name, args: "deny")
@@ -192,7 +192,7 @@ class TestApproval:
 
 
 def test_long_results_are_cut_and_the_whole_is_kept(tmp_path: Path) -> None:
-    """S5.14: a visible mark with the size of the cut; the whole in the record."""
+    """A mark shows the size of the cut, and the record has the whole result."""
     played = play(tmp_path, [echo("x" * 50), ANSWER], observation_chars=10)
     (result,) = played.results
     assert result["content"] == "xxxxx\n[... 40 characters cut ...]\nxxxxx"
@@ -200,7 +200,7 @@ def test_long_results_are_cut_and_the_whole_is_kept(tmp_path: Path) -> None:
 
 
 class TestNameRepair:
-    """S2.21: off by default; what was repaired says so."""
+    """Repair is off by default, and a repaired name says so."""
 
     @pytest.mark.parametrize("written", ["Echo", "echos", "e_cho", "ECHO"])
     def test_a_near_miss_is_repaired_with_a_mark(self, tmp_path: Path, written: str) -> None:
@@ -247,7 +247,6 @@ class TestViews:
     """What the model is shown and the record does not hold, and the other way round."""
 
     def test_ephemeral_prompt_and_prefill_are_seen_and_not_recorded(self, tmp_path: Path) -> None:
-        """S2.7, S2.8, C16."""
         prefill = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
         played = play(
             tmp_path, [ANSWER], ephemeral_system_prompt="secret", prefill_messages=prefill
@@ -263,7 +262,7 @@ class TestViews:
         assert "secret" not in played.seen()
 
     def test_compaction_is_a_view(self, tmp_path: Path) -> None:
-        """S1.28-S1.30: long reasoning and arguments in short; exactly 120 characters stay."""
+        """Long reasoning and arguments are shortened to exactly 120 characters."""
         script = [
             echo("A" * 300, reasoning="R" * 300, content="one"),
             echo("B" * 109, reasoning="S" * 120, content="two"),
@@ -281,7 +280,7 @@ class TestViews:
         assert [m["content"] for m in shown] == ["one", "two", "three"]
 
     def test_a_conversation_of_calls_alone_is_never_compacted(self, tmp_path: Path) -> None:
-        """S1.29: only replies with text count."""
+        """Only replies with text count."""
         script = [echo(f"{n}" * 300) for n in range(4)]
         played = play(tmp_path, [*script, ANSWER], compact_after=1)
         assert "_compacted" not in played.seen()
@@ -303,7 +302,7 @@ class TestViews:
 
 
 class TestSummary:
-    """S4.38, S5.13: older messages as a summary, in the view alone."""
+    """A summary replaces older messages in the view alone."""
 
     SCRIPT = (echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), ANSWER)
 
@@ -402,7 +401,7 @@ class TestSummary:
 
 
 class TestPreparation:
-    """S4.35-S4.37: context is gathered before, in a conversation of its own."""
+    """Context is gathered before the task, in a conversation of its own."""
 
     FOUND = say('@city := "Lima"\n@temp: 19 "or so"\nnothing else')
 
@@ -465,7 +464,7 @@ class TestPreparation:
 
 
 class TestSubagents:
-    """S1.31-S1.33: agents as tools."""
+    """An agent can be a tool of another agent."""
 
     HELPER: Mapping[str, Any] = {
         "name": "helper",
@@ -605,7 +604,7 @@ class TestSubagents:
 
 
 class TestBudget:
-    """S3.16, S3.20: dollars per conversation."""
+    """A conversation has a budget in dollars."""
 
     def test_the_reply_that_goes_beyond_ends_it_before_its_tools(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls(call("count"))] * 4, max_cost_usd=0.25, cost_usd=0.1)

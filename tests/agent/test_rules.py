@@ -23,7 +23,7 @@ def echo(text: str = "x") -> dict[str, Any]:
 
 
 class TestErrors:
-    """S2.20, S4.11-S4.13, C10: a budget of errors per conversation."""
+    """A conversation has a budget of errors."""
 
     FAILING: tuple[dict[str, Any], ...] = (
         calls(call("fail")),
@@ -53,7 +53,7 @@ class TestErrors:
         assert play(tmp_path, mixed).status == "completed"
 
     def test_a_tool_that_reports_a_failure_is_not_an_error(self, tmp_path: Path) -> None:
-        """S2.49: only what never ran or raised counts; the flag reaches every dialect as text."""
+        """Only calls that never ran or that raised count; every dialect gets the flag as text."""
         played = play(tmp_path, [calls(call("report_failure"))] * 2 + [ANSWER], max_errors=1)
         assert played.status == "completed"
         assert played.results[0]["content"] == "Tool error: no such thing"
@@ -64,7 +64,7 @@ class TestErrors:
 
 
 class TestRepeats:
-    """S4.29, S5.12, C13: the same call with the same result, again and again."""
+    """The same call with the same result again and again ends a conversation."""
 
     def test_the_second_gets_a_note_and_the_third_ends_it(self, tmp_path: Path) -> None:
         played = play(tmp_path, [echo()] * 4)
@@ -117,7 +117,7 @@ class TestRepeats:
 
 
 class TestReasks:
-    """S2.22-S2.24, C6: replies in which nothing can be used."""
+    """Replies that contain nothing usable are asked for again, so many times."""
 
     @pytest.mark.parametrize(
         ("unusable", "why"),
@@ -140,7 +140,7 @@ class TestReasks:
     def test_the_third_in_a_row_ends_the_conversation_and_keeps_earlier_turns(
         self, tmp_path: Path
     ) -> None:
-        """S2.23: the peer rolls back a good turn here."""
+        """An older system dropped a good turn here."""
         played = play(tmp_path, [echo(), say(""), say(""), say("")])
         assert played.status == "errors"
         assert played.roles == ["user", "assistant", "tool"]
@@ -158,7 +158,7 @@ class TestReasks:
         assert play(tmp_path, [bad] * 3, bad_arguments="resample").status == "errors"
 
     def test_a_cut_reply_is_never_asked_for_again(self, tmp_path: Path) -> None:
-        """C9: the same would come; its text is kept."""
+        """Asking again would give the same; the text is kept."""
         played = play(tmp_path, [say("<think>half a tho", finish_reason="length")])
         assert (played.status, played.trajectory.api_calls()) == ("length", 1)
         assert played.trajectory.final_text() == "<think>half a tho"
@@ -170,7 +170,7 @@ class TestReasks:
 
 class TestEndings:
     def test_a_cut_text_can_be_continued(self, tmp_path: Path) -> None:
-        """C9: opt-in, for text alone; the note that asks for it is the user's."""
+        """Continuing is opt-in and for text alone; the note that asks for it is the user's."""
         cut = say("one, two", finish_reason="length")
         played = play(tmp_path, [cut, say(", three")], continue_cut=1)
         assert played.status == "completed"
@@ -182,7 +182,7 @@ class TestEndings:
         assert play(tmp_path, [with_call], continue_cut=1).status == "length"
 
     def test_a_final_summary_is_asked_for_without_tools(self, tmp_path: Path) -> None:
-        """C2: one real call, recorded, and still not completed."""
+        """The call is real and recorded, and the conversation is still not completed."""
         played = play(tmp_path, [echo(), say("so far: x")], max_turns=1, final_summary=True)
         assert played.status == "max_turns"
         assert played.trajectory.final_text() == "so far: x"
@@ -219,7 +219,7 @@ class TestEndings:
         assert played.trajectory.turns == 1
 
     def test_max_turns_can_be_stated(self, tmp_path: Path) -> None:
-        """S5.15: enforcement never depends on it."""
+        """The note only tells the model; `max_turns` ends the conversation without it."""
         rules = RowRules("Be brief.", AgentOptions(max_turns=7, state_max_turns=True))
         opening = rules.read({"prompt": "x"}).opening
         assert opening[0]["content"] == "Be brief.\n\nYou have at most 7 replies for this task."
@@ -227,7 +227,7 @@ class TestEndings:
         assert bare[0]["role"] == "system"
 
     def test_calls_can_be_run_one_after_the_other(self, tmp_path: Path) -> None:
-        """C7, S1.25: in parallel by default, and in call order in the record either way."""
+        """Calls run in parallel by default; the record has them in call order either way."""
         order: list[str] = []
 
         @tool()
@@ -248,8 +248,6 @@ class TestEndings:
 
 
 class TestCompletionTools:
-    """S4.2, S4.3, S4.24, C8."""
-
     FINAL = call("final_answer", answer="42")
 
     def test_the_answer_of_the_call_is_the_final_text(self, tmp_path: Path) -> None:
@@ -289,7 +287,7 @@ class TestCompletionTools:
 
 
 class TestExpected:
-    """S4.26-S4.28: the answer is checked, the right one never shown."""
+    """The answer is checked, and the model never sees the right one."""
 
     def test_after_a_wrong_answer_the_model_gets_another_attempt(self, tmp_path: Path) -> None:
         played = play(
@@ -334,7 +332,7 @@ class TestExpected:
 
 
 class TestPlan:
-    """S5.17: a plan, then a bounded loop per step, all in one conversation."""
+    """A plan and a bounded loop per step are one conversation."""
 
     PLAN = say("1. look\n2) tell")
 
@@ -397,7 +395,7 @@ class TestPlan:
 
 
 class TestAwaitingInput:
-    """S4.20-S4.23: a tool asks the user, the row answers."""
+    """A tool asks the user, the row answers."""
 
     ASK = calls(call("delete", name="x"))
 

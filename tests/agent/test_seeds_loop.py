@@ -37,7 +37,7 @@ def agent(*script: dict[str, Any], **more: Any) -> AIAgent:
 
 
 def test_a_failing_model_leaves_what_was_said_before_and_adds_nothing() -> None:
-    """S1.19, S2.27: no assistant turn that the model did not say, and no final text."""
+    """The record has no turn that the model did not say, and no final text."""
     result = agent(calls(call("list_files"))).run_conversation("x")
     assert result["failed"]
     assert "the script ends after turn 1" in result["error"]
@@ -46,7 +46,7 @@ def test_a_failing_model_leaves_what_was_said_before_and_adds_nothing() -> None:
 
 
 def test_log_lines_are_short_and_labelled(caplog: pytest.LogCaptureFixture) -> None:
-    """S1.20: who, what, and at most 120 characters on one line."""
+    """A log line has the name, the event and at most 120 characters."""
     with caplog.at_level(logging.INFO, logger="run_agent"):
         agent(calls(call("list_files")), say("a\nb" * 100)).run_conversation("x", task_id="t1")
     texts = [record.getMessage() for record in caplog.records]
@@ -56,7 +56,7 @@ def test_log_lines_are_short_and_labelled(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_arguments_that_are_a_list_are_an_error_result(tmp_path: Path) -> None:
-    """S1.22: the peer dies of them."""
+    """An older system crashed on them."""
     bad = calls({"name": "echo", "arguments": '["x"]'})
     played = play(tmp_path, [bad, ANSWER])
     assert played.status == "completed"
@@ -64,7 +64,7 @@ def test_arguments_that_are_a_list_are_an_error_result(tmp_path: Path) -> None:
 
 
 def test_compaction_touches_assistants_alone(tmp_path: Path) -> None:
-    """S1.28: what users and tools said stays, however long."""
+    """Texts of users and tools stay whole, however long."""
     script = [echo("A" * 300, content="one"), echo("b", content="two"), ANSWER]
     messages = play(tmp_path, script, opening=[{"role": "user", "content": "U" * 300}]).messages
     shown = compact(messages, 2)
@@ -75,7 +75,7 @@ def test_compaction_touches_assistants_alone(tmp_path: Path) -> None:
 
 
 def test_subagents_of_one_reply_work_side_by_side(tmp_path: Path) -> None:
-    """S1.32: the second has begun before the first has ended."""
+    """The second has begun before the first has ended."""
     helper = {
         "name": "helper",
         "description": "Helps.",
@@ -91,7 +91,7 @@ def test_subagents_of_one_reply_work_side_by_side(tmp_path: Path) -> None:
 
 
 def test_arguments_of_a_wrong_shape_never_reach_the_tool(tmp_path: Path) -> None:
-    """S5.9: they are checked against the schema before the handler runs."""
+    """Arguments are checked against the schema before the handler runs."""
     ran: list[int] = []
 
     @tool()
@@ -107,7 +107,7 @@ def test_arguments_of_a_wrong_shape_never_reach_the_tool(tmp_path: Path) -> None
 
 
 def test_a_call_that_fails_can_be_made_again(tmp_path: Path) -> None:
-    """S5.18: the first call fails, the second succeeds, the answer completes."""
+    """The first call fails, the second succeeds, the answer completes."""
     attempts: list[int] = []
 
     @tool()
@@ -126,13 +126,13 @@ def test_a_call_that_fails_can_be_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["What is 2+2?", "  spaced \n out\t", "a\u2028b \N{SNOWMAN}"])
 def test_the_task_is_the_user_message_verbatim(prompt: str) -> None:
-    """S5.2."""
+    """The task is the user message verbatim."""
     result = agent(ANSWER).run_conversation(prompt)
     assert result["messages"][0] == {"role": "user", "content": prompt}
 
 
 def test_the_tools_are_sent_with_every_request(tmp_path: Path) -> None:
-    """S3.4."""
+    """Tools are sent on every turn; two of one name are an error."""
     played = play(tmp_path, [echo("1"), echo("2"), ANSWER])
     first, *others = [list(request.tools) for request in played.requests]
     assert [schema["function"]["name"] for schema in first] == [
@@ -146,13 +146,13 @@ def test_the_tools_are_sent_with_every_request(tmp_path: Path) -> None:
 
 
 def test_a_reply_that_means_to_call_and_does_not_ends_the_loop(tmp_path: Path) -> None:
-    """S3.7: `tool_use` without a tool block would otherwise be asked for ever."""
+    """`tool_use` without a tool block would otherwise be asked for ever."""
     played = play(tmp_path, [say("hi", finish_reason="tool_calls"), ANSWER])
     assert (played.status, played.trajectory.turns) == ("completed", 1)
 
 
 def test_the_final_text_is_that_of_the_last_turn(tmp_path: Path) -> None:
-    """S3.23, C17: what was said on the way is not part of the answer."""
+    """Texts of earlier turns are not part of the answer."""
     played = play(tmp_path, [echo(content="I look."), ANSWER])
     assert played.trajectory.final_text() == "done"
 
@@ -160,7 +160,7 @@ def test_the_final_text_is_that_of_the_last_turn(tmp_path: Path) -> None:
 def test_prose_in_the_text_protocol_gets_a_note_and_finally_ends_the_conversation(
     tmp_path: Path,
 ) -> None:
-    """S4.10, S5.16: the peer lets such a decision raise and stays `running`."""
+    """An older system raised here and stayed `running`."""
     prose, answer = say("I think so."), say("Final Answer: yes")
     played = play(tmp_path / "a", [prose, prose, answer], text_protocol="react")
     assert (played.status, played.trajectory.final_text()) == ("completed", "yes")
@@ -171,7 +171,7 @@ def test_prose_in_the_text_protocol_gets_a_note_and_finally_ends_the_conversatio
 
 
 def test_a_tool_sees_the_live_conversation_while_it_runs(tmp_path: Path) -> None:
-    """S4.19."""
+    """A tool can read the live conversation through its context, only during its call."""
     seen: list[list[str]] = []
 
     @tool()
@@ -185,7 +185,7 @@ def test_a_tool_sees_the_live_conversation_while_it_runs(tmp_path: Path) -> None
 
 
 def test_the_link_to_the_conversation_ends_with_the_call(tmp_path: Path) -> None:
-    """S4.19: also where the tool raises."""
+    """The tool cannot read the conversation after its call, even if it raised."""
     seen: list[int] = []
 
     @tool()
@@ -204,7 +204,7 @@ def test_the_link_to_the_conversation_ends_with_the_call(tmp_path: Path) -> None
 
 
 def test_a_reference_to_a_value_that_is_not_text_becomes_its_json(tmp_path: Path) -> None:
-    """S4.16: also deep inside the arguments."""
+    """References deep inside the arguments are replaced, too."""
 
     @tool()
     def table(context: ToolContext) -> dict[str, list[int]]:
@@ -222,13 +222,13 @@ def test_a_reference_to_a_value_that_is_not_text_becomes_its_json(tmp_path: Path
 
 
 def test_findings_have_one_of_three_signs_and_may_be_quoted() -> None:
-    """S4.35: all other lines are ignored."""
+    """Lines of another form are ignored."""
     text = "Found:\n@a = 'b'\n@b := `c`\n  @c-1: \"d e\"\nsee @d = 1\n@e\nf = 1\n@g = "
     assert findings_in(text) == ["b", "c", "d e"]
 
 
 def test_a_blank_preparation_asks_nothing(tmp_path: Path) -> None:
-    """S4.35."""
+    """A blank text is the same as no preparation."""
     played = play(tmp_path, [ANSWER], preparation="")
     assert (played.status, len(played.requests)) == ("completed", 1)
 
@@ -253,7 +253,7 @@ class Unwilling:
 
 
 def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
-    """S4.38: the conversation continues uncompressed."""
+    """If the summary fails, the conversation continues uncompressed."""
     messages = [Message(role="user", content="go")]
     for n in range(4):
         messages.append(Message(role="assistant", content=f"part {n}"))
@@ -287,7 +287,7 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
     ids=str,
 )
 def test_limits_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> None:
-    """S4.4, C1: what the peer silently replaces by its default is refused."""
+    """A wrong value is refused; an older system silently took its default."""
     options = AgentOptions()
     assert (options.max_turns, options.max_errors, options.expected_attempts) == (20, 5, 1)
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -295,7 +295,7 @@ def test_limits_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> No
 
 
 def test_a_record_is_json(tmp_path: Path) -> None:
-    """S5.10: messages, turns and calls are counted in it; usage is summed over turns (S3.17)."""
+    """The record counts messages, turns and calls, and sums usage over turns."""
     record = play(tmp_path, [echo("1"), calls(call("echo", text="2"), call("count")), ANSWER])
     state = json.loads(json.dumps(record.trajectory.to_record()))
     assert [turn["turn"] for turn in state["turns"]] == [1, 2, 3]

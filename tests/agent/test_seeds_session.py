@@ -38,7 +38,7 @@ def with_tools(made: AIAgent, *tools: Tool) -> AgentSession:
 
 
 def test_the_keywords_of_an_agent_and_their_defaults() -> None:
-    """S2.1, C12; but no model of any company is the default."""
+    """No company's model is the default."""
     parameters = inspect.signature(AIAgent).parameters
     named = (
         "model",
@@ -64,7 +64,7 @@ def test_the_keywords_of_an_agent_and_their_defaults() -> None:
 
 @pytest.mark.parametrize("script", [[say("42")], [LOOK] * 2, [LOOK]], ids=["done", "bound", "gone"])
 def test_a_conversation_has_the_same_keys_however_it_ends(script: list[Any]) -> None:
-    """S2.2, S2.3: and its final text is always a text."""
+    """The final text is always a string."""
     result = agent(*script, max_turns=2).run_conversation("x")
     assert result.keys() == {
         "final_response",
@@ -91,7 +91,7 @@ def test_a_conversation_has_the_same_keys_however_it_ends(script: list[Any]) -> 
 def test_workspaces_are_separate_and_removed_however_a_conversation_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S2.4: completed, stopped, failed, and broken off by a machine that fails."""
+    """The endings are completed, stopped, failed, and broken off by the machine."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     @tool()
@@ -114,7 +114,7 @@ def test_workspaces_are_separate_and_removed_however_a_conversation_ends(
 
 @pytest.mark.slow
 def test_conversations_of_several_processes_are_saved_line_by_line(tmp_path: Path) -> None:
-    """S2.31: appends to one file do not mix."""
+    """Appends to one file do not mix."""
     code = (
         "from run_agent import AIAgent\n"
         "for _ in range(20):\n"
@@ -132,7 +132,7 @@ def test_conversations_of_several_processes_are_saved_line_by_line(tmp_path: Pat
 
 
 def test_a_call_in_flight_is_cancelled_and_the_next_prompt_works() -> None:
-    """S4.32, S2.28: the call has its result, the note stands in the history once."""
+    """The call has its result, the note stands in the history once."""
     begun, never = threading.Event(), threading.Event()
 
     @tool()
@@ -163,7 +163,7 @@ def test_a_call_in_flight_is_cancelled_and_the_next_prompt_works() -> None:
 
 
 def test_the_files_of_a_fork_are_its_own() -> None:
-    """S1.3: what changes in one of the two does not change in the other."""
+    """A change in one of the two does not show in the other."""
     read = calls(call("read_file", path="a"))
     with agent(WRITE, say("written"), read, say("seen")).start_session() as session:
         session.new_prompt("write")
@@ -175,7 +175,7 @@ def test_the_files_of_a_fork_are_its_own() -> None:
 
 
 def test_prompts_that_ran_out_of_turns_or_gave_up_count_as_failed() -> None:
-    """S4.14, S4.24, S4.30: and the session continues."""
+    """The session continues after such an ending."""
     gives_up = calls(call("cannot_complete", reason="no way"))
     script = [LOOK, gives_up, say("fine")]
     with agent(*script, max_turns=1, completion_tools=True).start_session() as session:
@@ -189,7 +189,7 @@ def test_prompts_that_ran_out_of_turns_or_gave_up_count_as_failed() -> None:
 
 
 def test_a_transcript_without_an_id_is_named_by_its_time(tmp_path: Path) -> None:
-    """S3.27: for its owner alone, under any umask."""
+    """The file is for its owner alone, under any umask."""
     before = os.umask(0)
     try:
         with agent(say("hi"), transcript_dir=tmp_path / "deep" / "t").start_session() as session:

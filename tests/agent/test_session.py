@@ -42,7 +42,7 @@ def roles(session: AgentSession) -> list[str]:
 
 
 def test_prompts_build_on_each_other_in_one_workspace() -> None:
-    """S4: the second prompt finds the messages and the files of the first."""
+    """The second prompt finds the messages and the files of the first."""
     with agent([WRITE, say("written"), READ, say("it is A")]).start_session() as session:
         assert session.get_variables()["status"] == "idle"
         assert session.new_prompt("write") == "written"
@@ -58,7 +58,7 @@ def test_prompts_build_on_each_other_in_one_workspace() -> None:
 
 
 def test_a_fork_goes_its_own_way() -> None:
-    """S1.3: messages and files are copies."""
+    """Messages and files are copies."""
     script = [WRITE, say("written"), calls(call("write_file", path="a", content="B")), say("b")]
     with agent([*script, READ, say("seen")]).start_session() as session:
         session.new_prompt("write")
@@ -90,12 +90,12 @@ def test_a_fork_knows_what_its_parent_knew() -> None:
 
 
 def test_failed_prompts_are_counted_and_summed_up() -> None:
-    """S4.30, S4.31: error budgets count too, which the peer forgets."""
+    """A failed prompt that ended by its error budget counts, too."""
     script = [*(calls(call(f"no{n}")) for n in range(3)), say("fine")]
     with agent(script, max_errors=3).start_session() as session:
         assert session.new_prompt("x") == ""
         assert session.get_variables()["status"] == "failed"
-        assert session.new_prompt("y") == "fine", "counters begin anew (S2.6)"
+        assert session.new_prompt("y") == "fine", "counters begin anew"
         failures = session.finalize_failures()
         assert failures is not None
         assert failures["tool"] == "cannot_complete"
@@ -103,7 +103,7 @@ def test_failed_prompts_are_counted_and_summed_up() -> None:
 
 
 def test_names_of_results_hold_over_prompts() -> None:
-    """S4.15: one name means one result in the whole session."""
+    """One name means one result in the whole session."""
     write = calls(call("write_file", path="a", content="A"))
     script = [
         write,
@@ -124,7 +124,7 @@ def test_names_of_results_hold_over_prompts() -> None:
 
 
 def test_a_reserved_name_is_refused_where_it_is_given() -> None:
-    """S4.2."""
+    """`final_answer` and `cannot_complete` are reserved names."""
 
     @tool(name="final_answer")
     def mine(context: ToolContext) -> str:
@@ -143,7 +143,7 @@ def test_a_prompt_must_not_be_blank() -> None:
 
 
 def test_the_answer_to_a_tool_that_asked_is_the_next_prompt() -> None:
-    """S4.20, S4.21: without a scripted reply the session waits for the next prompt."""
+    """Without a scripted reply the session waits for the next prompt."""
     setup = agent([calls(call("delete", name="x")), say("gone")], awaiting_input=True)._setup
     setup = replace(setup, common=replace(setup.common, tools=TOOLS))
     with AgentSession(setup) as session:
@@ -155,7 +155,7 @@ def test_the_answer_to_a_tool_that_asked_is_the_next_prompt() -> None:
 
 
 def test_a_session_continues_after_a_cancelled_prompt() -> None:
-    """S3.15, S4.32: the call in flight is cut off, its result says so, a note is kept."""
+    """The call in flight is cut off, its result says so, a note is kept."""
     with FakeEndpoint(turns=2, latency_s=30.0, **WRITE_A_NOTE) as endpoint:
         waiting = AIAgent("m", "k", endpoint.openai_url, enabled_toolsets=["file"])
         with waiting.start_session() as session:
@@ -256,7 +256,7 @@ def test_one_prompt_at_a_time_and_none_after_the_end() -> None:
 
 
 def test_unfinished_conversations_are_saved_as_failed(tmp_path: Path) -> None:
-    """S2.32: however it ends; and a save that fails loses no answer (S2.31)."""
+    """A conversation is saved however it ends, and a failed save loses no answer."""
     slow = AIAgent(
         "scripted",
         script=[calls(call("terminal", command="sleep 60"))],
@@ -303,7 +303,7 @@ def test_max_turns_is_stated_beside_an_ephemeral_prompt() -> None:
 
 
 def test_tools_can_be_replaced_between_prompts() -> None:
-    """S4.34: the model sees it, and what was removed cannot be called."""
+    """The model sees an added tool, and a removed one cannot be called."""
     options = AgentOptions()
     none = set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
     with agent([say("hi"), READ, say("no tool")]).start_session() as session:
@@ -346,7 +346,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
     ],
 )
 def test_a_history_with_a_hole_is_refused(history: list[Message], message: str) -> None:
-    """S4.5: the message is named, before anything is asked."""
+    """The error names the message before any request is made."""
     with pytest.raises(ValueError, match=message):
         check_history(history)
     with pytest.raises(ValueError, match=message):
@@ -354,7 +354,7 @@ def test_a_history_with_a_hole_is_refused(history: list[Message], message: str) 
 
 
 class TestTranscript:
-    """S3.26, S3.27: one JSONL file per conversation, readable up to a crash."""
+    """A conversation is a JSONL file that is readable up to a crash."""
 
     def test_it_holds_all_that_happened(self, tmp_path: Path) -> None:
         talking = agent([WRITE, say(" "), say("done")], transcript_dir=tmp_path / "t")
@@ -393,7 +393,7 @@ class TestTranscript:
 
 
 class TestEvents:
-    """S3.24, S3.25: what a handler receives; without one nothing changes."""
+    """A handler receives each event; without one nothing changes."""
 
     def test_turns_calls_and_results_are_reported_in_order(self) -> None:
         events: list[Any] = []

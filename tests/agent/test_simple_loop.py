@@ -47,7 +47,7 @@ def shapes(session: FlatSession) -> list[str]:
 
 
 def test_it_runs_until_a_reply_without_calls() -> None:
-    """S1.11, S1.15: thoughts, calls and results are messages of their own, each with its time."""
+    """Thoughts, calls and results are messages of their own, each with its time."""
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     model = Replies([thought, use("1", a=1, b=2), use("2", a=3, b=4)], [text("3 and 7")])
     session = init_session("Add.", "1+2 and 3+4?")
@@ -75,7 +75,7 @@ def test_it_runs_until_a_reply_without_calls() -> None:
 
 @pytest.mark.parametrize(("bound", "calls"), [(0, 0), (1, 1), (2, 2)])
 def test_max_turns_counts_model_calls(bound: int, calls: int) -> None:
-    """S1.16, S1.17: the calls of the last one are run; there is no answer."""
+    """The calls of the last one are run; there is no answer."""
     model = Replies(*([use(f"{n}", a=n, b=n)] for n in range(3)))
     session = agent_loop(model, TOOLS, init_session(None, "go"), HANDLERS, max_iterations=bound)
     assert len(model.asked) == calls
@@ -84,14 +84,13 @@ def test_max_turns_counts_model_calls(bound: int, calls: int) -> None:
 
 
 def test_without_tools_the_list_is_empty_and_without_a_system_there_is_none() -> None:
-    """S1.6, S1.18."""
     model = Replies([text("hi")])
     agent_loop(model, [], init_session(None, "go"))
     assert model.asked == [([], {"messages": [{"role": "user", "content": "go"}]})]
 
 
 def test_an_exception_of_the_model_comes_through_and_nothing_is_lost() -> None:
-    """S1.19."""
+    """If the model fails, earlier messages stay."""
     model = Replies([use("1", a=1, b=2)])
     session = init_session(None, "go")
     with pytest.raises(RuntimeError, match="StopIteration"):
@@ -100,13 +99,13 @@ def test_an_exception_of_the_model_comes_through_and_nothing_is_lost() -> None:
 
 
 def test_a_reply_with_no_blocks_ends_it() -> None:
-    """S1.13."""
+    """Empty text blocks are dropped; a blank reply is no message."""
     session = agent_loop(Replies([]), TOOLS, init_session(None, "go"), HANDLERS)
     assert shapes(session) == ["user"]
 
 
 def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
-    """S1.13, S1.15: it was paid for, and ends the loop."""
+    """Such a reply was paid for, and ends the loop."""
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     session = agent_loop(Replies([thought]), TOOLS, init_session(None, "go"), HANDLERS)
     assert shapes(session) == ["user", "thinking"]
@@ -122,7 +121,7 @@ def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
     ],
 )
 def test_mistakes_are_results(arguments: dict[str, Any], message: str) -> None:
-    """S1.21-S1.24, S1.27: wrong arguments, exceptions, unknown tools, an input that is a list."""
+    """Wrong arguments, exceptions, unknown tools and an input that is a list are results."""
     session = agent_loop(
         Replies([arguments], [text("ok")]), TOOLS, init_session(None, "go"), HANDLERS
     )
@@ -133,7 +132,7 @@ def test_mistakes_are_results(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_calls_run_in_threads_at_the_same_time_and_results_keep_their_order() -> None:
-    """S1.25, S1.26: the first waits for the second, which only works side by side."""
+    """The first waits for the second, which only works side by side."""
     second_ran = threading.Event()
 
     def wait(n: int) -> str:
@@ -149,7 +148,7 @@ def test_calls_run_in_threads_at_the_same_time_and_results_keep_their_order() ->
 
 
 def test_a_handler_may_run_an_agent_of_its_own() -> None:
-    """S1.31: the outer one sees a string."""
+    """The outer agent sees a string."""
 
     def shorten(words: str) -> str:
         inner = agent_loop(Replies([text(words[:3])]), [], init_session("Shorten.", words))
@@ -164,7 +163,7 @@ def test_a_handler_may_run_an_agent_of_its_own() -> None:
 
 
 def test_the_name_labels_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """S1.20: one line each, cut at 120 characters."""
+    """Each entry is one line, cut at 120 characters."""
     with caplog.at_level(logging.INFO, logger="agent.flat"):
         agent_loop(Replies([text("a\nb" * 99)]), [], init_session(None, "go"), name="judge")
     (line,) = [record.getMessage() for record in caplog.records]

@@ -75,7 +75,7 @@ BROKEN = record_of(
 
 class TestRequireReasoning:
     def test_sends_completed_rows_without_any_to_the_rejects(self, tmp_path: Path) -> None:
-        """S2.18, S2.19: inline reasoning counts, and what ended early is not judged by it."""
+        """Inline reasoning counts, and what ended early is not judged by it."""
         records = (PLAIN, THOUGHT, INLINE, EARLY, FAILED)
         run_dir = export(tmp_path, *records, style=Style(require_reasoning=True))
         assert ids(tmp_path / "r.jsonl") == ["t1", "t2"]
@@ -92,7 +92,7 @@ class TestRequireReasoning:
         assert ids(run_dir / "records.jsonl") == ["t0", "t1", "t2", "t3", "t4"]
 
     def test_is_off_by_default_and_takes_back_nothing(self, tmp_path: Path) -> None:
-        """S2.19: the record stays, so an export without the filter holds the row again."""
+        """The record stays, so an export without the filter holds the row again."""
         export(tmp_path, PLAIN, style=Style(require_reasoning=True))
         assert ids(tmp_path / "r.jsonl") == []
         run_dir = export(tmp_path, PLAIN)
@@ -100,14 +100,14 @@ class TestRequireReasoning:
         assert lines(run_dir / "exports" / "rejects.jsonl") == []
 
     def test_one_turn_with_reasoning_is_enough(self) -> None:
-        """S2.19."""
+        """`require_reasoning` is a filter of the export, off by default."""
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
         )
         assert route(stored(record), style=Style(require_reasoning=True)).place == "training"
 
     def test_a_row_that_breaks_a_rule_is_rejected_for_that(self) -> None:
-        """S2.54."""
+        """Rows with invented tools are rejected with the reason, counted."""
         assert (
             route(stored(BROKEN), style=Style(require_reasoning=True)).reason
             == "arguments_not_json"
@@ -115,7 +115,7 @@ class TestRequireReasoning:
 
 
 def test_endings_by_reserved_tools_go_to_their_files(tmp_path: Path) -> None:
-    """C8: an answer is for training; giving up is a partial row, and its words are kept."""
+    """An answer is for training; giving up is a partial row, and its words are kept."""
     reason = call('{"reason": "no network"}', id="f", name="cannot_complete")
     run_dir = export(
         tmp_path,
@@ -132,7 +132,7 @@ def test_endings_by_reserved_tools_go_to_their_files(tmp_path: Path) -> None:
 
 class TestStatisticsFile:
     def test_covers_all_records_whichever_file_they_go_to(self, tmp_path: Path) -> None:
-        """S2.53."""
+        """At the end there are one training file and `statistics.json`."""
         records = (THOUGHT, EARLY, BROKEN, FAILED)
         run_dir = export(tmp_path, *records, pending=2)
         statistics = loaded(run_dir / "statistics.json")
@@ -180,7 +180,7 @@ class TestStatisticsFile:
         }
 
     def test_changes_no_byte_of_the_other_files(self, tmp_path: Path) -> None:
-        """S2.53: the times of a run are in its statistics and in nothing that is trained on."""
+        """The times of a run are in its statistics and in nothing that is trained on."""
 
         def exported(name: str, *, started_at: float) -> tuple[list[bytes], dict[str, Any]]:
             (tmp_path / name).mkdir()
@@ -196,7 +196,7 @@ class TestStatisticsFile:
         assert early_statistics != late_statistics
 
     def test_is_there_before_the_first_record_too(self, tmp_path: Path) -> None:
-        """S2.53: nothing is known of nothing, and no rate divides by it."""
+        """Nothing is known of nothing, and no rate divides by it."""
         statistics = loaded(export(tmp_path, pending=1) / "statistics.json")
         assert statistics["tools"] == []
         assert statistics["rows"] == {}
@@ -211,14 +211,14 @@ class TestStatistics:
         assert (tokens["input_tokens"], tokens["cache_hit_rate"]) == (100, 75.0)
 
     def test_every_tool_that_was_offered_is_listed(self) -> None:
-        """S2.53: an unused one has rates of 0.0; the tools of all records are put together."""
+        """An unused tool has rates of 0.0; tools of all records are merged."""
         other = {"function": {"name": "area"}}
         statistics = statistics_of(PLAIN, PLAIN | {"tools": [other]}, PLAIN | {"tools": []})
         unused = {"count": 0, "success": 0, "failure": 0, "success_rate": 0.0, "failure_rate": 0.0}
         assert statistics["tools"] == [{"tool": "area", **unused}, {"tool": "temp", **unused}]
 
     def test_rates_are_percentages_with_two_decimals_of_the_answered_calls(self) -> None:
-        """S2.53: a call whose turn broke off neither succeeded nor failed."""
+        """A call whose turn broke off neither succeeded nor failed."""
         calls = [call(id=f"c{n}") for n in range(4)]
         results = [
             result("Error: it says", id="c0"),
@@ -236,7 +236,7 @@ class TestStatistics:
         [("Error: no such file", False), ('{"success": false}', False), ("all is well", True)],
     )
     def test_success_is_what_the_result_is_marked_as(self, text: str, is_error: bool) -> None:
-        """S2.49: nothing is read out of the text."""
+        """No success is guessed from the text."""
         record = record_of(
             user(), assistant("", call()), result(text, is_error=is_error), assistant("Hi.")
         )
@@ -244,7 +244,7 @@ class TestStatistics:
         assert (stats["success"], stats["failure"]) == (int(not is_error), int(is_error))
 
     def test_errors_are_counted_by_kind(self) -> None:
-        """S2.47: those of invented tools too, which are not listed."""
+        """Calls of invented tools count, too, though these are not listed."""
         kinds = ["timeout", "exception", "timeout", None, 7, "unknown_tool"]
         names = ["temp"] * 5 + ["tmep"]
         calls = [call(id=f"c{n}", name=name) for n, name in enumerate(names)]
@@ -270,7 +270,7 @@ class TestStatistics:
         assert (stats["tool"], stats["count"], stats["failure"]) == ("temp", 6, 5)
 
     def test_reasoning_is_counted_wherever_the_model_put_it(self) -> None:
-        """S2.18: apart or inline; blank is none, and so is a tag that never closes."""
+        """Reasoning counts apart or inline; a blank one or an unclosed tag is none."""
         turns = ["<think>\n\n</think>Hi.", "<think>Hm. Hi.", "See <think>a</think>.", "Hi."]
         blank = record_of(user(), *(assistant(text, reasoning=" \n") for text in turns))
         twice = record_of(user(), *[assistant("Hi.", reasoning="Hm.")] * 2)
@@ -283,7 +283,7 @@ class TestStatistics:
         }
 
     def test_the_turns_of_the_prompt_are_not_counted(self) -> None:
-        """S2.18, S2.53: it was not this run's model that did it."""
+        """Turns that the prompt brings were not written by this run's model."""
         record = record_of(
             user(),
             assistant("", call(), reasoning="Hm."),
@@ -300,7 +300,7 @@ class TestStatistics:
         assert statistics["reasoning"]["rows_with_any"] == 0
 
     def test_a_final_answer_counts_as_the_call_that_it_was(self) -> None:
-        """C8: a row has it as text, the statistics what the model did."""
+        """A row has the final call as text; the statistics count it as a call."""
         statistics = statistics_of(ended_by(assistant("", final("14"))))
         assert {stats["tool"]: stats["count"] for stats in statistics["tools"]} == {
             "cannot_complete": 0,
@@ -309,7 +309,7 @@ class TestStatistics:
         }
 
     def test_turns_and_times_span_all_rows(self) -> None:
-        """S2.53: the longest turn may not be the last one to begin."""
+        """The longest turn may not be the last one to begin."""
 
         def timed(*times: tuple[float, float]) -> dict[str, Any]:
             record = record_of(user(), *(assistant("Hi.") for _ in times))
@@ -327,7 +327,7 @@ class TestStatistics:
         assert thirds["turns_per_row"]["mean"] == 1.33
 
     def test_a_record_that_no_row_can_be_made_of_is_counted(self) -> None:
-        """S2.54: stray results, blank content, calls of nothing."""
+        """Stray results, blank content and empty calls are counted without an error."""
         odd = record_of(
             user(),
             result("r"),
@@ -343,7 +343,7 @@ class TestStatistics:
         assert statistics["tools"][0]["count"] == 0
 
     def test_memory_does_not_grow_with_the_records(self) -> None:
-        """S2.53: neither by what is in them nor by the names that models invent."""
+        """Neither contents nor the names that models invent are kept."""
 
         def size(count: int) -> int:
             statistics = Statistics()

@@ -626,7 +626,7 @@ class TestConversationRules:
 
 class TestFinalAnswer:
     def test_the_only_call_of_the_last_turn_becomes_its_text(self) -> None:
-        """C8, S4.24: think block, the turn's own text, a blank line, the answer; no result."""
+        """The turn is think block, its own text, a blank line and the answer, without a result."""
         record = ended_by(assistant("Both known.\n", final(" 14.5 \n"), reasoning="Hm."))
         row = to_row(stored(record))
         assert said(row)[-2:] == [
@@ -645,7 +645,6 @@ class TestFinalAnswer:
         assert [stats["tool"] for stats in metadata["tool_stats"]] == ["temp"]
 
     def test_without_text_or_reasoning_the_answer_follows_an_empty_block(self) -> None:
-        """C8."""
         row = to_row(stored(ended_by(assistant("", final("14.5")))))
         assert said(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
         assert row["has_reasoning"] is False
@@ -654,7 +653,7 @@ class TestFinalAnswer:
     def test_other_calls_of_the_turn_keep_their_results_and_the_answer_follows(
         self, order: int
     ) -> None:
-        """C8: they were answered before the run ended, wherever in the turn they stood."""
+        """They were answered before the run ended, wherever in the turn they stood."""
         calls = [call(id="c2"), final("Done: é")][::order]
         results = [result("two", id="c2"), result("ok", id="f")][::order]
         row = to_row(
@@ -685,7 +684,7 @@ class TestFinalAnswer:
         }
 
     def test_the_reserved_tools_are_not_on_offer_in_a_row_that_calls_neither(self) -> None:
-        """C8: neither in the preamble nor in the column, so all rows offer the same tools."""
+        """Neither in the preamble nor in the column, so all rows offer the same tools."""
         by_call = to_row(stored(ended_by(assistant("", final("14.5")))))
         by_text = to_row(stored(ended_by(assistant("14.5"))))
         plain = to_row(stored(ended_by(assistant("14.5"), tools=[TEMP])))
@@ -695,7 +694,7 @@ class TestFinalAnswer:
         assert json.loads(by_text["metadata"])["completion"] == "text"
 
     def test_an_earlier_call_stays_and_keeps_both_tools_on_offer(self) -> None:
-        """C8: an answer that was sent back is part of what happened."""
+        """An answer that was sent back is part of what happened."""
         told = {**result("ok\n\nThat is wrong.", id="f"), "notes": ["expected"]}
         refused = [assistant("", final("13")), told]
         row = to_row(
@@ -719,7 +718,7 @@ class TestFinalAnswer:
     def test_of_several_the_first_that_was_accepted_is_the_answer(
         self, answer: str, is_error: bool
     ) -> None:
-        """C8: the runtime took that one, so the other is a call like any other."""
+        """The runtime took that one, so the other is a call like any other."""
         turn = assistant("", final(answer, id="f1"), final("14", id="f2"), final("15", id="f3"))
         results = [result("r", id="f1", is_error=is_error), result("ok", id="f2")]
         results.append(result("ok", id="f3"))
@@ -729,7 +728,6 @@ class TestFinalAnswer:
         assert json.loads(row["tools"]) == OFFERED
 
     def test_giving_up_is_a_partial_row_with_its_call(self) -> None:
-        """C8, S4.24."""
         gives_up = call('{"reason": "no network"}', id="f", name="cannot_complete")
         record = ended_by(assistant("", gives_up), status="cannot_complete")
         row = to_row(stored(record))
@@ -740,7 +738,7 @@ class TestFinalAnswer:
         assert "completion" not in json.loads(row["metadata"])
 
     def test_a_conversation_that_is_not_completed_keeps_the_call(self) -> None:
-        """C8: the answer did not end it."""
+        """The answer did not end it."""
         row = to_row(stored(ended_by(assistant("", final("14")), status="budget")))
         assert said(row)[-1][0] == "tool"
         assert row["num_tool_calls"] == 2
@@ -763,7 +761,7 @@ class TestFinalAnswer:
     def test_arguments_without_an_answer_are_rejected(
         self, arguments: str, reason: str, is_error: bool
     ) -> None:
-        """C6, C8: never an empty or a made-up answer."""
+        """Never an empty or a made-up answer."""
         turn = assistant("Text.", call(arguments, id="f", name="final_answer"))
         record = record_of(user(), turn, result("r", id="f", is_error=is_error), tools=OFFERED)
         if reason == "marker_in_text" and is_error:
@@ -771,7 +769,7 @@ class TestFinalAnswer:
         assert rejected_row(record).reason == reason
 
     def test_an_answer_that_was_refused_or_never_answered_does_not_end_it(self) -> None:
-        """C8: the runtime's own flag says whether the answer was taken."""
+        """The runtime's own flag says whether the answer was taken."""
         turn = assistant("", final("14"), call(id="c2"))
         refused = record_of(
             user(), turn, result("no", id="f", is_error=True), result("r", id="c2"), tools=OFFERED
@@ -784,7 +782,6 @@ class TestFinalAnswer:
         check_finished(stored_messages([*unanswered["messages"], result("r", id="c2")]))
 
     def test_a_final_answer_that_was_not_offered_is_an_invented_tool(self) -> None:
-        """C8, S2.54."""
         assert rejected_row(ended_by(assistant("", final("1")), tools=[TEMP])).reason == (
             "unknown_tool"
         )
@@ -872,7 +869,7 @@ class TestPausedTurn:
 
 class TestNotes:
     def test_stand_where_the_model_saw_them_and_are_counted_by_rule(self) -> None:
-        """C13: the runtime's words are part of the content already."""
+        """The runtime's words are part of the content already."""
         noted = {**result("r\n\nNote: again."), "notes": ["repeat", "plan"]}
         told = {**user("That is wrong."), "notes": ["repeat"]}
         row = to_row(
@@ -895,7 +892,7 @@ class TestNotes:
         assert "notes" not in json.loads(row["metadata"])
 
     def test_repairs_are_counted_over_all_messages(self) -> None:
-        """S2.21: the row says that names were repaired."""
+        """The row says that names were repaired."""
         repairs = [{"call": "c1", "name": "tmep"}, {"call": "c2", "name": "tepm"}]
         turn = {**assistant("", call(), call(id="c2")), "repairs": repairs}
         results = [result("r"), result("r", id="c2")]
@@ -912,7 +909,7 @@ class TestNotes:
 
 class TestRow:
     def test_unknown_keys_of_a_record_are_not_read(self) -> None:
-        """S2.54: a record may hold more than a row shows."""
+        """A record may hold more than a row shows."""
         record = record_of(*EXAMPLE)
         more = record | {"subagents": [{"messages": None}], "openings": 3, "more": None}
         assert dumps_row(to_row(stored(more))) == dumps_row(to_row(stored(record)))

@@ -1,4 +1,4 @@
-"""F18 to F22: two runners, stale locks, readers, clocks."""
+"""Two runners, stale locks, readers, clocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.helpers.running import (
 
 @pytest.mark.long
 def test_of_two_that_start_at_once_one_works(tmp_path: Path) -> None:
-    """F18: the other is refused by exit code 5, and no call is made twice."""
+    """The other is refused by exit code 5, and no call is made twice."""
     write_prompts(tmp_path / "p.jsonl", 8)
     with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
@@ -47,7 +47,7 @@ def test_of_two_that_start_at_once_one_works(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_content_of_a_lock_file_locks_nothing(tmp_path: Path) -> None:
-    """F19: pids are used again, and hosts vanish; only the kernel's lock counts."""
+    """Pids are used again, and hosts vanish; only the kernel's lock counts."""
     scripted_rows(tmp_path, 1)
     assert run(tmp_path, **SCRIPTED).returncode == 0
     claims: list[object] = [{"pid": 1, "host": "elsewhere"}, {"pid": os.getpid()}, []]
@@ -59,7 +59,7 @@ def test_the_content_of_a_lock_file_locks_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_readers_of_a_running_run_see_whole_lines(tmp_path: Path) -> None:
-    """F21: in the records up to the last newline, and in exports made meanwhile."""
+    """Records are whole up to the last newline, and exports made meanwhile are whole."""
     write_prompts(tmp_path / "p.jsonl", 30)
     training = tmp_path / "trajectories" / "r.jsonl"
     records = tmp_path / "trajectories" / "r" / "records.jsonl"
@@ -96,7 +96,7 @@ def fake_clock() -> str | None:
 def test_a_clock_that_jumps_during_a_run_changes_nothing(
     tmp_path: Path, jump: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F22: nobody is taken for silent or late, and no call is made twice."""
+    """Nobody is taken for silent or late, and no call is made twice."""
     library = fake_clock()
     if library is None:
         pytest.skip("libfaketime is not installed (LIBFAKETIME names one elsewhere)")

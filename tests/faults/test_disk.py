@@ -1,4 +1,4 @@
-"""F9, F12 to F14, F16 and F17: what a disk does to a run."""
+"""What a disk does to a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def small_disk(place: Path, options: str) -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["size=200k", "size=10m,nr_inodes=14"])
 def test_a_disk_that_fills_stops_the_run_until_there_is_room(tmp_path: Path, options: str) -> None:
-    """F9, F16: no room or no inodes; one message, exit 4, no storm of calls, a clean resume."""
+    """Without room or inodes: one message, exit 4, no storm of calls, a clean resume."""
     write_prompts(tmp_path / "p.jsonl", 60)
     with (
         small_disk(tmp_path / "disk", options),
@@ -104,7 +104,7 @@ DAMAGES = [
 def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """F12, F13, F14: in the records and in the journals at the same time."""
+    """Records and journals are damaged at the same time."""
     write_prompts(tmp_path / "p.jsonl", 16)
     run_dir = tmp_path / "trajectories" / "r"
     with FakeEndpoint(turns=3, latency_s=0.02, answers=36, **WRITE_A_NOTE) as endpoint:
@@ -129,7 +129,7 @@ def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
 def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     tmp_path: Path,
 ) -> None:
-    """F51: the line stays JSON, and would be replayed as what the model said."""
+    """The line stays JSON, so only its checksum shows the damage."""
     write_prompts(tmp_path / "p.jsonl", 8)
     run_dir = tmp_path / "trajectories" / "r"
     with FakeEndpoint(turns=4, latency_s=0.02, answers=10, **WRITE_A_NOTE) as endpoint:
@@ -153,7 +153,7 @@ def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
 
 @pytest.mark.slow
 def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
-    """F54: or it would go on, and end as if all was well."""
+    """Otherwise the run would go on and end as if all was well."""
     write_prompts(tmp_path / "p.jsonl", 24)
     records = tmp_path / "trajectories" / "r" / "records.jsonl"
     with FakeEndpoint(turns=2, latency_s=0.02, answers=12, **WRITE_A_NOTE) as endpoint:
@@ -173,7 +173,7 @@ def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None:
-    """F15: the data wins; the first start names the damage, the second repairs it."""
+    """The data wins; the first start names the damage, the second repairs it."""
     scripted_rows(tmp_path, 4)
     assert run(tmp_path, **SCRIPTED).returncode == 0
     in_the_middle(tmp_path / "trajectories" / "r" / "records.jsonl")
@@ -184,7 +184,6 @@ def test_an_index_that_hides_damage_costs_one_more_start(tmp_path: Path) -> None
 def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_elsewhere(
     tmp_path: Path,
 ) -> None:
-    """F16."""
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=3, latency_s=0.05, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
@@ -204,7 +203,7 @@ def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_else
 
 @pytest.mark.long
 def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
-    """F16: a file without a name takes everything, and the run would end as if all was well."""
+    """A file without a name takes everything, and the run would end as if all was well."""
     write_prompts(tmp_path / "p.jsonl", 16)
     records = tmp_path / "trajectories" / "r" / "records.jsonl"
     with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -246,7 +245,7 @@ def remove(path: Path) -> None:
 def test_journals_or_workspaces_that_are_removed_under_a_run_stop_it(
     tmp_path: Path, removed: str
 ) -> None:
-    """F16: and no reply that was paid for is asked for again, those in flight included."""
+    """No reply that was paid for is asked for again, those in flight included."""
     write_prompts(tmp_path / "p.jsonl", 8)
     gone = tmp_path / "trajectories" / "r" / removed
     with FakeEndpoint(turns=4, latency_s=0.05, answers=10, **WRITE_A_NOTE) as endpoint:
@@ -265,7 +264,7 @@ def test_journals_or_workspaces_that_are_removed_under_a_run_stop_it(
 
 @pytest.mark.long
 def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) -> None:
-    """F16: what is in flight is journaled where they are now."""
+    """Conversations in flight are journaled where the directories are now."""
     write_prompts(tmp_path / "p.jsonl", 8)
     inflight = tmp_path / "trajectories" / "r" / "inflight"
     with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
@@ -280,7 +279,6 @@ def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) 
 
 
 def test_a_read_only_disk_is_reported_before_any_call(tmp_path: Path) -> None:
-    """F16."""
     scripted_rows(tmp_path, 1)
     with small_disk(tmp_path / "disk", "ro"):
         refused = run(tmp_path, **SCRIPTED, output_dir="disk")
@@ -326,7 +324,7 @@ def test_a_disk_that_is_only_read_is_not_called_full(
 
 
 def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
-    """F9: exit code 4, since the same command continues once there is room."""
+    """Exit code 4, since the same command continues once there is room."""
     scripted_rows(tmp_path, 1)
     with small_disk(tmp_path / "disk", "size=64k"):
         with (tmp_path / "disk" / "full").open("wb") as file, suppress(OSError):
@@ -341,7 +339,7 @@ def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path) -> None:
-    """F16; F17: nothing of a run can be written by others, under any umask."""
+    """Others can write to no file of a run, under any umask."""
     scripted_rows(tmp_path, 2)
     (tmp_path / "da ten ü").mkdir()
     (tmp_path / "link").symlink_to("da ten ü")
@@ -359,7 +357,7 @@ def test_paths_with_spaces_and_other_alphabets_and_through_links(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_foreign_file_in_the_run_directory_is_named_first(tmp_path: Path) -> None:
-    """F16: a pipe would be waited for without end, behind a dead link all would be paid again."""
+    """A pipe would be waited for without end, behind a dead link all would be paid again."""
     scripted_rows(tmp_path, 1)
     assert run(tmp_path, **SCRIPTED).returncode == 0
     records = tmp_path / "trajectories" / "r" / "records.jsonl"

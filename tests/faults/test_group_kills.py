@@ -1,4 +1,4 @@
-"""F1: everything is killed at random moments, and started again each time."""
+"""Everything is killed at random moments, and started again each time."""
 
 from __future__ import annotations
 

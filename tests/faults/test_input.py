@@ -1,4 +1,4 @@
-"""F33 to F39: what datasets hold, and what changes between one start and the next.
+"""What datasets hold, and what changes between one start and the next.
 
 Each kind of bad row and file alone is in tests/dataset/test_dataset.py, a changed config in
 tests/program/test_run.py.
@@ -49,7 +49,6 @@ def write_all(path: Path) -> None:
 
 @pytest.mark.slow
 def test_odd_rows_cost_only_themselves_and_every_reader_reads_the_rest(tmp_path: Path) -> None:
-    """F33, F34, F36, F38."""
     write_all(tmp_path / "p.jsonl")
     done = run(tmp_path, **SCRIPTED)
     assert done.returncode == 0, done.stderr
@@ -64,7 +63,7 @@ def test_odd_rows_cost_only_themselves_and_every_reader_reads_the_rest(tmp_path:
 
 @pytest.mark.long
 def test_a_dataset_that_was_edited_is_followed(tmp_path: Path) -> None:
-    """F37: reordered, appended, edited, deleted: only what is new runs, nothing mixes."""
+    """Reordered, appended, edited, deleted: only what is new runs, nothing mixes."""
     rows = [{"id": f"p{n}", "prompt": "x", "script": SAY} for n in range(4)]
     write_rows(tmp_path / "p.jsonl", *rows)
     assert run(tmp_path, **SCRIPTED).returncode == 0
@@ -81,7 +80,7 @@ def test_a_dataset_that_was_edited_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
-    """F39: never misread, never mixed."""
+    """Another version's run is never misread and never mixed."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": SAY})
     assert run(tmp_path, **SCRIPTED).returncode == 0
     path = tmp_path / "trajectories" / "r" / "run.json"
@@ -108,7 +107,7 @@ def test_a_run_json_of_another_program_is_said_to_be_one(tmp_path: Path, content
 
 @pytest.mark.long
 def test_a_huge_line_and_many_rows_take_limited_memory(tmp_path: Path) -> None:
-    """F35: a line of 100 MB, and half a million rows."""
+    """A line has 100 MB, and there are half a million rows."""
     with (tmp_path / "p.jsonl").open("wb") as file:
         file.write(b'{"prompt": "' + b"x" * (100 << 20) + b'"}\n')
         file.writelines(b'{"prompt": "%d"}\n' % n for n in range(500_000))

@@ -21,7 +21,16 @@ from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir
 from tests.faults.test_group_kills import wait_for
 from tests.faults.test_process import asking
-from tests.helpers.running import SCRIPTED, lines, run_long, started, wait_until, write_rows
+from tests.helpers.running import (
+    SCRIPTED,
+    Process,
+    lines,
+    run_long,
+    session_of,
+    started,
+    wait_until,
+    write_rows,
+)
 
 TURNS = 4
 
@@ -83,6 +92,14 @@ class Killed(NamedTuple):
     kills: int
 
 
+class OpenCalls(NamedTuple):
+    """Calls that have no result yet, each by its task and id."""
+
+    begun: set[tuple[str, str]]
+    waiting: set[tuple[str, str]]
+    """Calls that have not begun."""
+
+
 class Case(NamedTuple):
     """What the model calls."""
 
@@ -103,16 +120,20 @@ def kill_in_calls(
     prompts: int,
     kills: int,
     workers: int = 2,
+    moment: Callable[[OpenCalls], bool] | None = None,
     after: Callable[[Path], None] = lambda _: None,
 ) -> Killed:
-    """Kill a run of `prompts` conversations, all in flight, at random moments after its first
-    calls of tools, do `after`, and resume it to its end."""
+    """Kill a run of `prompts` conversations, all in flight, do `after`, and resume it to its end.
+
+    Each kill comes at a random moment after the first reply of its start. With `moment`, it comes
+    when that holds for the calls that are open.
+    """
     rows = [{"id": f"p{n}", "prompt": f"Question {n}", "files": FILES} for n in range(prompts)]
     write_rows(cwd / "p.jsonl", *rows)
     (cwd / "acts.py").write_text(FUNCTIONS)
     arguments = json.dumps(case.arguments)
     run_dir = cwd / "trajectories" / "r"
-    begun = set()
+    begun: set[tuple[str, str]] = set()
     killed = 0
     with FakeEndpoint(turns=TURNS, latency_s=0.1, tool=case.tool, arguments=arguments) as endpoint:
         given = asking(endpoint, num_workers=workers, batch_size=prompts // workers)
@@ -125,14 +146,17 @@ def kill_in_calls(
                         process.poll() is not None or endpoint.journal()["replies"] > replies
                     )
                 )
-                wait_for(process, draw.uniform(0, 1))
+                if moment is None:
+                    wait_for(process, draw.uniform(0, 1))
+                else:
+                    stop_at(process, run_dir, moment)
                 if process.poll() is not None:
                     assert process.returncode == 0, (cwd / "output.txt").read_text()
                     break
                 os.killpg(process.pid, signal.SIGKILL)
                 assert_gone(process.pid)
             killed += 1
-            begun |= begun_calls(run_dir)
+            begun |= open_calls(run_dir).begun
             after(run_dir)
         done = run_long(cwd, "--row_setup", **given)
         assert done.returncode == 0, done.stderr
@@ -141,20 +165,48 @@ def kill_in_calls(
     return Killed(lines(run_dir / "records.jsonl"), len(begun), rows_file.read_bytes(), killed)
 
 
-def begun_calls(run_dir: Path) -> set[tuple[str, str]]:
-    """The task and call of those that had begun and have no result."""
+def stop_at(process: Process, run_dir: Path, moment: Callable[[OpenCalls], bool]) -> None:
+    """Stop a run, not to be continued, at a moment when `moment` holds for its open calls."""
+
+    def is_stopped_then() -> bool:
+        if process.poll() is not None:
+            return True
+        os.killpg(process.pid, signal.SIGSTOP)
+        wait_until(lambda: all(is_stopped(pid) for pid in session_of(process.pid)))
+        if moment(open_calls(run_dir)):
+            return True
+        os.killpg(process.pid, signal.SIGCONT)
+        return False
+
+    wait_until(is_stopped_then)
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "TZ"
+
+
+def open_calls(run_dir: Path) -> OpenCalls:
+    """The calls without a result, as the journals of a run that does not work now say."""
     events = [
         (entry["deal"], entry["position"], entry["task"], entry["event"])
         for journal in run_dir.glob("inflight/*.jsonl")
         for entry in map(orjson.loads, journal.read_bytes().splitlines())
     ]
-    begun = set()
+    begun, waiting = set(), set()
     for *_, task, event in sorted(events, key=itemgetter(0, 1)):
-        if event["kind"] == "began":
+        if event["kind"] == "reply":
+            waiting |= {(task, call["id"]) for call in event["message"].get("tool_calls", ())}
+        elif event["kind"] == "began":
+            waiting.discard((task, event["call_id"]))
             begun.add((task, event["call_id"]))
         elif event["kind"] == "result":
+            waiting.discard((task, event["message"]["tool_call_id"]))
             begun.discard((task, event["message"]["tool_call_id"]))
-    return begun
+    return OpenCalls(begun, waiting)
 
 
 def rebuilds(record: dict[str, Any]) -> int:
@@ -169,11 +221,19 @@ def interrupted(record: dict[str, Any]) -> int:
 def test_of_calls_with_effects_elsewhere_only_those_that_had_begun_are_interrupted(
     tmp_path: Path,
 ) -> None:
-    """Most of them wait for a thread at the kill: they run once, as if nothing had happened."""
+    """Calls that wait for a thread at the kill run once, as if nothing had happened."""
     case = Case("acts", "compute", {"turn": "{turn}"})
-    killed = kill_in_calls(tmp_path, case, random.Random(1), prompts=32, kills=2, workers=1)
+    killed = kill_in_calls(
+        tmp_path,
+        case,
+        random.Random(1),
+        prompts=32,
+        kills=2,
+        workers=1,
+        moment=lambda open: bool(open.begun and open.waiting),
+    )
     check_acts(tmp_path, killed)
-    assert 0 < killed.begun < 32
+    assert killed.kills == 2
 
 
 def check_acts(cwd: Path, killed: Killed) -> None:
@@ -183,6 +243,10 @@ def check_acts(cwd: Path, killed: Killed) -> None:
     assert sum(map(interrupted, killed.records)) == killed.begun
     calls = len(killed.records) * (TURNS - 1)
     assert calls - killed.begun <= len(ran) <= calls
+
+
+def is_in_a_call(open: OpenCalls) -> bool:
+    return bool(open.begun)
 
 
 def undone(seconds: float) -> dict[str, Case]:
@@ -204,20 +268,23 @@ def undone(seconds: float) -> dict[str, Case]:
 @pytest.mark.parametrize("name", ["terminal", "python", "own"])
 def test_calls_with_effects_in_the_workspace_are_undone(tmp_path: Path, name: str) -> None:
     """Kills also hit starts that rebuild workspaces."""
-    assert check_undone(tmp_path, undone(0.5)[name], prompts=8, kills=3).begun
+    check_undone(tmp_path, undone(0.5)[name], prompts=8, kills=3, moment=is_in_a_call)
 
 
 @pytest.mark.slow
 def test_calls_are_undone_after_a_loss_of_power(tmp_path: Path) -> None:
     """It takes the journal's last lines, and what was written into workspaces."""
-    check_undone(tmp_path, undone(0.5)["terminal"], prompts=8, kills=2, after=lose_power)
+    case = undone(0.5)["terminal"]
+    check_undone(tmp_path, case, prompts=8, kills=2, moment=is_in_a_call, after=lose_power)
 
 
 @pytest.mark.slow
 def test_after_a_loss_of_power_what_may_have_begun_is_not_repeated(tmp_path: Path) -> None:
     """It takes the lines that say which calls began, and results; effects elsewhere stay."""
     draw = random.Random(2)
-    killed = kill_in_calls(tmp_path, act(0.5), draw, prompts=16, kills=3, after=lose_last_calls)
+    killed = kill_in_calls(
+        tmp_path, act(0.5), draw, prompts=16, kills=3, moment=is_in_a_call, after=lose_last_calls
+    )
     ran = Counter((tmp_path / "done").read_text().split())
     assert set(ran.values()) == {1}, "a call with effects elsewhere was repeated"
     assert sum(map(interrupted, killed.records)) >= killed.begun > 0
@@ -273,6 +340,7 @@ def check_undone(
     prompts: int,
     kills: int,
     seed: int = 1,
+    moment: Callable[[OpenCalls], bool] | None = None,
     after: Callable[[Path], None] = lambda _: None,
 ) -> Killed:
     """The training file is that of a run which was not killed."""
@@ -280,7 +348,9 @@ def check_undone(
     (cwd / "killed").mkdir()
     whole = kill_in_calls(cwd / "whole", case, random.Random(1), prompts=prompts, kills=0)
     draw = random.Random(seed)
-    killed = kill_in_calls(cwd / "killed", case, draw, prompts=prompts, kills=kills, after=after)
+    killed = kill_in_calls(
+        cwd / "killed", case, draw, prompts=prompts, kills=kills, moment=moment, after=after
+    )
     assert sum(map(interrupted, killed.records)) == 0
     assert killed.rows == whole.rows
     return killed

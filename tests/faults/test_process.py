@@ -1,4 +1,4 @@
-"""F5 to F7; the other rows of process death are in tests/program/test_run.py."""
+"""Deaths of single processes and signals; tests/program/test_run.py has further ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
 
 
 def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
-    """F7: its workers go with it, so that the next start has the directory to itself."""
+    """Its workers go with it, so that the next start has the directory to itself."""
     write_prompts(tmp_path / "p.jsonl", 12)
     with FakeEndpoint(turns=3, latency_s=0.02, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
@@ -54,7 +54,7 @@ def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, signal_name: str) -> None:
-    """F5: Kubernetes asks the first process, Slurm all of them; calls outlast the grace."""
+    """Kubernetes asks the first process, Slurm all of them; calls outlast the grace."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=2, latency_s=300.0, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1, grace_s=0.5)
@@ -79,7 +79,7 @@ def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, signal_n
 
 @pytest.mark.slow
 def test_a_closed_output_pipe_does_not_stop_the_run(tmp_path: Path) -> None:
-    """F6: `| head -1` closes the pipe after the first line."""
+    """`| head -1` closes the pipe after the first line."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": [{"content": "y"}]}, {})
     line = " ".join(command(**SCRIPTED)) + " 2>&1 | head -1"
     piped = subprocess.run(

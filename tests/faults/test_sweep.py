@@ -1,4 +1,4 @@
-"""F8 and F11: a run is killed, or refused by the disk, at every single call that it makes."""
+"""A run is killed, or refused by the disk, at every single call that it makes."""
 
 from __future__ import annotations
 

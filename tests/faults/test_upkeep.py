@@ -1,4 +1,4 @@
-"""F8 beyond runs: what looks after a run is killed at every single call that it makes.
+"""The commands that look after a run are killed at every single system call that they make.
 
 `verify --repair`, `merge`, `import_hermes` and `--fresh` are given again after each kill, and what
 they left must then be as if they had never been killed.

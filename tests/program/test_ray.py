@@ -146,7 +146,7 @@ def test_agents_that_are_commands_run_on_nodes(tmp_path: Path, cluster: TwoNodes
 
 @pytest.mark.parametrize("storage", ["driver", "shared"])
 def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> None:
-    """F2: others take over where their journals end; Ray restarts and retries nothing."""
+    """Others take over where their journals end; Ray restarts and retries nothing."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster, ray_storage=storage)
@@ -162,7 +162,7 @@ def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> N
 
 
 def test_a_silent_actor_is_replaced(tmp_path: Path, cluster: TwoNodes) -> None:
-    """F4: one that is stopped holds nobody up, and nothing of it counts when it wakes."""
+    """A stopped actor delays nobody, and its late results do not count."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
         with started(tmp_path, **on_ray(endpoint, cluster, heartbeat_timeout_s=10)) as process:
@@ -179,7 +179,7 @@ def test_a_silent_actor_is_replaced(tmp_path: Path, cluster: TwoNodes) -> None:
 
 
 def test_the_driver_is_killed(tmp_path: Path, cluster: TwoNodes) -> None:
-    """F1: its actors end with it; the same command continues, as does one with local workers."""
+    """Its actors end with it; the same command continues, as does one with local workers."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster)
@@ -197,7 +197,7 @@ def test_the_driver_is_killed(tmp_path: Path, cluster: TwoNodes) -> None:
 
 @pytest.mark.parametrize("where", ["cluster", "own"])
 def test_ctrl_c_ends_running_turns(tmp_path: Path, cluster: TwoNodes, where: str) -> None:
-    """F5: for the whole process group, as a terminal sends it; then the run can be resumed."""
+    """The signal goes to the whole process group; then the run can be resumed."""
     write_prompts(tmp_path / "p.jsonl", 30)
     with FakeEndpoint(turns=4, latency_s=0.1, answers=10, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster, grace_s=60)
@@ -267,7 +267,7 @@ def environ(pid: int) -> bytes:
 
 
 def test_a_task_that_kills_its_worker_is_quarantined(tmp_path: Path, cluster: TwoNodes) -> None:
-    """F3: three deaths, all others done, and the run ends by itself."""
+    """The task fails after three deaths, all others complete, and the run ends."""
     (cluster.modules / "poison.py").write_text(
         "import os\n\nfrom toolsets.tool import tool\n\n\n@tool(idempotent=True)\n"
         'def drink(what: str) -> str:\n    """Drink it.\n\n    Args:\n        what: It.\n'

@@ -93,7 +93,7 @@ def test_an_edited_option_of_a_row_is_new_work(tmp_path: Path) -> None:
 
 
 def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> None:
-    """S2.42: what follows in the row is what the run makes anew."""
+    """The run makes anew all that follows in the row."""
     script = [say("mine")]
     write_rows(
         tmp_path / "p.jsonl",
@@ -122,7 +122,7 @@ def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_an_ephemeral_prompt_is_in_no_file_and_decides_the_data(tmp_path: Path) -> None:
-    """C16: the run keeps its digest, so that another one is refused."""
+    """The run keeps its digest, so that another one is refused."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [LOOK, say("done")]})
     given = {**SCRIPTED, "ephemeral_system_prompt": "canary-7281"}
     assert run(tmp_path, **given).returncode == 0
@@ -151,7 +151,7 @@ def test_prefill_comes_from_a_file_and_counts_by_its_content(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_require_reasoning_is_a_filter_of_the_export(tmp_path: Path) -> None:
-    """S2.19: nothing that was paid for is lost, and the filter can be taken back."""
+    """Nothing that was paid for is lost, and the filter can be taken back."""
     write_rows(
         tmp_path / "p.jsonl",
         {"id": "with", "prompt": "x", "script": [say("a", reasoning="why")]},
@@ -166,7 +166,7 @@ def test_require_reasoning_is_a_filter_of_the_export(tmp_path: Path) -> None:
 
 
 def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
-    """S5.16."""
+    """`text_protocol: react`: Thought, Action, Action Input, Observation, Final Answer."""
     script = [
         say(
             'Thought: look\nAction: write_file\nAction Input: {"path": "a", "content": "A"}\n'
@@ -193,7 +193,7 @@ def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_budget_needs_a_known_price_and_ends_conversations(tmp_path: Path) -> None:
-    """S3.16, S3.20: refused before the first call; else ended before the tools."""
+    """It is refused before the first call, or ended before the tools."""
     write_prompts(tmp_path / "p.jsonl", 6)
     with FakeEndpoint(turns=5, latency_s=0.0) as endpoint:
         given = {**SCRIPTED, "base_url": endpoint.openai_url, "key_env": "none"}

@@ -28,7 +28,7 @@ CONTEXT_FILES = (
 
 
 def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None:
-    """S2.57: no memory and no context files, neither of the home nor of the current directory."""
+    """Context files of the home and of the current directory are not read."""
     for place in (tmp_path, tmp_path / "home"):
         for name in CONTEXT_FILES:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None
 
 
 def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> None:
-    """S2.40: lists of providers are fields of the request, under any name."""
+    """Lists of providers are fields of the request, under any name."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     routing = {"provider": {"only": ["a", "b"], "sort": "price"}}
     with answering(lambda path, body: (200, HI)) as (url, requests):
@@ -54,7 +54,7 @@ def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> No
 
 
 def test_disabled_reasoning_stays_disabled_at_any_effort(tmp_path: Path) -> None:
-    """S2.40: the flag of hermes-agent is accepted, and wins."""
+    """The flag of hermes-agent is accepted, and wins."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     with answering(lambda path, body: (200, HI)) as (url, requests):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
@@ -64,7 +64,7 @@ def test_disabled_reasoning_stays_disabled_at_any_effort(tmp_path: Path) -> None
 
 
 def test_the_tools_on_offer_are_printed_before_anything_runs(tmp_path: Path) -> None:
-    """S2.36: by `--dry_run`, and in the log of each start."""
+    """`--dry_run` and the log of each start show it."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
     told = "toolsets   file (list_files, patch_file, read_file, search_files, write_file)"
     given = {**SCRIPTED, "enabled_toolsets": "all", "disabled_toolsets": "terminal,python"}
@@ -74,7 +74,7 @@ def test_the_tools_on_offer_are_printed_before_anything_runs(tmp_path: Path) -> 
 
 
 def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
-    """S2.40: each under its own name, with underscores; the help does not name all of them."""
+    """Each option works under its name with underscores, although the help hides some."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
     (tmp_path / "prefill.json").write_text('[{"role": "user", "content": "Hi"}]')
     accepted: dict[str, Any] = {"prefill_messages_file": "prefill.json", "api_key_env": "none"}
@@ -103,7 +103,7 @@ def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
 
 
 def test_records_are_private_and_keep_a_mode_that_the_user_set(tmp_path: Path) -> None:
-    """S2.46."""
+    """A finished row is appended to `records.jsonl` and synced; mode 0600 or as given."""
     before = os.umask(0)
     try:
         write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
@@ -120,7 +120,7 @@ def test_records_are_private_and_keep_a_mode_that_the_user_set(tmp_path: Path) -
 
 
 def test_the_record_says_that_the_view_was_compacted(tmp_path: Path) -> None:
-    """S1.30: and the record holds all that was said."""
+    """The record holds the whole conversation."""
     long = calls(call("list_files"), content="one", reasoning="R" * 300)
     script = [long, calls(call("list_files"), content="two"), say("three")]
     write_rows(

@@ -596,7 +596,7 @@ def test_unreadable_failures_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_replaced_files_are_their_owners_alone_or_keep_their_mode(tmp_path: Path) -> None:
-    """S2.46."""
+    """A finished row is appended to `records.jsonl` and synced; mode 0600 or as given."""
     path = tmp_path / "f"
     replace_file(path, b"1")
     assert path.stat().st_mode & 0o777 == 0o600

@@ -29,7 +29,7 @@ SCRIPTED: dict[str, Any] = {
 
 
 def test_shares_are_what_was_asked_for() -> None:
-    """S2.38: each toolset is drawn by itself."""
+    """Each toolset is drawn by itself."""
     percents = {"file": 90, "terminal": 30, "python": 55.5}
     drawn = Counter(name for n in range(10_000) for name in draw_toolsets(percents, f"0/{n}"))
     none_drawn = 10_000 * 0.1 * 0.7 * 0.445  # then the likeliest is taken
@@ -44,7 +44,7 @@ def test_where_none_is_drawn_the_likeliest_is_taken() -> None:
 
 
 def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
-    """S2.39: not on the order of the toolsets, nor on what was drawn before."""
+    """Not on the order of the toolsets, nor on what was drawn before."""
     percents = {"file": 50, "terminal": 50, "python": 50}
     turned = dict(reversed(percents.items()))
     draws = [draw_toolsets(percents, f"7/{n}") for n in range(200)]

@@ -960,6 +960,6 @@ def test_a_wrong_script_names_turn_and_key() -> None:
 
 @pytest.mark.parametrize("name", ["gpt-4.1-2099-01-01", "gpt-4.1-20990101"])
 def test_the_day_of_a_snapshot_is_not_needed_to_know_its_price(name: str) -> None:
-    """S3.19: unless the table lists that very day."""
+    """A model's date is ignored unless the table lists that very day."""
     assert is_known(dataclasses.replace(SETTINGS, name=name, provider="openai"))
     assert not is_known(dataclasses.replace(SETTINGS, name="nobody-knows-2099-01-01"))

@@ -37,7 +37,7 @@ def used(**usage: int) -> Completion:
 
 
 def test_only_what_was_set_is_sent() -> None:
-    """S1.6, S1.18, C12: without a system message, tools or sampling there is no field for them."""
+    """Without a system message, tools or sampling there is no field for them."""
     assert openai_chat.request_body(SETTINGS, GO).keys() == {"model", "messages", "stream"}
     body = anthropic_messages.request_body(
         dataclasses.replace(SETTINGS, api="anthropic_messages"), GO
@@ -49,7 +49,7 @@ def test_only_what_was_set_is_sent() -> None:
 
 
 def test_reasoning_of_all_fields_is_joined_and_identical_parts_stand_once() -> None:
-    """S2.12: of a detail its summary, else its content, else its text."""
+    """A detail gives its summary; without one its content; else its text."""
     details = [
         {"summary": "C", "text": "not this"},
         {"content": "D", "text": "nor this"},
@@ -72,7 +72,7 @@ def test_reasoning_of_all_fields_is_joined_and_identical_parts_stand_once() -> N
     ],
 )
 def test_content_that_is_not_text_is_flattened(content: Any, text: str) -> None:
-    """S2.17."""
+    """Content that came as a list or object is flattened to text."""
     assert openai_reply(content=content).message["content"] == text
 
 
@@ -118,7 +118,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_retries_back_off_up_to_a_minute(waits: list[float]) -> None:
-    """S2.26."""
+    """Transient API errors are retried with back-off and Retry-After; others fail at once."""
     adapter = Failing(*(ModelError("overloaded", "busy") for _ in range(9)))
     ask_patiently(adapter, call_attempts=10)
     assert adapter.asked == 10
@@ -173,7 +173,7 @@ def test_a_failure_by_load_that_others_do_not_meet_begins_with_half_a_second(
 
 
 def test_retry_after_is_honoured_within_reason(waits: list[float]) -> None:
-    """S2.26."""
+    """Transient API errors are retried with back-off and Retry-After; others fail at once."""
     seconds = [7.0, 300.0]
     ask_patiently(Failing(*(ModelError("rate_limited", "x", retry_after_s=s) for s in seconds)))
     assert 7 <= waits[0] <= 8
@@ -214,7 +214,7 @@ def test_rate_limits_use_up_no_attempts(waits: list[float]) -> None:
 
 @pytest.mark.parametrize("kind", ["bad_request", "not_found", "forbidden", "auth"])
 def test_other_client_errors_fail_at_once(kind: Any, waits: list[float]) -> None:
-    """S2.26: with the provider's message."""
+    """The error carries the provider's message."""
     adapter = Failing(ModelError(kind, "no such thing"))
     with pytest.raises(ModelError, match="no such thing"):
         ask_patiently(adapter)
@@ -222,7 +222,7 @@ def test_other_client_errors_fail_at_once(kind: Any, waits: list[float]) -> None
 
 
 def test_the_cost_is_the_sum_of_four_kinds_of_tokens() -> None:
-    """S3.17: each at a price of its own, and none counted twice."""
+    """Each kind of token has its own price, and none is counted twice."""
     settings = resolve("anthropic:claude-sonnet-4-20250514")
     kinds = (
         "input_tokens",
@@ -248,14 +248,14 @@ def test_the_cost_is_the_sum_of_four_kinds_of_tokens() -> None:
     ],
 )
 def test_prices_are_found_by_id_with_and_without_a_date(name: str, known: bool) -> None:
-    """S3.19."""
+    """Prices are found by id, dated ones too where the table lists them."""
     assert is_known(resolve(name)) is known
 
 
 def test_an_unknown_price_is_warned_about_once_for_each_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """S3.21: and its cost is unknown, not zero."""
+    """The cost of such a call is unknown, not zero."""
     for name in ("seeds-model-1", "seeds-model-1", "seeds-model-2"):
         assert price(used(input_tokens=1), resolve(f"openai:{name}")) is None
     assert [record.args for record in caplog.records] == [("seeds-model-1",), ("seeds-model-2",)]
