@@ -40,11 +40,12 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "compare": "show.compare",
         "label": "label.label",
     },
-    "Commands to steer a run that works": {
+    "Commands to steer a run": {
         "pause": "steer.pause",
         "resume": "steer.resume",
-        "limits": "steer.limits",
         "stop": "steer.stop",
+        "limits": "steer.limits",
+        "cancel": "steer.cancel",
         "retry": "steer.retry",
     },
     "Commands to export and check": {

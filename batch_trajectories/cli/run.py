@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.cli.command_line import EXAMPLES, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes, fail
+from batch_trajectories.cli.resuming import with_stored_options
 from batch_trajectories.cli.shared import (
     Starting,
     live_option,
@@ -16,9 +17,6 @@ from batch_trajectories.cli.shared import (
     start,
     starting_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -32,6 +30,8 @@ def run(
 ) -> None:
     """Run all prompts of a dataset, or resume the run (the default command)."""
     with errors_as_exit_codes():
+        if starting.config_file is None:
+            flags = with_stored_options(flags)
         plan = make_plan_of(starting, flags, will_start=not dry_run)
         if dry_run:
             from batch_trajectories.engine.plan import describe, name_bad_rows, warn

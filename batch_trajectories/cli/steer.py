@@ -1,4 +1,4 @@
-"""The commands that steer a run that works: pause, resume, limits, stop, retry."""
+"""The commands that steer a run: pause, resume, limits, stop, cancel, retry."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from typing import Any
 import click
 
 from batch_trajectories.basics.console import show
-from batch_trajectories.cli.exit_codes import errors_as_exit_codes
-from batch_trajectories.cli.shared import run_dir_argument
+from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
+from batch_trajectories.cli.shared import (
+    Starting,
+    make_plan_of,
+    run_dir_argument,
+    start,
+    trust_option,
+)
 
 
 @click.command()
@@ -22,9 +28,24 @@ def pause(run: str, output_dir: Path) -> None:
 
 @click.command()
 @run_dir_argument
-def resume(run: str, output_dir: Path) -> None:
-    """Have a paused RUN go on."""
-    _steer(run, output_dir, "resume")
+@trust_option
+def resume(run: str, output_dir: Path, trust_run: bool) -> None:
+    """Continue RUN: end its pause, or start it again with the options of its last start.
+
+    `run --run_name=RUN` does the same, and takes options that are to differ.
+    """
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.cli.resuming import stored_options
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir, writes=True)
+        if stored.holder is not None:
+            _steer(run, output_dir, "resume")
+            return
+        flags = stored_options(stored, trust_run=trust_run)
+        starting = Starting(config_file=None, fresh=False, accept_config_change=())
+        ended = start(make_plan_of(starting, flags), starting)
+    end(ended)
 
 
 @click.command()
@@ -32,6 +53,9 @@ def resume(run: str, output_dir: Path) -> None:
 @click.option("--rpm", type=float, metavar="NUMBER", help="Requests per minute per endpoint.")
 @click.option(
     "--max_in_flight", type=click.IntRange(min=1), metavar="N", help="Calls per endpoint."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), metavar="N", help="Conversations per worker."
 )
 @click.option(
     "--max_run_cost_usd", type=float, metavar="NUMBER", help="The run's budget; only upwards."
@@ -46,8 +70,22 @@ def limits(run: str, output_dir: Path, **given: float | None) -> None:
 
 @click.command()
 @run_dir_argument
+@click.argument("record_id", metavar="[ID]", required=False)
+def stop(run: str, output_dir: Path, record_id: str | None) -> None:
+    """Stop RUN in order, as Ctrl-C does; `resume RUN` continues it.
+
+    With an ID: `cancel`.
+    """
+    if record_id is None:
+        _steer(run, output_dir, "stop_run")
+    else:
+        _steer(run, output_dir, "stop", id=record_id)
+
+
+@click.command()
+@run_dir_argument
 @click.argument("record_id", metavar="ID")
-def stop(run: str, output_dir: Path, record_id: str) -> None:
+def cancel(run: str, output_dir: Path, record_id: str) -> None:
     """Stop the conversation of RUN with this id; it counts as a failed attempt."""
     _steer(run, output_dir, "stop", id=record_id)
 

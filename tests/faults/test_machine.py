@@ -21,6 +21,7 @@ from batch_trajectories.basics.errors import (
     machine_failure,
     machine_failure_in,
 )
+from batch_trajectories.engine.messages import HaltRun
 from tests.engine.test_suspects import Player, run_played
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
@@ -215,8 +216,8 @@ def test_a_start_that_has_no_more_descriptors_leaves_none_open(
 ) -> None:
     """Wherever the first file that cannot be opened is; a program may start many runs."""
 
-    def play(player: Player, header: dict[str, Any]) -> None:
-        player.say("halt", message="enough")
+    def play(player: Player, message: object) -> None:
+        player.say(HaltRun("enough"))
 
     run_played(tmp_path, monkeypatch, play, prompts=1)  # imports all that a start needs
     open_file, opened = os.open, 0
