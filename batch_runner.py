@@ -24,7 +24,7 @@ import click
 import batch_trajectories
 from batch_trajectories.basics.console import open_missing_streams
 from batch_trajectories.basics.errors import SIGNALLED
-from batch_trajectories.basics.process import insist_on_utf8, leave_first_place
+from batch_trajectories.basics.process import ensure_utf8, fork_if_init
 from batch_trajectories.cli.command_line import EXAMPLES, Commands
 from batch_trajectories.cli.exit_codes import fail
 
@@ -64,8 +64,8 @@ def cli() -> NoReturn:
     """`main` for a shell: as in click, but an interrupt exits with the code of its signal."""
     # What we start inherits ignored signals, and bwrap waits for this one until it is killed.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    insist_on_utf8()
-    leave_first_place()
+    ensure_utf8()
+    fork_if_init()
     open_missing_streams()
     try:
         code = main(standalone_mode=False)

@@ -21,7 +21,7 @@ import click
 
 from agent.models.providers import Api
 from batch_trajectories.api.ai_agent import AIAgent
-from batch_trajectories.basics.process import leave_first_place
+from batch_trajectories.basics.process import fork_if_init
 from batch_trajectories.basics.text import join_commas
 from toolsets.sandbox.base import SandboxError
 
@@ -66,7 +66,7 @@ def main(prompt: str, **settings: Any) -> None:
 
 def cli() -> None:
     """`main` for a shell."""
-    leave_first_place()
+    fork_if_init()
     main()
 
 

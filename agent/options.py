@@ -20,9 +20,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from agent.messages.message import STAGES
-from agent.state.final_answer import RESERVED
+from agent.state.final_answer import RESERVED_TOOLS
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.option_names import unknown
+from batch_trajectories.basics.option_names import describe_unknown
 from batch_trajectories.basics.validation import mistakes_in
 
 MAX_COUNT = 10**9
@@ -301,7 +301,7 @@ class AgentOptions(BaseModel):
             given["subagents"] = [subagent.name for subagent in self.subagents]
         return given
 
-    def not_on_offer(self, toolsets: Collection[str]) -> str | None:
+    def describe_missing_toolsets(self, toolsets: Collection[str]) -> str | None:
         """Describe toolsets of `preparation_toolsets` that are not enabled; None if all are."""
         unknown = sorted(set(self.preparation_toolsets or ()) - set(toolsets))
         if not unknown:
@@ -327,7 +327,7 @@ class AgentOptions(BaseModel):
     def _check_subagents(self) -> AgentOptions:
         names = [subagent.name for subagent in self.subagents]
         for name in names:
-            if name in RESERVED or name in STAGES:
+            if name in RESERVED_TOOLS or name in STAGES:
                 raise ValueError(f"subagent {name!r}: the name is reserved")
             if names.count(name) > 1:
                 raise ValueError(f"two subagents are called {name!r}")
@@ -360,7 +360,7 @@ LIMITS = _marked_names("limit")
 _INHERITED = _marked_names("inherited")
 
 
-def inherited_from(caller: AgentOptions, *, max_turns: int) -> AgentOptions:
+def inherit_options(caller: AgentOptions, *, max_turns: int) -> AgentOptions:
     """The options of an inner conversation: the caller's, with a turn limit of its own."""
     return AgentOptions(max_turns=max_turns, **{name: getattr(caller, name) for name in _INHERITED})
 
@@ -381,7 +381,7 @@ def _find_recursive(subagents: Sequence[Subagent]) -> str | None:
     return None
 
 
-def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
+def row_options(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     """The options of one row: the run's options, changed by the row's column `agent_options`.
 
     Raises `ValueError` naming the wrong key, and the allowed ones if it is unknown.
@@ -397,7 +397,7 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
         if key not in allowed:
             if key in _NOT_PER_ROW:
                 raise ValueError(f"`{ROW_COLUMN}.{key}`: cannot be set per row")
-            reason = unknown(key, allowed, "docs/conversations.md lists the options")
+            reason = describe_unknown(key, allowed, "docs/conversations.md lists the options")
             raise ValueError(f"`{ROW_COLUMN}.{key}`: {reason}")
     fields = {name: getattr(options, name) for name in AgentOptions.model_fields}
     try:

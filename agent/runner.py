@@ -28,10 +28,10 @@ from agent.messages.message import (
     ToolCall,
     user_key,
 )
-from agent.models.conversation_id import id_within
-from agent.models.model import Model, StreamHandler, guarded
-from agent.options import AgentOptions, Subagent, inherited_from
-from agent.setup import Home
+from agent.models.conversation_id import inner_conversation_id
+from agent.models.model import Model, StreamHandler, guard_handler
+from agent.options import AgentOptions, Subagent, inherit_options
+from agent.setup import AgentServices
 from agent.state.events import Clock, continued_event, result_event
 from agent.state.trajectory import SHARED_LIMITS, Journal, Trajectory
 from batch_trajectories.basics.option_names import FIXED
@@ -48,7 +48,7 @@ class ConversationRunner:
     model: Model
     toolbox: Toolbox
     journal: Journal
-    host: Home
+    services: AgentServices
     subagents: Sequence[Subagent] = ()
     """All subagents, also those that only other subagents may call."""
     callable_names: Collection[str] | None = None
@@ -56,14 +56,14 @@ class ConversationRunner:
     on_event: StreamHandler | None = None
     approved: set[bytes] = field(default_factory=set)
     """Calls that need no further approval."""
-    kept: bool = True
+    workspace_survived: bool = True
     """False if the workspace had to be made anew since the stored events."""
-    notes_begin: bool = False
+    records_starts: bool = False
     """Journal an event when a tool call starts.
 
     The journal must then persist an event before it returns, and allow calls from any thread.
     """
-    knows_begun: bool = False
+    has_start_events: bool = False
     """The stored events include a `BeganEvent` for every tool call that was started."""
     rebuild: Rebuild | None = None
     """The rebuild of the workspace to resume the conversation; None if none was tried."""
@@ -85,8 +85,8 @@ class ConversationRunner:
                 tools=tools,
                 spec=spec,
                 journal=self.journal,
-                workspace_survived=self.kept,
-                has_start_events=self.knows_begun,
+                workspace_survived=self.workspace_survived,
+                has_start_events=self.has_start_events,
                 rebuild=self.rebuild,
             )
         if spec.options.preparation and not self._is_prepared():
@@ -99,7 +99,7 @@ class ConversationRunner:
             tools=tools,
             spec=spec,
             journal=self.journal,
-            on_event=self.on_event and guarded(self.on_event),
+            on_event=self.on_event and guard_handler(self.on_event),
             ask_user=self._ask_user,
             conversation=self.conversation,
         )
@@ -115,9 +115,9 @@ class ConversationRunner:
             self.trajectory,
             self.spec.options,
             subagents=self._subagent_tools() if self.subagents else {},
-            approve=self.host.setup.approve,
+            approve=self.services.setup.approve,
             approved=self.approved,
-            note_begin=self._note_begin if self.notes_begin else None,
+            note_begin=self._note_begin if self.records_starts else None,
         )
 
     def _note_begin(self, call_id: str) -> None:
@@ -142,9 +142,9 @@ class ConversationRunner:
 
             model = writer = ReActModel(writer, max_turns=options.max_turns)
         if options.ephemeral_system_prompt or options.prefill_messages or options.compact_after:
-            from agent.views.views import with_views
+            from agent.views.views import add_views
 
-            model = with_views(writer, options)
+            model = add_views(writer, options)
         if options.summarize_over_tokens or options.summarize_over_messages:
             from agent.views.summary import SummarizingModel
 
@@ -185,7 +185,9 @@ class ConversationRunner:
             on_event=None,
             depth=self.depth + 1,
             # A simulated user sees what it has written before; all others start anew.
-            conversation=id_within(self.conversation, name if name == SIMULATED_USER else key),
+            conversation=inner_conversation_id(
+                self.conversation, name if name == SIMULATED_USER else key
+            ),
         )
 
     async def _run_subagent(
@@ -194,13 +196,13 @@ class ConversationRunner:
         system = subagent.system_prompt
         opening = [Message(role="system", content=system)] if system else []
         opening.append(Message(role="user", content=task))
-        options = inherited_from(self.spec.options, max_turns=subagent.max_turns)
+        options = inherit_options(self.spec.options, max_turns=subagent.max_turns)
         inner = self._open_inner(call_id, subagent.name, opening, options)
         deepest = options.max_subagent_depth
         inner = replace(
             inner,
-            model=self.host.subagent_model(subagent, inner.trajectory) or self.model,
-            toolbox=self.host.subagent_toolbox(subagent),
+            model=self.services.subagent_model(subagent, inner.trajectory) or self.model,
+            toolbox=self.services.subagent_toolbox(subagent),
             callable_names=subagent.subagents if deepest is None or inner.depth < deepest else (),
         )
         return await inner.run_inner(), inner.trajectory
@@ -210,7 +212,7 @@ class ConversationRunner:
 
         user = self.spec.options.simulated_user
         assert user is not None
-        written = self.trajectory.notes_of(USER_TURN)
+        written = self.trajectory.count_notes(USER_TURN)
         seen = build_user_view(user, self.trajectory)
         return await self.ask_user(user_key(written + 1), seen, written)
 
@@ -220,18 +222,18 @@ class ConversationRunner:
         `seen` are the messages that it is shown, and `written` is how many messages it has written
         before. Returns an ending if it wrote none.
         """
-        from agent.loop.simulated_user import UsersModel, missing_instructions
+        from agent.loop.simulated_user import SimulatedUserModel, missing_instructions
 
         user = self.spec.options.simulated_user
         assert user is not None
         opening = missing_instructions(seen, self.trajectory)
-        options = inherited_from(self.spec.options, max_turns=1)
+        options = inherit_options(self.spec.options, max_turns=1)
         inner = self._open_inner(key, SIMULATED_USER, opening, options)
-        model = self.host.user_model(user, inner.trajectory, written) or self.model
+        model = self.services.user_model(user, inner.trajectory, written) or self.model
         inner = replace(
             inner,
-            model=UsersModel(model, seen),
-            toolbox=self.host.toolbox(()),
+            model=SimulatedUserModel(model, seen),
+            toolbox=self.services.toolbox(()),
             subagents=(),
         )
         end = await inner.run_inner()
@@ -243,7 +245,7 @@ class ConversationRunner:
             return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
         return Finish("errors", f"the simulated user ended as {end.describe()}")
 
-    async def further_message(
+    async def next_user_message(
         self, messages: Sequence[str], answers: Sequence[str]
     ) -> str | Finish | None:
         """The user's next message to an agent that runs as a command; None if there is none.
@@ -284,7 +286,7 @@ class ConversationRunner:
             key = f"{PREPARATION}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
             inner = self._open_inner(key, PREPARATION, opening, inner_options)
-            inner = replace(inner, toolbox=self.host.toolbox(options.preparation_toolsets))
+            inner = replace(inner, toolbox=self.services.toolbox(options.preparation_toolsets))
             end = await inner.run_inner()
             if end.status == "completed":
                 findings = preparation.findings_in(inner.trajectory.final_text())
@@ -320,10 +322,10 @@ def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
             return True
     if not options.compact_after:
         return False
-    from agent.views.views import compacted_from
+    from agent.views.views import first_compacted_reply
 
     messages = trajectory.messages
-    return compacted_from(messages, options.compact_after) < len(messages)
+    return first_compacted_reply(messages, options.compact_after) < len(messages)
 
 
 _INTERRUPTED = (
@@ -363,7 +365,7 @@ def prepare_resume(
     for n, call in calls:
         if tools.is_idempotent(call["function"]["name"]):
             repeated.append((n, call))
-        elif not has_start_events or call["id"] in trajectory.begun:
+        elif not has_start_events or call["id"] in trajectory.started_calls:
             interrupted.append((n, call))
     is_rebuilt = rebuild is not None and "why" not in rebuild
     resumed = ResumedEvent(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agent.loop.loop import close_calls
-from agent.loop.rules import ConversationSpec, Finish, with_turn_limit
+from agent.loop.rules import ConversationSpec, Finish, add_turn_limit
 from agent.loop.tools import check_names
 from agent.messages.message import Event, Message
 from agent.models.client.pool import ModelPool
@@ -32,9 +32,9 @@ from agent.models.model import ModelSettings, StreamHandler
 from agent.models.scripted import ScriptedTurn
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup, key_for, replies_played, schemas_for
+from agent.setup import AgentServices, Setup, key_for, replies_played, schemas_for
 from agent.state.events import note_event
-from agent.state.history import completed_history
+from agent.state.history import complete_history
 from agent.state.trajectory import Journal, Trajectory
 from batch_trajectories.basics import exact_json
 from toolsets.browser.process import Browsers
@@ -89,7 +89,7 @@ class AgentSession:
         session_id: str | None = None,
     ) -> None:
         """`history` is copied. Raises `ValueError` if no prompt can follow it."""
-        self.messages: list[Message] = completed_history(history)
+        self.messages: list[Message] = complete_history(history)
         self._setup = setup
         self._id = session_id
         self._conversation = new_id()
@@ -252,7 +252,7 @@ class AgentSession:
         if changes := self._tool_changes():
             prompt["content"] = f"[Tools have changed; {changes}]\n\n{text}"
             prompt["notes"] = ["tools_changed"]
-        return with_turn_limit([*opening, prompt], self._setup.options)
+        return add_turn_limit([*opening, prompt], self._setup.options)
 
     def _tool_changes(self) -> str:
         """The changes of tools since the last prompt, as a text for the model; "" for none."""
@@ -282,14 +282,14 @@ class AgentSession:
                 on_retry=lambda _, retry: setup.on_retry(retry),
             )
             stack.push_async_callback(pool.close)
-            home = Home(setup.common, context, pool, setup.call_timeout_s)
+            home = AgentServices(setup.common, context, pool, setup.call_timeout_s)
             conversation = ConversationRunner(
                 trajectory=self.trajectory,
                 spec=self._spec,
                 model=home.model(setup.script, start=self._played),
                 toolbox=home.toolbox(),
                 journal=journal,
-                host=home,
+                services=home,
                 subagents=setup.options.subagents,
                 on_event=setup.on_event,
                 conversation=self._conversation,

@@ -18,8 +18,8 @@ from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
-from agent.options import AgentOptions, SimulatedUser, Subagent, inherited_from
-from agent.state.trajectory import Kept, Trajectory
+from agent.options import AgentOptions, SimulatedUser, Subagent, inherit_options
+from agent.state.trajectory import Trajectory, WaitUntilPersisted
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.context import ToolContext
 from toolsets.tool import Tool
@@ -61,28 +61,28 @@ class Setup:
         called = [model for model in self.models() if model.api != SCRIPTED]
         if not called:
             return None
-        from agent.models.prices import is_known
+        from agent.models.prices import has_known_price
 
-        return next((model.name for model in called if not is_known(model)), None)
+        return next((model.name for model in called if not has_known_price(model)), None)
 
-    def names(self) -> list[str]:
+    def toolset_names(self) -> list[str]:
         """The names of the conversations' own toolsets, without the toolsets of subagents."""
         return [toolset.name for toolset in self.toolsets]
 
-    def only(self, names: Collection[str]) -> Setup:
+    def select_toolsets(self, names: Collection[str]) -> Setup:
         """A copy with only the named toolsets."""
         toolsets = tuple(toolset for toolset in self.toolsets if toolset.name in names)
         return replace(self, toolsets=toolsets, tools=tools_of(toolsets))
 
-    def sandboxed(self) -> list[str]:
+    def sandboxed_toolsets(self) -> list[str]:
         """The names of the toolsets that run commands, toolsets of subagents included."""
-        return sorted({toolset.name for toolset in self.used() if toolset.needs_sandbox})
+        return sorted({toolset.name for toolset in self.all_toolsets() if toolset.needs_sandbox})
 
     def uses(self, name: str) -> bool:
         """Whether conversations or subagents use the toolset called `name`."""
-        return any(toolset.name == name for toolset in self.used())
+        return any(toolset.name == name for toolset in self.all_toolsets())
 
-    def used(self) -> list[Toolset]:
+    def all_toolsets(self) -> list[Toolset]:
         """All toolsets, toolsets of subagents included."""
         subagents = (subagent.toolsets for subagent in self.subagents.values())
         return list(chain(self.toolsets, *subagents))
@@ -108,7 +108,7 @@ def set_up(
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets, known=known)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
-    if message := options.not_on_offer([toolset.name for toolset in toolsets]):
+    if message := options.describe_missing_toolsets([toolset.name for toolset in toolsets]):
         raise ValueError(f"preparation_toolsets: {message}")
     subagents = {
         agent.name: _set_up_subagent(
@@ -221,9 +221,7 @@ def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     return add_completion_tools(schemas, options)
 
 
-def schemas_of_inner(
-    setup: Setup, options: AgentOptions, name: str
-) -> list[Mapping[str, Any]] | None:
+def inner_schemas(setup: Setup, options: AgentOptions, name: str) -> list[Mapping[str, Any]] | None:
     """The schemas offered to the inner conversation `name`: a subagent's, or the preparation.
 
     Includes subagents, although conversations at the maximum depth cannot call them. None for any
@@ -231,40 +229,40 @@ def schemas_of_inner(
     """
     if name == PREPARATION:
         toolsets = options.preparation_toolsets
-        inner = setup if toolsets is None else setup.only(toolsets)
+        inner = setup if toolsets is None else setup.select_toolsets(toolsets)
         return schemas_for(inner, options.model_copy(update={"completion_tools": False}))
     if name not in setup.subagents:
         return None
     called = next(agent.subagents for agent in options.subagents if agent.name == name)
     inner = replace(setup, tools=setup.subagents[name].tools)
     known = tuple(agent for agent in options.subagents if agent.name in called)
-    inner_options = inherited_from(options, max_turns=1).model_copy(update={"subagents": known})
+    inner_options = inherit_options(options, max_turns=1).model_copy(update={"subagents": known})
     return schemas_for(inner, inner_options)
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class AgentServices:
     """The models and tools of one conversation and its subagents."""
 
     setup: Setup
     context: ToolContext
     pool: ModelPool
     call_timeout_s: float
-    gate: Callable[[Model], Model] = lambda model: model
+    wrap_model: Callable[[Model], Model] = lambda model: model
     """Wraps each model before it is asked."""
-    kept: Kept = None
+    wait_until_persisted: WaitUntilPersisted = None
     """Awaited before each tool call, so that all events so far are on disk; None: no need."""
 
     def model(self, script: Sequence[ScriptedTurn], *, start: int) -> Model:
         """The model of the conversation; a scripted model plays `script` from turn `start` on."""
         if self.setup.settings.api == SCRIPTED:
-            return self.gate(ScriptedModel(script, start=start))
-        return self.gate(self.pool.get(self.setup.settings))
+            return self.wrap_model(ScriptedModel(script, start=start))
+        return self.wrap_model(self.pool.get(self.setup.settings))
 
     def toolbox(self, toolsets: Collection[str] | None = None) -> Toolbox:
         """The tools of the conversation; with `toolsets`, only tools of these."""
         return self._make_toolbox(
-            self.setup.tools if toolsets is None else self.setup.only(toolsets).tools
+            self.setup.tools if toolsets is None else self.setup.select_toolsets(toolsets).tools
         )
 
     def subagent_toolbox(self, agent: Subagent) -> Toolbox:
@@ -273,7 +271,10 @@ class Home:
 
     def _make_toolbox(self, tools: Sequence[Tool]) -> Toolbox:
         return Toolbox(
-            tools, self.context, call_timeout_s=self.call_timeout_s, before_call=self.kept
+            tools,
+            self.context,
+            call_timeout_s=self.call_timeout_s,
+            before_call=self.wait_until_persisted,
         )
 
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
@@ -294,8 +295,8 @@ class Home:
         if settings is None:
             return None
         if settings.api == SCRIPTED:
-            return self.gate(ScriptedModel(parse_script(script), start=start))
-        return self.gate(self.pool.get(settings))
+            return self.wrap_model(ScriptedModel(parse_script(script), start=start))
+        return self.wrap_model(self.pool.get(settings))
 
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:

@@ -154,7 +154,7 @@ class LateCall(TimeoutError):
         self.future = future
 
 
-async def in_thread(function: Callable[[], T], *, timeout_s: float | None = None) -> T:
+async def call_in_thread(function: Callable[[], T], *, timeout_s: float | None = None) -> T:
     """Call a function in a thread; return what it returns, raise what it raises.
 
     Raises `LateCall` after it has run for `timeout_s` seconds (None: no limit); waiting for a

@@ -168,7 +168,7 @@ def tool(
         return Tool(
             name=tool_name,
             description=description,
-            parameters=schema_of(model, tool_name),
+            parameters=make_schema(model, tool_name),
             function=function,
             arguments_model=model,
             idempotent=idempotent or effects == "none",
@@ -266,7 +266,7 @@ def arguments_model(
         raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
 
 
-def schema_of(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
+def make_schema(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
     """Return the JSON Schema of a model of arguments; raises `TypeError` if it has none."""
     try:
         return _without_titles(model.model_json_schema(by_alias=True))

@@ -16,7 +16,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import HostError, ToolError, has_memory, machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
-from toolsets.function_threads import LateCall, in_thread
+from toolsets.function_threads import LateCall, call_in_thread
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, as_result
 
 _MAX_MESSAGE_CHARS = 2000
@@ -40,7 +40,7 @@ class Toolbox:
         self._context = context
         self._call_timeout_s = call_timeout_s
         self._before_call = before_call
-        self.run_on: list[Future[ToolResult]] = []
+        self.late_calls: list[Future[ToolResult]] = []
         """Calls that exceeded their time limit; those that are not done still run in threads."""
 
     @property
@@ -81,7 +81,7 @@ class Toolbox:
 
         Raises `HostError` if the machine failed, and `CancelledError` if the caller is cancelled. A
         `MemoryError` is a result while memory is left: one value was too large. A sync tool that
-        exceeds its time limit keeps its thread until it returns; see `in_thread`.
+        exceeds its time limit keeps its thread until it returns; see `call_in_thread`.
         """
         if self._before_call is not None:
             await self._before_call()
@@ -104,9 +104,9 @@ class Toolbox:
             if tool.quick:
                 return run()
             try:
-                return await in_thread(run, timeout_s=self._call_timeout_s)
+                return await call_in_thread(run, timeout_s=self._call_timeout_s)
             except LateCall as error:
-                self.run_on.append(error.future)
+                self.late_calls.append(error.future)
                 return self._timeout_result(tool)
         if begin is not None:
             begin()

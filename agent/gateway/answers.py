@@ -58,16 +58,16 @@ class Answer:
         self.refusal = refusal
         self.finish([])
 
-    async def change(self, known: int) -> None:
+    async def wait_for_more(self, known: int) -> None:
         """Wait until there are more than `known` parts, or the reply is done."""
         while not self.is_done and len(self.parts) <= known:
             self._changed.clear()  # wakes all readers first: each looks before it waits again
             await self._changed.wait()
 
-    async def done(self) -> None:
+    async def wait_until_done(self) -> None:
         """Wait until the reply is done."""
         while not self.is_done:
-            await self.change(len(self.parts))
+            await self.wait_for_more(len(self.parts))
 
 
 class Answers:
@@ -119,7 +119,7 @@ ListModels = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
 _BELOW_ROOT = {MESSAGES: "/v1/models", GEMINI: GEMINI_PATH}
 
 
-def names_only(names: Iterable[str]) -> ListModels:
+def list_names(names: Iterable[str]) -> ListModels:
     """Make the answer that lists these names, in one body that clients of every API can read."""
     known = list(dict.fromkeys(names))
     body = {

@@ -111,7 +111,9 @@ ToolKind = Literal[
 ]
 """Kinds of tools in the Agent Client Protocol; `*`: all."""
 
-NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile", "continues", "mcp"})
+FIELDS_WITHOUT_EFFECT = frozenset(
+    {"programs", "memory_mb", "version", "volatile", "continues", "mcp"}
+)
 """Fields that do not affect the data: a run continues if a preset changes them."""
 
 _VARIABLES: Mapping[str, str] = {
@@ -238,11 +240,11 @@ class CommandAgent(BaseModel):
         )
 
     @property
-    def found(self) -> str | None:
+    def found_version(self) -> str | None:
         """The version that the program printed; None if it was not asked."""
         return self._found
 
-    def with_found(self, version: str | None) -> CommandAgent:
+    def with_version(self, version: str | None) -> CommandAgent:
         """Return a copy with the version that the program printed."""
         agent = self.model_copy()
         agent._found = version
@@ -254,7 +256,7 @@ class CommandAgent(BaseModel):
         return (self.command[0], "--version") if self.version is None else self.version
 
     @property
-    def what_varies(self) -> Volatile:
+    def volatile_values(self) -> Volatile:
         """The volatile values, as the gateway takes them."""
         from agent.wires.wire import Volatile
 
@@ -263,7 +265,11 @@ class CommandAgent(BaseModel):
     def environment(self, values: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables, with the placeholders filled in."""
         given = {**_VARIABLES, **self.env}
-        return {name: fill(text, values) for name, text in given.items() if text is not None}
+        return {
+            name: fill_placeholders(text, values)
+            for name, text in given.items()
+            if text is not None
+        }
 
     def acp_terms(self, values: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the terms of the Agent Client Protocol; None if the agent does not speak it."""
@@ -271,7 +277,7 @@ class CommandAgent(BaseModel):
             return None
         return {"prompt": values["prompt"], "rejects": self.rejects}
 
-    def of_row(self, column: Any, servers: Sequence[Server] = ()) -> CommandAgent:
+    def with_row(self, column: Any, servers: Sequence[Server] = ()) -> CommandAgent:
         """Return the agent of a row, with the fields of its column `agent` and the MCP servers.
 
         `column` is None if the row has no such column. Raises `ValueError`.
@@ -287,7 +293,7 @@ class CommandAgent(BaseModel):
         path = agent.mcp.file
         text = with_servers(agent.files.get(path, ""), agent.mcp.form, servers)
         changed = agent.model_copy(update={"files": {**agent.files, path: text}})
-        return changed.with_found(agent.found)
+        return changed.with_version(agent.found_version)
 
     def _with_column(self, column: Any) -> CommandAgent:
         if not isinstance(column, dict):
@@ -300,20 +306,22 @@ class CommandAgent(BaseModel):
                 fields[name] = {**getattr(self, name), **column[name]}
         agent = CommandAgent.model_validate(fields)
         same = agent.version_command == self.version_command
-        return agent.with_found(self.found if same else None)
+        return agent.with_version(self.found_version if same else None)
 
-    def facts(self) -> dict[str, Any]:
+    def record_facts(self) -> dict[str, Any]:
         """Return the facts about the agent that records hold."""
         described = exact_json.dumps(
             [self.command, self.stdin, self.env, self.files, *self._protocol_fields().values()]
         )
         digest = hashlib.sha256(described).hexdigest()[:16]
-        return {"name": self.name, "version": self.found, "command": digest}
+        return {"name": self.name, "version": self.found_version, "command": digest}
 
-    def meaning(self) -> dict[str, Any]:
+    def data_fields(self) -> dict[str, Any]:
         """Return the fields that affect the data, JSON-ready."""
-        fields = self.model_dump(mode="json", exclude={*NO_MEANING, "protocol", "rejects"})
-        return {**fields, **self._protocol_fields(), "found": self.found}
+        fields = self.model_dump(
+            mode="json", exclude={*FIELDS_WITHOUT_EFFECT, "protocol", "rejects"}
+        )
+        return {**fields, **self._protocol_fields(), "found": self.found_version}
 
     def _protocol_fields(self) -> dict[str, Any]:
         """Return the fields that earlier versions did not know; {} if they are not set."""
@@ -322,7 +330,7 @@ class CommandAgent(BaseModel):
         return {"protocol": self.protocol, "rejects": [*self.rejects]}  # as JSON has it
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
+def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
     """Replace the placeholders in a text; braces around anything else are left alone."""
     # In one pass, because a prompt may contain a placeholder.
     return re.sub(

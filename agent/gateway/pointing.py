@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agent.messages.message import PLAIN, ExchangeEvent
+from agent.messages.message import NON_CHAT_CALLS, ExchangeEvent
 from agent.models.dialects.openai_responses import API as RESPONSES
-from agent.models.dialects.openai_responses import conversation_of
-from agent.models.model import ModelSettings, Pointed, generation_config
+from agent.models.dialects.openai_responses import conversation_id_in
+from agent.models.model import ModelSettings, PointedTokens, generation_config
 from agent.wires.base import Wire
 from agent.wires.wire import WireError
 from batch_trajectories.basics.exact_json import objects_among
@@ -133,9 +133,9 @@ Replies = Callable[[], Sequence[ExchangeEvent]]
 """Returns the recorded calls of the agent."""
 
 
-def pointed_at(
+def count_pointed(
     wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
-) -> Pointed:
+) -> PointedTokens:
     """Count the tokens that a body only points at, as far as they are known."""
     return _BodyScan(wire, body, settings, replies).sum()
 
@@ -169,10 +169,10 @@ class _BodyScan:
         self.unknown: list[tuple[str, str]] = []
         """The fields with an unknown cost, and the cause of each."""
         self._look_at_fields(wire.layout.api, body, settings)
-        if id := wire.follows(body):
+        if id := wire.continued_id(body):
             self._follow(id)
         match wire.layout.api:
-            case api if api in PLAIN:
+            case api if api in NON_CHAT_CALLS:
                 return
             case "openai_responses":
                 self._look_at_items(body)
@@ -190,9 +190,9 @@ class _BodyScan:
                     if message.get("audio"):
                         self._add_unknown(f"messages[{n}].audio", "audio that the endpoint has")
 
-    def sum(self) -> Pointed:
+    def sum(self) -> PointedTokens:
         """Return the tokens of everything that was found."""
-        return Pointed(
+        return PointedTokens(
             self._followed + self._pictures * self._picture,
             self._followed + self._pictures * min(_LIKELY_PER_PICTURE, self._picture),
         )
@@ -317,7 +317,7 @@ class _BodyScan:
         calls = [
             event
             for event in self._replies()
-            if id in (event["body"].get("id"), conversation_of(event["body"]))
+            if id in (event["body"].get("id"), conversation_id_in(event["body"]))
         ]
         place = "previous_response_id, conversation"
         if not calls:

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
-from agent.gateway.pointing import Replies, check_pointed, pointed_at
-from agent.loop.rules import Finish, end_by_repeats, unknown_use
+from agent.gateway.pointing import Replies, check_pointed, count_pointed
+from agent.loop.rules import Finish, repeat_ending, unknown_cost_ending
 from agent.messages.message import (
     UNREADABLE,
     AgentRestartedEvent,
@@ -27,21 +27,21 @@ from agent.messages.message import (
 )
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
-from agent.models.conversation_id import id_within
+from agent.models.conversation_id import inner_conversation_id
 from agent.models.dialects.dialect import Assembly, read_reply
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.dialects.token_ids import (
-    asking_body,
+    add_token_request,
     asks_for_ids,
-    part_without_tokens,
-    with_tokens,
-    without_tokens,
+    remove_tokens,
+    remove_tokens_from_event,
+    take_tokens,
 )
 from agent.models.errors import ModelError
 from agent.models.model import (
     Completion,
     ModelSettings,
-    replies_asked_for,
+    requested_replies,
 )
 from agent.models.parsing import load_object
 from agent.models.providers import AGENTS_SESSION_HEADERS
@@ -49,10 +49,10 @@ from agent.models.usage import NOTHING_USED
 from agent.options import AgentOptions
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.tally import Tally
-from agent.state.trajectory import Journal, Kept, Trajectory
+from agent.state.trajectory import Journal, Trajectory, WaitUntilPersisted
 from agent.wires.base import Wire
-from agent.wires.reading import cut, without_earlier
-from agent.wires.threads import Threads, opening_of
+from agent.wires.reading import mark_earlier_unread, remove_matches
+from agent.wires.threads import Threads, opening_digest
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
@@ -117,7 +117,7 @@ def make_request(
     read: Callable[[bytes], Completion] = wire.read_reply
     if wire.layout.api == CHAT:
         if settings.token_ids:
-            asking = asking_body(settings, body)
+            asking = add_token_request(settings, body)
         if asking is not None or asks_for_ids(body):
             read = partial(_read_tokens, settings, asking or body)
     sessions = session_ids_in(call.headers, settings)
@@ -127,10 +127,10 @@ def make_request(
         headers=wire.request_headers(call.headers) | sessions,
         conversation=next(iter(sessions.values()), conversation),
         has_cache_key="prompt_cache_key" in body or not settings.takes_cache_key,
-        max_tokens=None if max_tokens is None else max_tokens * replies_asked_for(body),
+        max_tokens=None if max_tokens is None else max_tokens * requested_replies(body),
         read=read,
         unasked=wire.assembly,
-        pointing=partial(pointed_at, wire, body, settings, replies),
+        pointing=partial(count_pointed, wire, body, settings, replies),
         asking_for_tokens=None if asking is None else _write(call, asking),
     )
 
@@ -148,7 +148,7 @@ def make_count_request(call: AgentCall, settings: ModelSettings, name: str | Non
         headers=call.wire.request_headers(call.headers) | sessions,
         conversation=next(iter(sessions.values()), ""),
         max_tokens=0,
-        read=free,
+        read=read_free_reply,
     )
 
 
@@ -160,10 +160,10 @@ def _rewrite(
     without_server_tools: bool = False,
 ) -> _Content:
     """Change a request; see `Wire.rewritten`. If nothing changes, the bytes stay as they came."""
-    body = exact_json.loads_with_halves(call.content) if call.has_halves else call.body
+    body = exact_json.loads_with_surrogates(call.content) if call.has_halves else call.body
     if name is None and max_tokens is None and not without_server_tools:
         return _Content(call.path, body, call.content)
-    path, body = call.wire.rewritten(
+    path, body = call.wire.rewrite(
         call.path,
         body,
         model=name,
@@ -175,7 +175,7 @@ def _rewrite(
 
 def _write(call: AgentCall, body: Mapping[str, Any]) -> bytes:
     """Write a body, with halves of emojis if the agent sent some."""
-    return exact_json.dumps_with_halves(body) if call.has_halves else exact_json.dumps(body)
+    return exact_json.dumps_with_surrogates(body) if call.has_halves else exact_json.dumps(body)
 
 
 def session_ids_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
@@ -186,7 +186,7 @@ def session_ids_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[
     return {name: value for name, value in given.items() if value.isascii()}
 
 
-def free(body: bytes) -> Completion:
+def read_free_reply(body: bytes) -> Completion:
     """Read a reply that no model wrote; see `RelayRequest.read`."""
     message = Message(role="assistant", content="")
     return Completion(
@@ -201,7 +201,7 @@ def free(body: bytes) -> Completion:
 
 def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:
     """Read the reply to a relayed request that asked for token ids."""
-    return with_tokens(read_reply(CHAT, body), settings, sent)
+    return take_tokens(read_reply(CHAT, body), settings, sent)
 
 
 # Agents that make the same tool call with the same result again and again.
@@ -217,7 +217,7 @@ def find_repeats(messages: Sequence[Message], limit: int, volatile: Volatile) ->
     results: dict[str, Message] = {}
     for message in reversed(messages):
         if message["role"] == "tool":
-            text = cut(message["content"], volatile.texts)
+            text = remove_matches(message["content"], volatile.texts)
             result = message.copy()
             result["content"] = text
             results.setdefault(message["tool_call_id"], result)
@@ -232,7 +232,7 @@ def find_repeats(messages: Sequence[Message], limit: int, volatile: Volatile) ->
         tally.count_turn(calls, [answered[call["id"]] for call in calls])
     if tally.streak < limit:
         return None
-    return end_by_repeats(tally)
+    return repeat_ending(tally)
 
 
 log = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class CallLimits:
     """Maximum equal tool calls with equal results in a row; 0: no limit."""
 
     @classmethod
-    def of(cls, options: AgentOptions, *, has_turn_limit: bool = True) -> CallLimits:
+    def from_options(cls, options: AgentOptions, *, has_turn_limit: bool = True) -> CallLimits:
         """Return the limits that the options of a conversation set."""
         return cls(
             max_calls=options.max_turns if has_turn_limit else None,
@@ -324,7 +324,7 @@ class _RelayedCall:
     def body(self) -> dict[str, Any]:
         """The body of the reply, without token ids that the agent did not ask for."""
         body = load_object(self._content)
-        return without_tokens(body, self._agent_body) if self._asks_for_tokens else body
+        return remove_tokens(body, self._agent_body) if self._asks_for_tokens else body
 
     def last_parts(self, body: dict[str, Any]) -> list[bytes]:
         """Return the parts that end the reply; `body` is its body."""
@@ -332,7 +332,7 @@ class _RelayedCall:
             return [exact_json.dumps(body) if self._asks_for_tokens else self._content]
         # An endpoint without streams answers in one piece.
         if not (self.reply.parts or self._buffered):
-            return self.wire.stream_of(body)
+            return self.wire.write_stream(body)
         # An endpoint may leave a stream open after its reply, but the agent waits for the end.
         if self.wire.closing and not self._is_closed:
             return [*self._buffered, self.wire.closing]
@@ -354,7 +354,7 @@ class _RelayedCall:
     def _take_event(self, raw: bytes, data: str | None) -> bool:
         """Pass an event on, or buffer it; see `OnEvent`."""
         if self._asks_for_tokens and data is not None:
-            raw = part_without_tokens(raw, data, self._agent_body)
+            raw = remove_tokens_from_event(raw, data, self._agent_body)
         if self._is_live and not self._buffered and not self._ends_reply(data):
             self.reply.add(raw)
             return True
@@ -363,7 +363,7 @@ class _RelayedCall:
         return False
 
     def _ends_reply(self, data: str | None) -> bool:
-        return data is not None and self.wire.last_event(data)
+        return data is not None and self.wire.ends_reply(data)
 
 
 class Relay:
@@ -375,7 +375,7 @@ class Relay:
         route: Callable[[str, str], Route],
         trajectory: Trajectory,
         journal: Journal,
-        kept: Kept = None,
+        kept: WaitUntilPersisted = None,
         limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
@@ -447,7 +447,7 @@ class Relay:
             return Answer(refusal)
         if known := self._take_recorded(wanted):
             wire, body, reply = call.wire, known["body"], self.answers.begin(wanted)
-            reply.finish(wire.stream_of(body) if wanted.is_stream else [wire.whole(body)])
+            reply.finish(wire.write_stream(body) if wanted.is_stream else [wire.write_whole(body)])
             return reply
         if refusal := self._refuse_over_limit(wanted):
             return Answer(refusal)
@@ -457,7 +457,7 @@ class Relay:
             self.refused = str(error)
             self.last_refusal = Refusal(_STOP, "model", self.refused)
             return Answer(self.last_refusal)
-        conversation = id_within(self._conversation, opening_of(wanted))
+        conversation = inner_conversation_id(self._conversation, opening_digest(wanted))
         settings = route.model.settings
         request = make_request(
             call, settings, route.name, wanted, lambda: self.exchanges, conversation
@@ -478,7 +478,7 @@ class Relay:
         try:
             route = self._route(call.wire.api, name)
             request = make_count_request(call, route.model.settings, route.name)
-            return await ask_freely(route.model, request)
+            return await send_free_request(route.model, request)
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
         except Exception as error:
@@ -528,7 +528,7 @@ class Relay:
         if limit is not None and len(self._threads.live) + len(self._calls) >= limit:
             return Finish("max_turns", f"the agent has made all of its {limit} model calls")
         dollars, tokens = limits.max_cost_usd, limits.max_tokens
-        if end := unknown_use(spent, dollars, tokens):
+        if end := unknown_cost_ending(spent, dollars, tokens):
             return end
         if dollars is not None and spent.spent_usd >= dollars:
             return Finish("budget", f"${spent.spent_usd:.6f} of ${dollars:.6f} are spent")
@@ -543,7 +543,7 @@ class Relay:
         """
         if self._is_resumed and (last := self._take_last(wanted)):
             return last
-        if known := self._threads.unanswered(wanted.key):
+        if known := self._threads.find_set_aside(wanted.key):
             self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
         return known
 
@@ -559,7 +559,7 @@ class Relay:
             return None
         equal = [event for event in threads.exchanges if event["key"] == wanted.key]
         for event in equal:
-            thread, end = threads.end_of(event["number"])
+            thread, end = threads.thread_and_end(event["number"])
             if end == len(thread.messages):
                 return event
         if equal:
@@ -590,9 +590,9 @@ class Relay:
         request = replace(call.request, on_unreadable=self._record_unreadable)
         completion = await model.complete(request)
         body, wanted = call.body(), call.wanted
-        if not call.wire.has_followed(wanted, body):
+        if not call.wire.has_read_earlier(wanted, body):
             log.warning("the endpoint has not read the earlier response %s", wanted.follows)
-            wanted = without_earlier(wanted)
+            wanted = mark_earlier_unread(wanted)
         self._record(exchange_event(self._threads, wanted, completion, body, clock))
         if self._kept is not None:
             await self._kept()
@@ -633,13 +633,13 @@ class Relay:
         return Refusal(_STOP, "stopped", f"{why}; it can be resumed")
 
 
-async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
+async def send_free_request(model: RetryingModel, request: RelayRequest) -> Answer:
     """Return the endpoint's answer to a request that costs nothing, or its refusal."""
     bodies: list[bytes] = []
 
     def read(body: bytes) -> Completion:
         bodies.append(body)
-        return free(body)
+        return read_free_reply(body)
 
     try:
         await model.complete(replace(request, read=read))
@@ -651,8 +651,10 @@ async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
 
 
 def make_free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
-    """Make a GET request for `path`, below the root of an endpoint; see `ask_freely`."""
-    return RelayRequest(method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=free)
+    """Make a GET request for `path`, below the root of an endpoint; see `send_free_request`."""
+    return RelayRequest(
+        method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=read_free_reply
+    )
 
 
 def _error_refusal(error: ModelError) -> Refusal:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from agent.gateway.answers import Answer, ListModels, Refusal, names_only
+from agent.gateway.answers import Answer, ListModels, Refusal, list_names
 from agent.gateway.relay import AgentCall, Relay
 from agent.models.dialects.openai_responses import API
 from agent.wires.base import SERVER_ERROR, Wire
@@ -102,7 +102,7 @@ class StoredResponses:
 
     async def _read(self, reply: Answer) -> None:
         with self._relay.answers.reading(reply):
-            await reply.done()
+            await reply.wait_until_done()
 
     def operate(self, method: str, wire: Wire, path: str) -> Answer | None:
         """Answer a request that names a response; return None for other requests."""
@@ -176,7 +176,7 @@ _CODINGS: Mapping[str, Literal["gzip", "brotli", "zstd"] | None]
 _CODINGS = {"gzip": "gzip", "deflate": None, "br": "brotli", "zstd": "zstd"}
 """Accepted values of Content-Encoding, and pyarrow's codec for each. None: zlib, as pyarrow lacks
 deflate."""
-NO_NAMES = names_only(())
+NO_NAMES = list_names(())
 """The answer to requests for a list of models if none is known."""
 
 
@@ -262,7 +262,7 @@ class Gateway:
         with self.relay.answers.reading(reply):
             if reply.is_stream:
                 return await self._send_events(request, reply, wire)
-            await reply.done()
+            await reply.wait_until_done()
             response = _body_response(wire, reply)
             await response.prepare(request)
             await response.write_eof()
@@ -317,7 +317,7 @@ class Gateway:
             await self._wait_for_more(reply, sent)
         if reply.refusal is not None:
             status, kind, message, _ = reply.refusal
-            await response.write(wire.stream_error(status, kind, message))
+            await response.write(wire.write_stream_error(status, kind, message))
         await response.write_eof()
         return response
 
@@ -325,7 +325,7 @@ class Gateway:
         """Wait for more parts of a reply, at most for the keep-alive interval."""
         try:
             async with asyncio.timeout(self._keepalive_s):
-                await reply.change(known)
+                await reply.wait_for_more(known)
         except TimeoutError:
             return
 
@@ -447,7 +447,7 @@ def _error_response(wire: Wire | None, refusal: Refusal) -> web.Response:
     status, kind, message, body = refusal
     if body is None:
         error = {"error": {"message": message, "type": kind}}
-        body = exact_json.dumps(error) if wire is None else wire.error(status, kind, message)
+        body = exact_json.dumps(error) if wire is None else wire.write_error(status, kind, message)
     # Some SDKs decide by this header, not by the status, whether to repeat a call.
     headers = {"x-should-retry": "false"} if status == 400 else {}
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)

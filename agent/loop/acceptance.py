@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from agent.messages.leaked_calls import leaked_call
+from agent.messages.leaked_calls import find_leaked_call
 from agent.messages.message import Message, opens_reasoning, split_inline_reasoning
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
@@ -58,7 +58,9 @@ def _leaks(message: Message, request: Request) -> bool:
     `agent.loop.rules`.
     """
     names = {tool["function"]["name"] for tool in request.tools}
-    found = leaked_call(message["content"], message.get("reasoning"), has_calls=False, tools=names)
+    found = find_leaked_call(
+        message["content"], message.get("reasoning"), has_calls=False, tools=names
+    )
     return found is not None
 
 

@@ -62,7 +62,7 @@ def matches(
     `expected` is the column of a row: the answer itself, or a whole solution of GSM8K or MATH.
     `question` is the task: a number at the end of an answer that only repeats it does not count.
     """
-    wanted = expected_in(expected)
+    wanted = extract_expected(expected)
     rule = rule_for(expected) if match == "auto" else match
     if rule == "exact":
         return answer.strip().casefold() == expected.strip().casefold()
@@ -72,7 +72,7 @@ def matches(
     if rule == "choice":
         return choices_in(answer) == _letters(wanted)
     if rule == "number":
-        number, given = number_of(wanted), number_in(answer, question)
+        number, given = parse_number(wanted), number_in(answer, question)
         return number is not None and given is not None and are_equal(given, number, tolerance)
     if rule == "boxed" and (found := _last_box(answer)) is not None:
         return are_same(found, wanted)
@@ -83,10 +83,10 @@ def matches(
 
 def rule_for(expected: str) -> Match | Literal["text"]:
     """The rule by which `auto` compares answers with this expected answer."""
-    wanted = expected_in(expected)
+    wanted = extract_expected(expected)
     if _CHOICE.fullmatch(wanted) or _SEVERAL.fullmatch(wanted):
         return "choice"
-    if number_of(wanted) is not None:
+    if parse_number(wanted) is not None:
         return "number"
     if "\\" in wanted or _last_box(expected) is not None:
         return "boxed"
@@ -95,7 +95,7 @@ def rule_for(expected: str) -> Match | Literal["text"]:
 
 def describe_rule(expected: str, match: Match = "auto") -> str:
     """A sentence that says which answers pass, for a row with this expected answer."""
-    wanted = expected_in(expected)
+    wanted = extract_expected(expected)
     shown = wanted if len(wanted) <= 60 else f"{wanted[:57]}..."
     condition = {
         "exact": f"it is {shown!r}, ignoring case and outer space",
@@ -111,7 +111,7 @@ def describe_rule(expected: str, match: Match = "auto") -> str:
     return f"an answer passes if {condition[rule_for(expected) if match == 'auto' else match]}"
 
 
-def expected_in(column: str) -> str:
+def extract_expected(column: str) -> str:
     """The answer in a column, which may hold a whole solution of GSM8K or MATH."""
     if _GSM8K in column:
         return column.rpartition(_GSM8K)[2].strip()
@@ -123,7 +123,7 @@ def expected_in(column: str) -> str:
 # Numbers.
 
 
-def number_of(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """Read a text that is one number, with a unit or currency; None for any other text."""
     text = _remove_layout(text).strip().rstrip(".")
     text = re.sub(r"^\$(.*)\$$", r"\1", text)  # a formula between dollars
@@ -275,7 +275,7 @@ def _leading_letters(text: str) -> frozenset[str]:
 
 def are_same(one: str, other: str) -> bool:
     """Whether two texts or formulas are equal as numbers, as lists, or after normalization."""
-    first, second = number_of(one), number_of(other)
+    first, second = parse_number(one), parse_number(other)
     if first is not None and second is not None:
         return are_equal(first, second)
     left, right = _normalize_formula(one), _normalize_formula(other)

@@ -21,8 +21,8 @@ from agent.loop.rules import (
     Finish,
     ResumeTool,
     RunTools,
-    ending_of_refusal,
     next_step,
+    refusal_ending,
     time_limit_ending,
 )
 from agent.loop.tools import AgentTools
@@ -97,7 +97,7 @@ async def run_agent(
                 except ConversationChanged:
                     continue
                 except ModelError as error:
-                    if (end := ending_of_refusal(error.kind, str(error))) is None:
+                    if (end := refusal_ending(error.kind, str(error))) is None:
                         raise
                     return end
             case RunTools(calls):

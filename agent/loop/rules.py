@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from agent.messages.leaked_calls import leaked_call
+from agent.messages.leaked_calls import find_leaked_call
 from agent.messages.message import (
     COST_ONLY,
     USER_TURN,
@@ -125,13 +125,13 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
         # Subagents that a crash interrupted continue to their own ending, as without the crash.
         begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return RunTools(begun) if begun else end
-    if t.notes_of(_SUMMARY):
+    if t.count_notes(_SUMMARY):
         return _summary_step(t, options)
     if end := _reasks_ending(t, options):
         return end
     if not t.replies:
         return _opening_step(t, options)
-    if t.noted:
+    if t.new_notes:
         # A note is only added if the limits allow another reply.
         return CallModel()
     match t.replies[-1]["finish_reason"]:
@@ -150,7 +150,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return RunTools(calls)
     if not t.last_calls():
         return _step_after_text(t, spec)
-    if finish := t.finish():
+    if finish := t.final_call():
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
         return _step_after_answer(t, spec)
@@ -160,7 +160,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
 def _budget_ending(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
     """The ending if conversation `whole`, the outermost one, has exceeded the budget."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
-    if end := unknown_use(whole, dollars, tokens):
+    if end := unknown_cost_ending(whole, dollars, tokens):
         return end
     if dollars is not None and whole.spent_usd > dollars * (1 + _ROUNDING):
         spent = f"${whole.spent_usd:.6f}"
@@ -171,7 +171,7 @@ def _budget_ending(whole: Trajectory, turns: int, options: AgentOptions) -> Fini
     return None
 
 
-def unknown_use(t: Trajectory, dollars: float | None, tokens: int | None) -> Finish | None:
+def unknown_cost_ending(t: Trajectory, dollars: float | None, tokens: int | None) -> Finish | None:
     """The ending if a budget cannot be kept: the cost or the tokens of a reply are unknown."""
     if dollars is not None and t.unpriced:
         return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
@@ -190,7 +190,7 @@ def time_limit_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
 
 def _summary_step(t: Trajectory, options: AgentOptions) -> NextStep:
     # At the turn limit: one more reply, then the end.
-    if t.noted and t.reasks <= options.max_reasks:
+    if t.new_notes and t.reasks <= options.max_reasks:
         return CallModel("none")
     return Finish("max_turns")
 
@@ -205,7 +205,7 @@ def _reasks_ending(t: Trajectory, options: AgentOptions) -> Finish | None:
 def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
-    if t.notes_of(PLAN):
+    if t.count_notes(PLAN):
         return CallModel("none")
     return plan_note(t) or CallModel()
 
@@ -215,7 +215,7 @@ def _leak_ending(t: Trajectory, spec: ConversationSpec) -> Finish | None:
     message = t.replies[-1]["message"]
     if "unusable" in message:  # the text protocol asks again
         return None
-    leak = leaked_call(
+    leak = find_leaked_call(
         message["content"],
         message.get("reasoning"),
         has_calls="tool_calls" in message,
@@ -226,7 +226,7 @@ def _leak_ending(t: Trajectory, spec: ConversationSpec) -> Finish | None:
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
     # Only a reply whose text has begun can be continued, not thoughts alone.
-    if t.last_calls() or t.notes_of(CONTINUE_CUT) >= options.continue_cut:
+    if t.last_calls() or t.count_notes(CONTINUE_CUT) >= options.continue_cut:
         return False
     text = split_inline_reasoning(t.replies[-1]["message"]["content"]).rest
     return bool(text.strip()) and not opens_reasoning(text)
@@ -246,7 +246,7 @@ def _question_step(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
     return ResumeTool(waiting.call, waiting.result, reply, is_for_tool)
 
 
-def end_by_repeats(tally: Tally) -> Finish:
+def repeat_ending(tally: Tally) -> Finish:
     """The ending of a conversation whose calls and results repeat; see `repeat_limit`."""
     return Finish("repeat", f"the same call gave the same result {tally.streak} times in a row")
 
@@ -254,7 +254,7 @@ def end_by_repeats(tally: Tally) -> Finish:
 def _step_after_results(t: Trajectory, options: AgentOptions) -> NextStep:
     limit = options.repeat_limit
     if limit and t.tally.streak >= limit:
-        return end_by_repeats(t.tally)
+        return repeat_ending(t.tally)
     if end := _errors_ending(t, options):
         return end
     if options.plan and (note := plan_note(t)):
@@ -277,7 +277,7 @@ def _step_after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
 
 def _step_after_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     """The step after an answer: the user's next message, or the end."""
-    sent = t.notes_of(USER_TURN)
+    sent = t.count_notes(USER_TURN)
     if sent < len(spec.user_turns):
         return _send_user_message(t, spec.options, spec.user_turns[sent])
     user = spec.options.simulated_user
@@ -307,7 +307,7 @@ def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     question = next((m["content"] for m in t.messages if m["role"] == "user"), "")
     if matches(t.final_text(), spec.expected, options.expected_match, question):
         return Finish("completed")
-    attempts = 1 + t.notes_of("expected")
+    attempts = 1 + t.count_notes("expected")
     if attempts >= options.expected_attempts:
         tried = "" if attempts == 1 else f" in {attempts} attempts"
         return Finish("wrong_answer", f"not the expected answer{tried}")
@@ -340,7 +340,7 @@ def _continue_step(
     return AddNote(_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
 
 
-def ending_of_refusal(kind: str, message: str) -> Finish | None:
+def refusal_ending(kind: str, message: str) -> Finish | None:
     """The ending of a conversation whose next reply the endpoint refuses.
 
     `kind` is the kind of the error (`agent.models.errors.Kind`). None if the call just failed.
@@ -356,7 +356,7 @@ def ending_of_refusal(kind: str, message: str) -> Finish | None:
 _NOTE = "state_max_turns"
 
 
-def with_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Message]:
+def add_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Message]:
     """Add the turn limit to the system message of `opening`, if `state_max_turns` is on."""
     if not options.state_max_turns:
         return list(opening)

@@ -47,7 +47,7 @@ def message_in(t: Trajectory, key: str) -> str:
     return inner.trajectory.final_text().strip()
 
 
-class UsersModel:
+class SimulatedUserModel:
     """The model of a simulated user: it is shown `seen`, whatever its conversation stores."""
 
     def __init__(self, model: Model, seen: Sequence[Message]) -> None:
@@ -107,7 +107,7 @@ def build_user_view(user: SimulatedUser, t: Trajectory) -> list[Message]:
     for n, message in enumerate(t.messages):
         if message["role"] == "assistant" and not message.get("tool_calls"):
             say("user", split_inline_reasoning(message["content"]).rest)
-        elif message["role"] == "user" and n < t.opening:
+        elif message["role"] == "user" and n < t.opening_length:
             say("assistant", message["content"])
         elif message["role"] == "user" and texts and message["content"].startswith(texts[0]):
             say("assistant", texts.popleft())  # without a note that the runtime may have added

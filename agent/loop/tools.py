@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import orjson
 
-from agent.messages.message import OWN_CHARS, OWN_FROM, ToolCall
+from agent.messages.message import TOOL_TEXT_END, TOOL_TEXT_START, ToolCall
 from agent.options import AgentOptions
-from agent.state.final_answer import RESERVED, SCHEMAS, finish_in
+from agent.state.final_answer import RESERVED_TOOLS, SCHEMAS, parse_final_answer
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
-from toolsets.function_threads import in_thread
+from toolsets.function_threads import call_in_thread
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox, cancellations
 
@@ -144,7 +144,7 @@ def check_names(names: Iterable[str]) -> None:
     """Raise `ValueError` for a reserved or repeated name."""
     seen: set[str] = set()
     for name in names:
-        if name in RESERVED:
+        if name in RESERVED_TOOLS:
             raise ValueError(f"the tool name {name!r} is reserved")
         if name in seen:
             raise ValueError(f"two tools have the name {name!r}")
@@ -154,9 +154,9 @@ def check_names(names: Iterable[str]) -> None:
 def _add_final_answer(next_caller: Caller) -> Caller:
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         name = call["function"]["name"]
-        if name not in RESERVED:
+        if name not in RESERVED_TOOLS:
             return await next_caller(call, user_reply)
-        finish = finish_in(call["function"]["name"], call["function"]["arguments"])
+        finish = parse_final_answer(call["function"]["name"], call["function"]["arguments"])
         if finish is None:
             text = f"Error: invalid arguments for {name}: they need a text that is not blank"
             return ToolResult(text, True, {"failure": "invalid_arguments"})
@@ -170,15 +170,15 @@ def _add_references(next_caller: Caller, trajectory: Trajectory) -> Caller:
         function = call["function"]
         if "$$" in function["arguments"]:
             try:
-                arguments = resolve(function["arguments"], trajectory)
+                arguments = resolve_references(function["arguments"], trajectory)
             except UnusableReference as error:
                 return ToolResult(f"Error: {error}", True, {"failure": "unknown_reference"})
             call = {**call, "function": {"name": function["name"], "arguments": arguments}}
         result = await next_caller(call, user_reply)
-        if result.is_error or user_reply is not None or function["name"] in RESERVED:
+        if result.is_error or user_reply is not None or function["name"] in RESERVED_TOOLS:
             return result
         name = result_name(call, trajectory)
-        stored = {STORED_AS: name, OWN_CHARS: len(result.content)}
+        stored = {STORED_AS: name, TOOL_TEXT_END: len(result.content)}
         return ToolResult(
             result.content + reference_line(name), details={**result.details, **stored}
         )
@@ -223,7 +223,7 @@ async def _why_denied(
         if inspect.iscoroutinefunction(approve):
             decision = await approve(name, arguments)
         else:
-            decision = await in_thread(partial(approve, name, arguments))
+            decision = await call_in_thread(partial(approve, name, arguments))
             decision = await decision if inspect.isawaitable(decision) else decision
     except BaseException as error:
         if cancellations() > before or isinstance(error, GeneratorExit | KeyboardInterrupt):
@@ -289,7 +289,7 @@ def reference_line(name: str) -> str:
     return f"\n[stored as $${name}; in arguments, this name stands for the result above]"
 
 
-def resolve(arguments: str, t: Trajectory) -> str:
+def resolve_references(arguments: str, t: Trajectory) -> str:
     """Replace names of results by the results in the strings of `arguments` (JSON text).
 
     `$$` before any other text does not change. Arguments that are not JSON are returned unchanged;
@@ -325,5 +325,5 @@ def _named_result(name: str, t: Trajectory) -> str:
     for message in t.messages:
         details = message.get("details", {})
         if details.get(STORED_AS) == name:
-            return message["content"][details.get(OWN_FROM, 0) : details[OWN_CHARS]]
+            return message["content"][details.get(TOOL_TEXT_START, 0) : details[TOOL_TEXT_END]]
     raise UnusableReference(f"there is no result with the name $${name}")

@@ -1,7 +1,7 @@
 """Tool calls that a server left in the text of a reply: its parser for them is off or failed.
 
 `FORMATS` is the table of the forms that models write. To add one, add an entry with its source. The
-loop, the exports and the warnings of a run all use `leaked_call`.
+loop, the exports and the warnings of a run all use `find_leaked_call`.
 
 A text holds such a call if a call in one of the formats begins in it and names a tool on offer. If
 it names none, it must begin a line and end the text: an answer that mentions a format goes on after
@@ -451,7 +451,7 @@ class LeakedCall(NamedTuple):
         return f"a tool call of {self.format.models} in the {self.place}: {self.text!r}"
 
 
-def leaked_call(
+def find_leaked_call(
     content: str, reasoning: str | None, *, has_calls: bool, tools: Collection[str]
 ) -> LeakedCall | None:
     """Find the first call that the server's parser left in a reply; None if there is none.
@@ -579,7 +579,7 @@ _NEVER_READ = ("</mm:think>", "[/THINK]")
 """Tags that only a server's parser reads; the others are also read at the beginning of a text."""
 
 
-def holds_thought(content: str) -> bool:
+def has_stray_thought(content: str) -> bool:
     """Whether a text has the end of a thought without its beginning: nobody split the thought off."""
     # Templates of reasoning models put the beginning of the thought into the prompt.
     for tag in _CLOSING_TAGS:

@@ -45,7 +45,7 @@ class ProviderBlocks(TypedDict):
 
     `api` names the dialect that wrote `blocks`; only that dialect may read them. In the chat
     dialect `blocks` is one object with all unknown fields of the message. Messages of an agent that
-    are no replies have their pictures and files here; see `Parts`.
+    are no replies have their pictures and files here; see `PartStore`.
     """
 
     api: str
@@ -76,13 +76,13 @@ class Message(TypedDict, total=False):
     repairs: list[dict[str, str]]
 
 
-OWN_CHARS = "own_chars"
+TOOL_TEXT_END = "own_chars"
 """Key in the details of a result: where the tool's text ends, if other text follows it."""
 
-OWN_FROM = "own_from"
+TOOL_TEXT_START = "own_from"
 """Key in the details of a result: where the tool's last text begins, if other text precedes it."""
 
-MOST_TOKENS = 2**44
+MAX_TOKEN_COUNT = 2**44
 """Maximum count of tokens: a larger one is an endpoint's mistake, and sums could overflow."""
 
 
@@ -317,7 +317,7 @@ class ExchangeEvent(TypedDict):
     number: int
     key: str
     dialect: str
-    """A dialect's name, as in `ModelSettings.api`, or one of `PLAIN`."""
+    """A dialect's name, as in `ModelSettings.api`, or one of `NON_CHAT_CALLS`."""
     asked: str
     thread: int
     shared: int
@@ -387,7 +387,7 @@ STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 
 EMBEDDINGS = "embeddings"
 COMPLETION = "completion"
-PLAIN = frozenset({EMBEDDINGS, COMPLETION})
+NON_CHAT_CALLS = frozenset({EMBEDDINGS, COMPLETION})
 """Names of an agent's calls that are no chats: embeddings, and OpenAI's legacy completions."""
 
 
@@ -437,7 +437,7 @@ Event = (
 )
 
 
-def failure_of(result: Message) -> str | None:
+def call_failure(result: Message) -> str | None:
     """The kind of a call's failure; None if it succeeded, or if the tool reports the failure."""
     failure = result.get("details", {}).get("failure")
     return failure if result.get("is_error") and isinstance(failure, str) else None
@@ -550,7 +550,7 @@ def _is_google_signature(extra: Any) -> bool:
 REPEATS = "repeats"
 """Key of the object that replaces a part which was stored before."""
 
-EARLIER: Literal["earlier_response"] = "earlier_response"
+EARLIER_RESPONSE: Literal["earlier_response"] = "earlier_response"
 """The type of a part that replaces messages which only the endpoint has."""
 
 _LARGE = 1000
@@ -562,11 +562,11 @@ _KIND_KEYS = frozenset(("type", "kind", *_IN_GEMINI))
 """Keys by which the kind of a part is recognized."""
 
 
-def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_response"]:
+def part_kind(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_response"]:
     """The kind of a part: a picture, messages that only the endpoint has, or any other file."""
     kind = str(part.get("type", ""))
-    if kind == EARLIER:
-        return EARLIER
+    if kind == EARLIER_RESPONSE:
+        return EARLIER_RESPONSE
     if "image" in kind or kind == "computer_screenshot":
         return "image"
     kind = str(part.get("kind", ""))
@@ -577,28 +577,30 @@ def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_r
     return "image" if kind.startswith("image") else "file"
 
 
-def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def placeholder_parts(
+    role: Role, blocks: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
     """The parts of a message that have placeholders in its text; in a reply only pictures do."""
     if role != "assistant":
         return blocks
     return [
         block
         for block in blocks
-        if not _KIND_KEYS.isdisjoint(block) and kind_of_part(block) == "image"
+        if not _KIND_KEYS.isdisjoint(block) and part_kind(block) == "image"
     ]
 
 
-class Parts:
+class PartStore:
     """The large parts of the messages so far, by digest."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Any]] = {}
 
-    def once(self, messages: Sequence[Message]) -> list[Message]:
+    def deduplicate(self, messages: Sequence[Message]) -> list[Message]:
         """Replace each large part that came before by its digest."""
         return [_map_parts(message, self._once) for message in messages]
 
-    def whole(self, messages: Sequence[Message]) -> list[Message]:
+    def restore(self, messages: Sequence[Message]) -> list[Message]:
         """Replace each digest by the part that it stands for."""
         return [_map_parts(message, self._whole) for message in messages]
 
@@ -606,7 +608,7 @@ class Parts:
         if (digest := _part_digest(part)) is None:
             return part
         if digest in self._known:
-            return {REPEATS: digest, "kind": kind_of_part(part)}
+            return {REPEATS: digest, "kind": part_kind(part)}
         self._known[digest] = part
         return part
 

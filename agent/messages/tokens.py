@@ -40,7 +40,7 @@ _SAMPLING = (
 """Fields of a request that change which tokens are likely, as OpenAI, vLLM and SGLang call them."""
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens of one reply as its endpoint gave them, packed; None for parts that it did not."""
 
     prompt: bytes | None = None
@@ -60,7 +60,7 @@ class TokenTurn(NamedTuple):
     """Index among the turns of the conversation."""
     shared: int
     """The number of tokens, from the start, shared with the latest turn that has ids."""
-    of: int
+    previous_length: int
     """The length of that turn, prompt and completion together.
 
     If `shared` is less, the prompt does not begin with that turn.
@@ -86,7 +86,7 @@ def pack_logprobs(values: Sequence[Any]) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that change how likely tokens are; objects and lists become true."""
     given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     return {
@@ -94,8 +94,8 @@ def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_stored(
-    sampled: Sampled,
+def encode_tokens(
+    sampled: SampledTokens,
     turns: Iterable[Mapping[str, Any]],
     token_texts: Mapping[int, str] = MappingProxyType({}),
 ) -> TurnTokens:
@@ -123,12 +123,14 @@ def to_stored(
     return stored
 
 
-def restated(chain: Sequence[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
+def rebase_tokens(
+    chain: Sequence[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]
+) -> TurnTokens:
     """Encode the tokens of the last turn of `chain` again, now relative to `turns`."""
     last: TurnTokens = chain[-1]["tokens"]
     sequence = _last_sequence(chain)
     prompt = sequence[: len(sequence) - len(b64decode(last["completion"]))]
-    stored = to_stored(Sampled(prompt=prompt), turns)
+    stored = encode_tokens(SampledTokens(prompt=prompt), turns)
     return {**last, **stored}
 
 
@@ -148,7 +150,7 @@ def trimmed_replies(replies: Sequence[str]) -> int:
     return sum(map(has_outer_newlines, replies[:-1]))
 
 
-def missing_in(turn: Mapping[str, Any]) -> str:
+def missing_token_data(turn: Mapping[str, Any]) -> str:
     """The data that a turn lacks for reinforcement learning, as a text; "" if it has all."""
     tokens = turn.get("tokens") or {}
     names = {"prompt": "prompt token ids", "completion": "token ids", "logprobs": "logprobs"}
@@ -183,7 +185,7 @@ def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
         yield TokenTurn(
             number=number,
             shared=shared,
-            of=length,
+            previous_length=length,
             prompt=prompt,
             completion=completion,
             logprobs=logprobs,

@@ -23,7 +23,7 @@ def new_id() -> str:
     return secrets.token_hex(_BYTES)
 
 
-def id_of_task(run_key: str, task: bytes) -> str:
+def task_conversation_id(run_key: str, task: bytes) -> str:
     """The id of a task's conversation; "" for a run without a key."""
     if not run_key:
         return ""
@@ -31,7 +31,7 @@ def id_of_task(run_key: str, task: bytes) -> str:
     return blake2b(task, digest_size=_BYTES, key=key, person=b"conversation").hexdigest()
 
 
-def id_within(outer: str, name: str) -> str:
+def inner_conversation_id(outer: str, name: str) -> str:
     """The id of the inner conversation called `name`; "" if the outer one has no id."""
     if not outer:
         return ""

@@ -63,7 +63,7 @@ def load_words() -> Words:
     )
 
 
-def ending_of(word: Any) -> Ending | None:
+def find_ending(word: Any) -> Ending | None:
     """The ending that an API's word means; None for a word that the table lacks."""
     if not isinstance(word, str):
         return None

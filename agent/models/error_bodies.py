@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from agent.models.endpoint_words import load_words
-from agent.models.errors import ModelError, kind_of
+from agent.models.errors import ModelError, classify_error
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
@@ -79,7 +79,7 @@ class ErrorBody(NamedTuple):
         return self.codes[0] if self.codes else ""
 
 
-def refusal_of(
+def read_refusal(
     status: int, headers: Mapping[str, str], body: bytes, request: bytes = b""
 ) -> ModelError:
     """Read the error of a reply with an error status; `request` is the body that was refused."""
@@ -91,7 +91,7 @@ def refusal_of(
     delay = _RETRY_DELAY.search(body)
     wait_s = retry_after_s(headers)
     return ModelError(
-        kind_of(status, error.codes, error.message, request),
+        classify_error(status, error.codes, error.message, request),
         f"HTTP {status}: {error.message[:_SHOWN]}",
         retry_after_s=float(delay[1]) if wait_s is None and delay else wait_s,
         code=error.code,
@@ -111,7 +111,7 @@ def error_behind_200(reply: Any, place: str, request: bytes = b"") -> ModelError
     codes = [code.lower() for code in error.codes]
     given = [int(code) if code.isdecimal() else statuses.get(code, 0) for code in codes]
     status = next((one for one in given if 400 <= one < 600), None)
-    kind = kind_of(status, error.codes, error.message, request)
+    kind = classify_error(status, error.codes, error.message, request)
     message = f"error in {place}: {error.message[:_SHOWN]}"
     return ModelError(kind, message, code=error.code, param=error.param)
 

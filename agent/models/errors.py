@@ -56,7 +56,7 @@ RULES: Mapping[Kind, Rule] = {
     ),
 }
 
-SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
+ENDPOINT_FAILURES: frozenset[Kind] = frozenset(
     {"overloaded", "connection", "timeout", "malformed", "not_found", "forbidden"}
 )
 """Failures that are the endpoint's and not the task's while the endpoint has never answered."""
@@ -149,7 +149,9 @@ class ModelError(Exception):
         return self.reply is not None and self.reply[0] in _TIMED_OUT
 
 
-def kind_of(status: int | None, codes: Iterable[str], message: str, request: bytes = b"") -> Kind:
+def classify_error(
+    status: int | None, codes: Iterable[str], message: str, request: bytes = b""
+) -> Kind:
     """Classify an error by its codes, else by phrases in its message, else by its status.
 
     `codes` are the codes and types in the body, the narrowest first. Phrases that also stand in the

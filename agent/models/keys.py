@@ -33,7 +33,7 @@ class Key:
         self._texts = tuple(form.decode() for form in self._forms)
         self._wide = tuple(key.encode(code) for key in secrets for code in _WIDE)
 
-    def out_of(self, body: bytes) -> bytes:
+    def remove_from(self, body: bytes) -> bytes:
         """Remove the key from a body; returns the same object if the key is not in it."""
         for form in self._forms:
             if form in body:
@@ -42,7 +42,7 @@ class Key:
             return self._cut(body)
         return body
 
-    def out_of_text(self, text: str) -> str:
+    def remove_from_text(self, text: str) -> str:
         """Remove the key from a text, in its plain form and in base64."""
         for form in self._texts:
             if form in text:

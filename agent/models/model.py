@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict
 
 from agent.messages.message import FinishReason, Message, Usage
-from agent.messages.tokens import Sampled
+from agent.messages.tokens import SampledTokens
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.deadline import Deadline
 from agent.models.providers import NO_KEY, OWN_SERVERS_HEADERS, provider_at
@@ -58,7 +58,7 @@ StreamHandler = Callable[[StreamEvent], None]
 """Called in the event loop; it must not block."""
 
 
-def guarded(handler: StreamHandler) -> StreamHandler:
+def guard_handler(handler: StreamHandler) -> StreamHandler:
     """Wrap `handler`: after it has raised, it is not called again, and no paid reply is lost."""
     has_failed = False
 
@@ -75,7 +75,7 @@ def guarded(handler: StreamHandler) -> StreamHandler:
     return forward
 
 
-def ignored(event: StreamEvent) -> None:
+def ignore_event(event: StreamEvent) -> None:
     """Ignore an event: a handler for callers that want no events."""
 
 
@@ -98,7 +98,7 @@ class Completion:
     They describe the reply and are never sent. Unknown fields of the message and its tool calls are
     in the message.
     """
-    tokens: Sampled | None = None
+    tokens: SampledTokens | None = None
     """Token ids and log-probabilities, if they were asked for and the endpoint gave any."""
     token_texts: Mapping[int, str] = field(default_factory=dict, compare=False)
     """Texts of this model's tokens by id, as far as they are known."""
@@ -112,14 +112,14 @@ class Completion:
     """The part of `cache_write_tokens` that is cached for an hour, which costs more."""
 
 
-class Pointed(NamedTuple):
+class PointedTokens(NamedTuple):
     """Tokens of the input that a request's bytes do not show, such as a picture at a URL."""
 
     most: int
     likely: int
 
 
-NOTHING_POINTED = Pointed(0, 0)
+NOTHING_POINTED = PointedTokens(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Request:
     conversation: str = ""
     """The id of the conversation, see `agent.models.conversation_id`; "" for a call of none."""
 
-    def pointed(self) -> Pointed:
+    def pointed(self) -> PointedTokens:
         """The tokens of input that the request only points at, such as a picture at a URL."""
         return NOTHING_POINTED
 
@@ -152,7 +152,7 @@ class Request:
     def reply_bound(self, settings: ModelSettings) -> int | None:
         """The limit on the tokens of all replies to the request together; None: no limit."""
         bound = settings.reply_bound
-        return bound and bound * replies_asked_for(settings.extra_body or {})
+        return bound and bound * requested_replies(settings.extra_body or {})
 
     def asks_for_hour_writes(self, settings: ModelSettings) -> bool:
         """Whether input may be written into a cache that is kept for an hour; see `HOUR_TTL`."""
@@ -174,7 +174,7 @@ def generation_config(body: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def replies_asked_for(body: Mapping[str, Any]) -> int:
+def requested_replies(body: Mapping[str, Any]) -> int:
     """The number of replies that a body asks for; each may be as long as its limit."""
     counts = [body.get("n"), body.get("best_of"), generation_config(body).get("candidateCount")]
     prompts = body.get("prompt")
@@ -374,6 +374,6 @@ def endpoint_id(base_url: str | None, key_env: str | None, connection: Connectio
     return f"{base_url} {key_env}{connection.account}"
 
 
-def url_of(endpoint: str) -> str:
+def endpoint_url(endpoint: str) -> str:
     """The base URL in a `ModelSettings.endpoint`."""
     return endpoint.split(" ")[0]

@@ -43,7 +43,7 @@ def load_object(body: bytes) -> dict[str, Any]:
     return reply
 
 
-def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def get_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under `key`; an empty one if there is none."""
     value = raw.get(key)
     return value if isinstance(value, dict) else {}

@@ -75,7 +75,7 @@ def price(
         return None
 
 
-def priced(
+def add_cost(
     completion: Completion, settings: ModelSettings, *, by_batch: bool = False
 ) -> Completion:
     """Add the cost to a reply: by the user's prices, by the endpoint's report, or by the table."""
@@ -253,7 +253,7 @@ def _batch_cost(calculation: PriceCalculation, tokens: Tokens) -> float:
     return cost if cost < full else full * _BATCH_SHARE
 
 
-def is_known(settings: ModelSettings) -> bool:
+def has_known_price(settings: ModelSettings) -> bool:
     """Whether calls of a model will have a price; calls of the scripted model cost nothing."""
     if settings.api == "scripted" or settings.own_price is not None:
         return True

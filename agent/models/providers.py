@@ -273,7 +273,7 @@ PROVIDERS: Mapping[str, Provider] = {
 CLIENTS = tuple(row.client for row in PROVIDERS.values() if row.client is not None)
 """Clients known by name."""
 
-FIRST = ("openai", "responses", "anthropic", "openrouter")
+RESERVED_PREFIXES = ("openai", "responses", "anthropic", "openrouter")
 """Prefixes that are valid at any `--base_url`, and that no endpoint of a config may have as name.
 
 An endpoint may have the name of any other prefix, and then replaces it.
@@ -293,10 +293,10 @@ def provider_at(base_url: str) -> Provider | None:
     return next((row for known, row in _HOSTS.items() if f".{host}".endswith(f".{known}")), None)
 
 
-def holds_at(prefix: str, base_url: str | None) -> bool:
+def is_known_prefix(prefix: str, base_url: str | None) -> bool:
     """Whether a model's prefix names a row of the table at this base URL; None: at none given."""
     # At other servers, names of models have colons, too, such as `mistral:7b`.
     if (row := PROVIDERS.get(prefix)) is None:
         return False
-    is_anywhere = base_url is None or prefix in FIRST or row.is_own_server
+    is_anywhere = base_url is None or prefix in RESERVED_PREFIXES or row.is_own_server
     return is_anywhere or row.client is not None or provider_at(base_url or "") is row

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings
-from agent.models.providers import NO_KEY, PROVIDERS, Api, Provider, holds_at, provider_at
+from agent.models.providers import NO_KEY, PROVIDERS, Api, Provider, is_known_prefix, provider_at
 
 
 class Endpoint(NamedTuple):
@@ -87,7 +87,7 @@ def resolve_model(
     Raises `UnknownModel`, `UnusableProxy` if no call could be sent, and `UnusableClient`.
     """
     if base_url is None:
-        name = with_colon(name, endpoints)
+        name = normalize_prefix(name, endpoints)
     prefix, colon, rest = _parts(name)
     if name == SCRIPTED:
         return ModelSettings(
@@ -95,11 +95,11 @@ def resolve_model(
         )
     if colon and (own := endpoints.get(prefix)):
         return _at_configured_endpoint(own, name, rest, options)
-    if colon and "/" not in prefix and not holds_at(prefix, base_url):
+    if colon and "/" not in prefix and not is_known_prefix(prefix, base_url):
         if base_url is None:
             raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
         prefix = ""
-    row = PROVIDERS[prefix] if colon and holds_at(prefix, base_url) else None
+    row = PROVIDERS[prefix] if colon and is_known_prefix(prefix, base_url) else None
     if row is None and base_url is None:
         raise UnknownModel(f"model {name!r} has no provider and no --base_url: {FORMS}")
     base_url = base_url or (row and _url_in_environment(row))
@@ -113,7 +113,7 @@ def resolve_model(
             base_url="",
             key_env=key,
             provider=row.prices,
-            options=habits_of(row),
+            options=provider_fields(row),
             connection=connection,
         )
         return _at_configured_endpoint(own, name, rest, options)
@@ -121,15 +121,15 @@ def resolve_model(
     payee = there or (None if base_url is not None and row is None else endpoint)
     # Names of fields follow the server behind the base URL, not the provider that bills.
     if base_url is None or (row is not None and row.is_own_server):
-        options = {**habits_of(endpoint), **options}
+        options = {**provider_fields(endpoint), **options}
     elif there is not None:
-        options = {**habits_of(there), **options}
+        options = {**provider_fields(there), **options}
     dialect = api or endpoint.api
     _check_proxy(base_url or endpoint.base_url, None)
     return ModelSettings(
         name=rest if row else name,
         api=dialect,
-        base_url=root_of(base_url or endpoint.base_url, dialect),
+        base_url=complete_base_url(base_url or endpoint.base_url, dialect),
         key_env=key_env or (payee and payee.key_env),
         provider=payee and payee.prices,
         reference=name,
@@ -137,7 +137,7 @@ def resolve_model(
     )
 
 
-def with_colon(name: str, endpoints: Collection[str] = ()) -> str:
+def normalize_prefix(name: str, endpoints: Collection[str] = ()) -> str:
     """Change PREFIX/NAME to PREFIX:NAME, if the prefix is in the table or in `endpoints`."""
     prefix, _, rest = name.partition("/")
     return f"{prefix}:{rest}" if rest and (prefix in PROVIDERS or prefix in endpoints) else name
@@ -161,7 +161,7 @@ def _url_in_environment(row: Provider) -> str | None:
     )
 
 
-def habits_of(row: Provider) -> dict[str, Any]:
+def provider_fields(row: Provider) -> dict[str, Any]:
     """A provider's names for fields and headers, as fields of `ModelSettings`."""
     return {
         "usual_max_tokens_name": row.max_tokens_name,
@@ -217,7 +217,7 @@ def _check_proxy(base_url: str, proxy: str | None) -> None:
     proxy_for(base_url, proxy)
 
 
-def root_of(base_url: str, api: str) -> str:
+def complete_base_url(base_url: str, api: str) -> str:
     """Complete the path of a base URL for a dialect, if the provider at the URL is known."""
     if (known := provider_at(base_url)) is None:
         return base_url
@@ -244,7 +244,7 @@ def resolve_sibling(
     is_known_place = bool(settings.connection.client or provider_at(settings.base_url or ""))
     if (dialects := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
         is_known_place |= settings.base_url == _url_in_environment(dialects)
-    is_row = holds_at(prefix, None if is_known_place else settings.base_url)
+    is_row = is_known_prefix(prefix, None if is_known_place else settings.base_url)
     row = PROVIDERS[prefix] if colon and not is_own and is_row else None
     if name != SCRIPTED and row is None and settings.api != SCRIPTED and not is_own:
         return replace(settings, name=name, reference=name)

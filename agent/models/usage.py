@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agent.messages.message import MOST_TOKENS, Usage
-from agent.models.parsing import object_of
+from agent.messages.message import MAX_TOKEN_COUNT, Usage
+from agent.models.parsing import get_object
 from batch_trajectories.basics.exact_json import objects_among
 
 _KINDS: Mapping[str, str] = {
@@ -106,7 +106,7 @@ def count_or_none(value: Any) -> int | None:
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_TOKEN_COUNT:
         return value
     return None
 
@@ -118,9 +118,11 @@ def find_usage(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if usage and isinstance(usage, dict):
         return usage
     in_choices = [
-        one for choice in objects_among(reply.get("choices")) if (one := object_of(choice, "usage"))
+        one
+        for choice in objects_among(reply.get("choices"))
+        if (one := get_object(choice, "usage"))
     ]
-    elsewhere = _sum_choices(in_choices) or object_of(object_of(reply, "x_groq"), "usage")
+    elsewhere = _sum_choices(in_choices) or get_object(get_object(reply, "x_groq"), "usage")
     return elsewhere or (usage if isinstance(usage, dict) else None)
 
 
@@ -210,7 +212,7 @@ def reported_cost(reply: Mapping[str, Any]) -> float | None:
     cost = _dollars(cost)
     if raw.get("is_byok") is True:
         # OpenRouter with the user's own provider key: `cost` is only the fee of OpenRouter.
-        upstream = _dollars(object_of(raw, "cost_details").get("upstream_inference_cost"))
+        upstream = _dollars(get_object(raw, "cost_details").get("upstream_inference_cost"))
         cost = None if cost is None or upstream is None else cost + upstream
     known = [one for one in (*costs, cost) if one is not None]
     return max(known, default=None)
@@ -286,12 +288,12 @@ def _sum(one: int | None, other: int | None) -> int | None:
 
 
 def _lifetime_counts(places: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [object_of(place, name) for place in places for name in _BY_LIFETIME if name in place]
+    return [get_object(place, name) for place in places for name in _BY_LIFETIME if name in place]
 
 
 def _hour_writes(raw: Mapping[str, Any]) -> list[Any]:
     """The counts of cache writes for an hour, from all places where they can stand."""
-    places = (raw, *(object_of(raw, details) for details in _INPUT_DETAILS))
+    places = (raw, *(get_object(raw, details) for details in _INPUT_DETAILS))
     return [one.get(_HOUR_WRITES) for one in _lifetime_counts(places)]
 
 

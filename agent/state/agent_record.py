@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.messages.message import ExchangeEvent, Parts, ReplyEvent
+from agent.messages.message import ExchangeEvent, PartStore, ReplyEvent
 from agent.messages.tokens import has_ids
-from agent.state.tally import cost_of, usage_of
-from agent.wires.lines import Line, lines_of
-from agent.wires.thread import Patches, changes
+from agent.state.tally import sum_cost, sum_usage
+from agent.wires.lines import AgentConversation, find_conversations
+from agent.wires.thread import Patches, diff_patches
 from agent.wires.threads import Threads
 
 MAIN = "main"
@@ -28,7 +28,7 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
     until, requests), `diverged_at`, and `agent` (starts, stripped_tools, exit_code, stdout, stderr,
     duration_s, timed_out).
     """
-    lines = lines_of(threads, prompt)
+    lines = find_conversations(threads, prompt)
     main = [] if lines.main is None else [lines.main]
     record: dict[str, Any] = {}
     offers: list[list[dict[str, Any]]] = []
@@ -42,19 +42,19 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
         {
             "key": line.key,
             "name": line.name or MAIN,
-            "calls": len(line.own),
-            "model": threads.exchanges[line.numbers[-1]]["asked"],
+            "calls": len(line.new_calls),
+            "model": threads.exchanges[line.call_numbers[-1]]["asked"],
         }
         for line in (*main, *lines.others)
     ]
     record["set_aside"] = [
-        {**_set_aside(event), "added": threads.parts.whole(event["added"])}
+        {**_set_aside(event), "added": threads.parts.restore(event["added"])}
         for event in lines.set_aside
     ]
     record["rewritten"] = [
         {
             "exchanges": changed.calls,
-            "thread": changed.line.key,
+            "thread": changed.conversation.key,
             "start": changed.start,
             "end": changed.end,
             "messages": changed.messages,
@@ -62,7 +62,7 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
             "requests": [
                 {"exchange": number, **request}
                 for number, request in _requests(
-                    changed.shown, threads, offers, tools=changed.line.tools
+                    changed.as_requested, threads, offers, tools=changed.conversation.tools
                 ).items()
             ],
         }
@@ -72,16 +72,16 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
         record["offers"] = offers
     record["diverged_at"] = threads.diverged_at
     record["agent"] = _facts(threads)
-    parts = Parts()
+    parts = PartStore()
     for place in (*([record] if main else ()), *record["inner"], *record["rewritten"]):
-        place["messages"] = parts.once(place["messages"])
+        place["messages"] = parts.deduplicate(place["messages"])
     for call in record["set_aside"]:
-        call["added"] = parts.once(call["added"])
+        call["added"] = parts.deduplicate(call["added"])
     return record
 
 
 def _conversation(
-    line: Line, threads: Threads, offers: list[list[dict[str, Any]]]
+    line: AgentConversation, threads: Threads, offers: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
     """The conversation of a line, with the keys that every conversation in a record has."""
     turns, calls = [], []
@@ -91,13 +91,13 @@ def _conversation(
         reply = threads.exchanges[number]["reply"]
         view = {key: value for key, value in reply.items() if key not in ("kind", "message")}
         if "tokens" in view:
-            view["tokens"] = threads.tokens_after(number, last_with_ids)
+            view["tokens"] = threads.turn_tokens(number, last_with_ids)
             last_with_ids = number if has_ids(view) else last_with_ids
-        inherited = {} if number in line.own else {"inherited": True}
+        inherited = {} if number in line.new_calls else {"inherited": True}
         request = {"request": requests[number]} if number in requests else {}
         turns.append({**view, "turn": turn, "exchange": number, **inherited, **request})
         calls += _results(line, threads, turn, position)
-    paid = [threads.exchanges[number]["reply"] for number in sorted(line.own)]
+    paid = [threads.exchanges[number]["reply"] for number in sorted(line.new_calls)]
     return {
         "messages": line.messages,
         "turns": turns,
@@ -107,15 +107,19 @@ def _conversation(
         "inner": [],
         "resumes": [],
         "api_calls": len(paid),
-        "usage": usage_of(paid),
-        "cost_usd": cost_of(paid),
+        "usage": sum_usage(paid),
+        "cost_usd": sum_cost(paid),
         "model_returned": turns[-1]["model"],
         "tools": line.tools,
     }
 
 
 def _requests(
-    line: Line, threads: Threads, offers: list[list[dict[str, Any]]], *, tools: list[dict[str, Any]]
+    line: AgentConversation,
+    threads: Threads,
+    offers: list[list[dict[str, Any]]],
+    *,
+    tools: list[dict[str, Any]],
 ) -> dict[int, dict[str, Any]]:
     """The context that each call of a line was shown, by the number of the call.
 
@@ -128,17 +132,17 @@ def _requests(
     found = {}
     before: Patches = {}
     for position, number in line.replies:
-        thread, end = threads.end_of(number)
+        thread, end = threads.thread_and_end(number)
         if end != position + 1 or (
             thread is not line.thread and thread.messages[:end] != line.messages[:end]
         ):
             continue
         request: dict[str, Any] = {"at": position}
-        shown = threads.shown_to(number)
-        if change := changes(before, shown):
+        shown = threads.request_patches(number)
+        if change := diff_patches(before, shown):
             request["shown"] = [{"at": at, **patch} for at, patch in change.items()]
         before = shown
-        if (offered := threads.tools_of(number)) != tools:
+        if (offered := threads.offered_tools(number)) != tools:
             if offered not in offers:
                 offers.append(offered)
             request["tools"] = offers.index(offered)
@@ -146,7 +150,9 @@ def _requests(
     return found
 
 
-def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dict[str, Any]]:
+def _results(
+    line: AgentConversation, threads: Threads, turn: int, position: int
+) -> list[dict[str, Any]]:
     """The results of the calls of a turn, in call order, in the form of `Trajectory.to_record`.
 
     The duration is the time from the reply to the next request, since the agent ran the tools. It
@@ -163,8 +169,8 @@ def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dic
     _, number = line.replies[turn - 1]
     began = _ended_at(threads.exchanges[number]["reply"])
     took = None
-    if turn < len(line.replies) and threads.start_of(line.replies[turn][1]) == (
-        threads.start_of(number)
+    if turn < len(line.replies) and threads.agent_start(line.replies[turn][1]) == (
+        threads.agent_start(number)
     ):
         following = threads.exchanges[line.replies[turn][1]]["reply"]
         took = max(0.0, round(following["started_at"] - began, 6))

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent.messages.message import (
-    OWN_CHARS,
-    OWN_FROM,
+    TOOL_TEXT_END,
+    TOOL_TEXT_START,
     CutEvent,
     ExchangeEvent,
     Message,
@@ -19,7 +19,7 @@ from agent.messages.message import (
     ResultEvent,
     ToolCall,
 )
-from agent.messages.tokens import to_stored
+from agent.messages.tokens import encode_tokens
 from agent.models.model import Completion
 from toolsets.tool import ASKS, ToolResult
 
@@ -77,7 +77,7 @@ def reply_event(
     if completion.extra:
         event["extra"] = dict(completion.extra)
     if completion.tokens is not None:
-        event["tokens"] = to_stored(completion.tokens, before, completion.token_texts)
+        event["tokens"] = encode_tokens(completion.tokens, before, completion.token_texts)
         if completion.sampling is not None:
             event["tokens"]["sampling"] = dict(completion.sampling)
     if completion.batch_item is not None:
@@ -131,8 +131,8 @@ def continued_event(
         message["content"] += "\n\n"
         own_from = len(message["content"])
         message["content"] += result.content
-        if OWN_CHARS in details:
-            details |= {OWN_FROM: own_from, OWN_CHARS: len(message["content"])}
+        if TOOL_TEXT_END in details:
+            details |= {TOOL_TEXT_START: own_from, TOOL_TEXT_END: len(message["content"])}
         message["is_error"] = result.is_error
         details |= result.details
     message["details"] = details
@@ -160,7 +160,7 @@ def exchange_event(
     `completion` is the content of the reply, `body` its body in the dialect of the agent.
     """
     placed = threads.place(request)
-    before = threads.token_chain(placed.after)
+    before = threads.token_chain(placed.previous_with_ids)
     reply = reply_event(placed.turn, completion, clock, discarded=None, before=before)
     got = [call["id"] for call in reply["message"].get("tool_calls", ())]
     make_ids_unique(reply["message"], placed.call_ids, turn=placed.turn)
@@ -172,22 +172,22 @@ def exchange_event(
         asked=request.model,
         thread=placed.thread,
         shared=placed.shared,
-        added=threads.parts.once(placed.added),
+        added=threads.parts.deduplicate(placed.added),
         reply=reply,
         body=body,
     )
-    if placed.of is not None:
-        event["of"] = placed.of
+    if placed.parent is not None:
+        event["of"] = placed.parent
     if request.is_instructed:
         event["instructed"] = True
     if got != [call["id"] for call in reply["message"].get("tool_calls", ())]:
         event["ids"] = got
-    if placed.echoes:
-        event["echoes"] = placed.echoes
+    if placed.repeated_replies:
+        event["echoes"] = placed.repeated_replies
     if placed.tools is not None:
         event["tools"] = placed.tools
-    if placed.shown:
-        event["shown"] = [[at, patch] for at, patch in placed.shown.items()]
+    if placed.patch_changes:
+        event["shown"] = [[at, patch] for at, patch in placed.patch_changes.items()]
     if request.server_tools:  # they were removed from it
         event["stripped"] = list(request.server_tools)
     return event

@@ -13,7 +13,7 @@ from batch_trajectories.basics import exact_json
 
 FINAL_ANSWER = "final_answer"
 CANNOT_COMPLETE = "cannot_complete"
-RESERVED = frozenset({FINAL_ANSWER, CANNOT_COMPLETE})
+RESERVED_TOOLS = frozenset({FINAL_ANSWER, CANNOT_COMPLETE})
 
 _TEXT_OF = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
 
@@ -57,7 +57,7 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def finish_in(name: str, arguments: str) -> FinalAnswer | None:
+def parse_final_answer(name: str, arguments: str) -> FinalAnswer | None:
     """Read a call of a reserved tool; None for other tools and for unusable arguments."""
     match name:
         case "final_answer" | "cannot_complete":

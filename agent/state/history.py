@@ -37,7 +37,7 @@ def _is_text_part(part: Any) -> bool:
     )
 
 
-def completed_history(messages: Sequence[Message]) -> list[Message]:
+def complete_history(messages: Sequence[Message]) -> list[Message]:
     """A copy of `messages` with the keys that callers may omit.
 
     Raises `ValueError` as `check_history` does.

@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 
 from agent.messages.message import (
-    MOST_TOKENS,
-    OWN_CHARS,
+    MAX_TOKEN_COUNT,
+    TOOL_TEXT_END,
     Message,
     ReplyEvent,
     ToolCall,
     Usage,
-    failure_of,
+    call_failure,
 )
 from batch_trajectories.basics import exact_json
 
@@ -50,7 +50,7 @@ class Tally:
 
     def count_turn(self, calls: Sequence[ToolCall], results: Sequence[Message]) -> None:
         """Count the results of one turn, in call order."""
-        failures = [failure_of(result) for result in results]
+        failures = [call_failure(result) for result in results]
         self.errors += sum(failure in _COUNTED for failure in failures)
         malformed = all(failure in MALFORMED for failure in failures)
         self.unusable_turns = self.unusable_turns + 1 if malformed else 0
@@ -58,7 +58,7 @@ class Tally:
             if failure in _NO_FAULT:
                 self.streak, self._last = 0, None
                 continue
-            own = result.get("details", {}).get(OWN_CHARS)
+            own = result.get("details", {}).get(TOOL_TEXT_END)
             function = call["function"]
             now = (function["name"], function["arguments"], result["content"][:own])
             # Equal calls of one reply are one attempt: none of them saw another's result.
@@ -68,7 +68,7 @@ class Tally:
 
     def count_continued(self, result: Message) -> None:
         """Count the second result of a tool that had asked the user."""
-        self.errors += failure_of(result) in _COUNTED
+        self.errors += call_failure(result) in _COUNTED
 
 
 def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bool:
@@ -85,7 +85,7 @@ def canonical(arguments: str) -> str | bytes:
         return arguments.strip()
 
 
-def usage_of(replies: Sequence[ReplyEvent]) -> Usage | None:
+def sum_usage(replies: Sequence[ReplyEvent]) -> Usage | None:
     """The tokens of all replies together; a count is None if it is unknown for any reply."""
     if not replies:
         return None
@@ -99,7 +99,7 @@ def usage_of(replies: Sequence[ReplyEvent]) -> Usage | None:
     )
 
 
-def cost_of(replies: Sequence[ReplyEvent]) -> float | None:
+def sum_cost(replies: Sequence[ReplyEvent]) -> float | None:
     """The dollars of all replies together; None if the price of any is unknown."""
     costs = [reply["cost_usd"] for reply in replies]
     known = [cost for cost in costs if cost is not None]
@@ -114,4 +114,4 @@ def _sum_known(usages: Sequence[Usage | None], key: str) -> int | None:
 
 def _count(usage: Mapping[str, Any], key: str) -> int | None:
     count = usage.get(key)
-    return count if isinstance(count, int) and count < MOST_TOKENS else None
+    return count if isinstance(count, int) and count < MAX_TOKEN_COUNT else None

@@ -30,8 +30,8 @@ from agent.messages.message import (
     summary_upto,
 )
 from agent.models.deadline import TimeAtWork
-from agent.state.final_answer import FinalAnswer, finish_in
-from agent.state.tally import Tally, cost_of, usage_of
+from agent.state.final_answer import FinalAnswer, parse_final_answer
+from agent.state.tally import Tally, sum_cost, sum_usage
 
 if TYPE_CHECKING:
     from agent.wires.threads import Threads
@@ -105,7 +105,7 @@ class Trajectory:
         self.replies: list[ReplyEvent] = []
         """The replies that are part of the conversation."""
         self.results: list[ResultEvent] = []
-        self.begun: set[str] = set()
+        self.started_calls: set[str] = set()
         """The ids of open calls that were started; see `BeganEvent`."""
         self.notes: list[NoteEvent] = []
         self.summarized: dict[int, str] = {}
@@ -120,7 +120,7 @@ class Trajectory:
         self.tally = Tally()
         self.reasks = 0
         """Replies discarded since the last accepted one."""
-        self.noted: list[NoteEvent] = []
+        self.new_notes: list[NoteEvent] = []
         """The notes since the last reply."""
         self.is_reopened = False
         """Whether an event has replaced the messages that the conversation starts with."""
@@ -146,7 +146,7 @@ class Trajectory:
             case "result":
                 self._apply_result(event)
             case "began":
-                self.begun.add(event["call_id"])
+                self.started_calls.add(event["call_id"])
             case "note":
                 self._apply_note(event)
             case "opening":
@@ -192,7 +192,7 @@ class Trajectory:
         self._not_added.clear()
         return self._at_work.seconds
 
-    def notes_of(self, reason: str) -> int:
+    def count_notes(self, reason: str) -> int:
         """The number of notes that rule `reason` has written."""
         return self._notes_of[reason]
 
@@ -210,14 +210,14 @@ class Trajectory:
         """The known results of the last reply's calls, in call order."""
         return [self._results_of_turn[n] for n in sorted(self._results_of_turn)]
 
-    def finish(self) -> FinalAnswer | None:
+    def final_call(self) -> FinalAnswer | None:
         """The last reply's successful call of a reserved tool; None if it has none."""
         for n, call in enumerate(self.last_calls()):
             result = self._results_of_turn.get(n)
             if result is None or result["message"]["is_error"]:
                 continue
             function = call["function"]
-            if finish := finish_in(function["name"], function["arguments"]):
+            if finish := parse_final_answer(function["name"], function["arguments"]):
                 # In the text of the result, references to other results are resolved.
                 return FinalAnswer(finish.tool, result["message"]["details"]["text"])
         return None
@@ -229,7 +229,7 @@ class Trajectory:
         """
         if not self.replies:
             return ""
-        if finish := self.finish():
+        if finish := self.final_call():
             return finish.text
         if self.last_calls():
             return ""
@@ -242,11 +242,11 @@ class Trajectory:
 
     def usage(self) -> Usage | None:
         """Tokens of all paid replies; a count is None if it is unknown for any reply."""
-        return usage_of(list(self._paid_replies()))
+        return sum_usage(list(self._paid_replies()))
 
     def cost_usd(self) -> float | None:
         """Dollars of all paid replies; None if the price of any is unknown."""
-        return cost_of(list(self._paid_replies()))
+        return sum_cost(list(self._paid_replies()))
 
     def api_calls(self) -> int:
         """The number of paid replies, unusable ones and inner conversations included."""
@@ -317,7 +317,7 @@ class Trajectory:
 
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)
-        self.opening = len(opening)
+        self.opening_length = len(opening)
         """The number of messages that the conversation started with; the last one is its task."""
         self.call_ids = {
             call["id"] for message in opening for call in message.get("tool_calls", ())
@@ -338,12 +338,12 @@ class Trajectory:
             self.reasks += event["discarded"] not in COST_ONLY
             return
         message = event["message"]
-        if any(note["reason"] == CONTINUE_CUT for note in self.noted):
+        if any(note["reason"] == CONTINUE_CUT for note in self.new_notes):
             self._text_before += self.replies[-1]["message"]["content"]
         else:
             self._text_before = ""
         self.reasks = 0
-        self.noted = []
+        self.new_notes = []
         if self.inner and (summary := self._summary()) is not None:
             self.summarized[len(self.replies)] = summary
         self.replies.append(event)
@@ -379,7 +379,7 @@ class Trajectory:
         if event["message"]["tool_call_id"] not in self.inner:
             # A subagent's calls are counted one by one.
             self.outermost()._not_added.append(event)
-        self.begun.discard(event["message"]["tool_call_id"])
+        self.started_calls.discard(event["message"]["tool_call_id"])
         self._results_of_turn[event["call"]] = event
         if "reply" in event:
             self._apply_continued(event)
@@ -402,7 +402,7 @@ class Trajectory:
 
     def _apply_note(self, event: NoteEvent) -> None:
         self.notes.append(event)
-        self.noted.append(event)
+        self.new_notes.append(event)
         self._notes_of[event["reason"]] += 1
         last = self.messages[-1]
         if event["reason"] == USER_TURN:
@@ -442,5 +442,5 @@ def _drop_kind(event: Event) -> dict[str, Any]:
 Journal = Callable[[Event], None]
 """Persists an event before it is used: after it returns, a killed process does not lose it."""
 
-Kept = Callable[[], Awaitable[None]] | None
+WaitUntilPersisted = Callable[[], Awaitable[None]] | None
 """Waits until all events so far are on disk; None: they are on disk at once."""

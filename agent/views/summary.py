@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from agent.messages.message import SUMMARY, UNREADABLE, Event, Message, summary_key, summary_upto
-from agent.models.conversation_id import id_within
+from agent.models.conversation_id import inner_conversation_id
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
@@ -82,7 +82,7 @@ class SummarizingModel:
         if not summary.upto:
             return messages
         # The system message and the task itself are never summarized.
-        task = messages[self._trajectory.opening - 1].copy()
+        task = messages[self._trajectory.opening_length - 1].copy()
         task["content"] += f"\n\n[Summary of the conversation so far]\n{summary.text}"
         system = [message for message in messages[:1] if message["role"] == "system"]
         return [*system, task, *messages[summary.upto :]]
@@ -107,7 +107,7 @@ class SummarizingModel:
         written = latest_summary(self._trajectory).upto
         tried = [summary.upto for summary in _summaries(self._trajectory)]
         failed = sum(n > written for n in tried)
-        gap = upto - max(self._trajectory.opening, *tried, 0)
+        gap = upto - max(self._trajectory.opening_length, *tried, 0)
         return upto if gap >= keep << failed else 0
 
     async def _summarize(self, request: Request, upto: int) -> None:
@@ -131,7 +131,7 @@ class SummarizingModel:
             opening,
             deadline=deadline,
             on_unreadable=record_unreadable,
-            conversation=id_within(request.conversation, key),
+            conversation=inner_conversation_id(request.conversation, key),
         )
         completion = await self._writer.complete(summary_request)
         waited_s = deadline.waited_s - waited_s if deadline is not None else 0.0
@@ -158,7 +158,7 @@ def _summaries(t: Trajectory) -> list[Summary]:
         Summary(summary_upto(key), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
         if inner.name == SUMMARY
-        and (inner.trajectory.api_calls() or inner.trajectory.notes_of(_NO_SUMMARY))
+        and (inner.trajectory.api_calls() or inner.trajectory.count_notes(_NO_SUMMARY))
     ]
 
 

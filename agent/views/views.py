@@ -36,7 +36,7 @@ class ViewingModel:
         return await self._model.complete(replace(request, messages=shown))
 
 
-def with_views(model: Model, options: AgentOptions) -> Model:
+def add_views(model: Model, options: AgentOptions) -> Model:
     """Wrap `model` in the views that `options` ask for."""
     if options.ephemeral_system_prompt or options.prefill_messages:
         unrecorded = _unrecorded(options)
@@ -59,7 +59,7 @@ def compact(messages: Sequence[Message], after: int) -> list[Message]:
     return shown
 
 
-def compacted_from(messages: Sequence[Message], after: int) -> int:
+def first_compacted_reply(messages: Sequence[Message], after: int) -> int:
     """The index of the first reply whose request had shortened replies, as all later ones had.
 
     The number of messages if there is no such reply.

@@ -49,11 +49,11 @@ class MessagesWire(Wire):
             messages="messages",
         )
 
-    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
         return body.get("system"), require_objects(body.get("messages"), "messages")
 
-    def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def collect_tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `Wire.tools_of`."""
         tools = require_objects(body.get("tools") or [], "tools")
         return [*tools, *require_objects(body.get("mcp_servers") or [], "mcp_servers")]
@@ -67,11 +67,11 @@ class MessagesWire(Wire):
         """See `Wire.is_closing`."""
         return '"message_stop"' in data
 
-    def whole(self, body: Mapping[str, Any]) -> bytes:
+    def write_whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
         return exact_json.dumps({"stop_sequence": None, **body})
 
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+    def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
         return [sse(event, event=event["type"]) for event in _events_of(body)]
 
@@ -95,11 +95,11 @@ class MessagesWire(Wire):
             "usage": {"input_tokens": 10, "output_tokens": 10},
         }
 
-    def error(self, status: int, kind: str, message: str) -> bytes:
+    def write_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.error`."""
         return exact_json.dumps(_error(status, kind, message))
 
-    def stream_error(self, status: int, kind: str, message: str) -> bytes:
+    def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`."""
         return sse(_error(status, kind, message), event="error")
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.models.dialects.dialect import Assembly, dialect_of, read_reply
-from agent.models.model import Completion, ignored
+from agent.models.dialects.dialect import Assembly, get_dialect, read_reply
+from agent.models.model import Completion, ignore_event
 from agent.wires.reading import CallFields, Layout, Schemas, read_request, strip_query
 from agent.wires.wire import (
     NOTHING_VOLATILE,
@@ -114,50 +114,52 @@ class Wire(ABC):
         `before` are earlier requests of the same agent, whose parts are reused if the body repeats
         them. `earlier` finds the messages that the body continues by an id. Raises `WireError`.
         """
-        return read_request(self.layout, body, self.asked(path, body), volatile, before, earlier)
+        return read_request(
+            self.layout, body, self.read_fields(path, body), volatile, before, earlier
+        )
 
-    def with_items(
+    def insert_items(
         self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
         """Replace references to items of earlier replies by the `items` with these ids."""
         del items
         return body
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+    def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """Extract the fields of a call that each API names in its own way."""
         del path
-        system, messages = self.messages_of(body)
+        system, messages = self.split_messages(body)
         return CallFields(
             model=body.get("model"),
             system=system,
             messages=messages,
-            tools=self.tools_of(body),
+            tools=self.collect_tools(body),
             is_stream=body.get("stream") is True,
             max_tokens=next(
                 (body[name] for name in self.limits if body.get(name) is not None), None
             ),
-            follows=self.follows(body),
+            follows=self.continued_id(body),
         )
 
-    def follows(self, body: Mapping[str, Any]) -> str:
+    def continued_id(self, body: Mapping[str, Any]) -> str:
         """The id of the reply or conversation that a call continues; "" if it repeats all."""
         del body
         return ""
 
-    def has_followed(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
+    def has_read_earlier(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
         """Whether the reply shows that the endpoint read the messages continued by an id."""
         del request, reply
         return True
 
     @abstractmethod
-    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """Return the system prompt that is not among the messages, and the messages."""
 
-    def tools_of(self, body: Mapping[str, Any]) -> Any:
+    def collect_tools(self, body: Mapping[str, Any]) -> Any:
         """Return the tools, and an object per other field that makes the provider run tools."""
         return body.get("tools")
 
-    def rewritten(
+    def rewrite(
         self,
         path: str,
         body: Mapping[str, Any],
@@ -185,7 +187,7 @@ class Wire(ABC):
     def upstream_path(self, path: str) -> str:
         """The path that the request is sent to, below the root of an endpoint."""
         counts = strip_query(path).endswith(self.count_path)
-        return dialect_of(self.api).path + (self.count_path if counts else "")
+        return get_dialect(self.api).path + (self.count_path if counts else "")
 
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Select the headers of an agent that are passed on; their names become lower-case.
@@ -201,14 +203,14 @@ class Wire(ABC):
 
     def assembly(self) -> Assembly:
         """Make an object that puts a streamed reply together."""
-        return dialect_of(self.api).assembly(ignored)
+        return get_dialect(self.api).assembly(ignore_event)
 
-    def whole(self, body: Mapping[str, Any]) -> bytes:
+    def write_whole(self, body: Mapping[str, Any]) -> bytes:
         """Write a recorded reply as the body that answers a request without streaming."""
         return exact_json.dumps(body)
 
     @abstractmethod
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+    def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """Write a recorded reply as the events that answer a request with streaming.
 
         Put together, they are `body` again.
@@ -220,7 +222,7 @@ class Wire(ABC):
     ) -> dict[str, Any]:
         """Write the body of a reply with this text and these calls, and with invented usage."""
 
-    def last_event(self, data: str) -> bool:
+    def ends_reply(self, data: str) -> bool:
         """Whether a stream's event with this data ends the reply.
 
         That event and all later ones have to wait until the reply is on disk.
@@ -244,13 +246,13 @@ class Wire(ABC):
         """
         return event.get("type") in self.ends
 
-    def error(self, status: int, kind: str, message: str) -> bytes:
+    def write_error(self, status: int, kind: str, message: str) -> bytes:
         """Write the body of an error reply. `kind` is a word such as "budget" or "stopped"."""
         error = {"message": message, "type": error_type(status), "param": None, "code": kind}
         return exact_json.dumps({"error": error})
 
     @abstractmethod
-    def stream_error(self, status: int, kind: str, message: str) -> bytes:
+    def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
         """Write the error event that ends a stream whose headers are already sent.
 
         `status` is the HTTP status that would have been sent instead: from 500 on, clients repeat

@@ -68,13 +68,13 @@ class GeminiWire(Wire):
             return None
         return _OPERATIONS.get(match["method"], "other") if method == "POST" else "other"
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+    def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """See `Wire.asked`."""
         match = _PATH.search(strip_query(path))
         is_stream = match is not None and match["method"] == "streamGenerateContent"
         if is_stream and "alt=sse" not in path:
             raise WireError("streams are sent as events only: add ?alt=sse to the path")
-        system, messages = self.messages_of(body)
+        system, messages = self.split_messages(body)
         limit = generation_config(body).get("maxOutputTokens")
         return CallFields(
             model=match and match["model"],
@@ -85,12 +85,12 @@ class GeminiWire(Wire):
             max_tokens=limit,
         )
 
-    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
         system = body.get("systemInstruction") or body.get("system_instruction")
         return system, require_objects(body.get("contents"), "contents")
 
-    def rewritten(
+    def rewrite(
         self,
         path: str,
         body: Mapping[str, Any],
@@ -129,7 +129,7 @@ class GeminiWire(Wire):
         form = "?alt=sse" if "alt=sse" in query else ""
         return f"{version}/models/{match['model']}:{match['method']}{form}"
 
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+    def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`. Two events: the reply without its finish reason, and that."""
         candidates = objects_among(body.get("candidates"))
         begun = [{k: c[k] for k in c if k != "finishReason"} for c in candidates]
@@ -167,15 +167,15 @@ class GeminiWire(Wire):
             candidate.get("finishReason") for candidate in candidates
         )
 
-    def error(self, status: int, kind: str, message: str) -> bytes:
+    def write_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.error`."""
         named = _STATUSES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
         error = {"code": status, "message": f"{message} ({kind})", "status": named}
         return exact_json.dumps({"error": error})
 
-    def stream_error(self, status: int, kind: str, message: str) -> bytes:
+    def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`. Google's own client finds errors only outside of events."""
-        return self.error(status, kind, message) + b"\n\n"
+        return self.write_error(status, kind, message) + b"\n\n"
 
 
 def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:

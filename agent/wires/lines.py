@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.messages.message import PLAIN, ExchangeEvent, Message
+from agent.messages.message import NON_CHAT_CALLS, ExchangeEvent, Message
 from agent.wires.thread import Thread
 from agent.wires.threads import Threads
 
@@ -29,7 +29,7 @@ _MIN_QUOTED_CHARS = 20
 
 
 @dataclass(slots=True)
-class Line:
+class AgentConversation:
     """One conversation of an agent."""
 
     thread: Thread
@@ -42,9 +42,9 @@ class Line:
     """Whether its last call offered tools."""
     name: str = ""
     """The kind of conversation; "" for the main one."""
-    is_about: bool = False
+    is_follow_up: bool = False
     """Whether it ends with a call about another conversation that had already ended."""
-    own: set[int] = field(default_factory=set)
+    new_calls: set[int] = field(default_factory=set)
     """The numbers of the calls that are part of no conversation before this one."""
 
     @property
@@ -53,7 +53,7 @@ class Line:
         return f"thread#{self.thread.number}"
 
     @property
-    def numbers(self) -> list[int]:
+    def call_numbers(self) -> list[int]:
         """The numbers of its calls."""
         return [number for _, number in self.replies]
 
@@ -64,62 +64,65 @@ class Rewritten:
 
     calls: list[int]
     """The numbers of these calls."""
-    line: Line
+    conversation: AgentConversation
     start: int
     end: int
     messages: list[Message]
     """The messages of the requests in place of the conversation's from `start` to before `end`."""
     until: int
     """The position in the conversation of the reply to the last of these calls."""
-    shown: Line
+    as_requested: AgentConversation
     """The same calls as a conversation of their own, with the messages of their requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class AgentConversations:
     """All conversations of an agent."""
 
-    main: Line | None
+    main: AgentConversation | None
     """The conversation of the task itself; None if the agent made no call."""
-    others: list[Line]
+    others: list[AgentConversation]
     rewritten: list[Rewritten]
     set_aside: list[ExchangeEvent]
     """The calls before the last restart that are part of no conversation."""
 
 
-def lines_of(threads: Threads, prompt: str) -> Lines:
+def find_conversations(threads: Threads, prompt: str) -> AgentConversations:
     """Find the conversations of an agent whose task is `prompt`."""
     conversations, rewritten = _drop_continued(_one_per_thread(threads))
-    conversations.sort(key=lambda one: one.numbers[-1])
-    summarized = {one.line.key for one in rewritten if _follows_summary(one)}
+    conversations.sort(key=lambda one: one.call_numbers[-1])
+    summarized = {one.conversation.key for one in rewritten if _follows_summary(one)}
     main = _find_main(conversations, threads, prompt, summarized)
     counted: set[int] = set()
     if main is not None:
         conversations.remove(main)
-        conversations.sort(key=lambda one: one.numbers[0])
+        conversations.sort(key=lambda one: one.call_numbers[0])
         # Calls that a compaction keeps belong to the conversation before it.
         before = [one for one in conversations if one.name == BEFORE_COMPACTION]
         after = [one for one in conversations if one.name != BEFORE_COMPACTION]
         for one in (*before, main, *after):
-            one.own = set(one.numbers) - counted
-            counted |= one.own
-        trunk = {*main.numbers, *(n for one in conversations if one.name for n in one.numbers)}
+            one.new_calls = set(one.call_numbers) - counted
+            counted |= one.new_calls
+        trunk = {
+            *main.call_numbers,
+            *(n for one in conversations if one.name for n in one.call_numbers),
+        }
         for one in conversations:
             one.name = one.name or _plain_api(one, threads) or _kind(one, trunk)
     aside = [event for event in threads.exchanges if event["number"] not in counted]
-    return Lines(main, conversations, rewritten, aside)
+    return AgentConversations(main, conversations, rewritten, aside)
 
 
-def _one_per_thread(threads: Threads) -> list[Line]:
+def _one_per_thread(threads: Threads) -> list[AgentConversation]:
     """Make a conversation of each thread, up to the last call of the latest start."""
-    last = {threads.end_of(number)[0].number: number for number in sorted(threads.live)}
+    last = {threads.thread_and_end(number)[0].number: number for number in sorted(threads.live)}
     conversations = []
     for number in last.values():
-        thread, end = threads.end_of(number)
+        thread, end = threads.thread_and_end(number)
         replies = [reply for reply in thread.replies if reply[0] < end]
-        offered = [threads.tools_of(number) for _, number in replies]
+        offered = [threads.offered_tools(number) for _, number in replies]
         conversations.append(
-            Line(
+            AgentConversation(
                 thread=thread,
                 messages=thread.messages[:end],
                 replies=replies,
@@ -137,23 +140,25 @@ def _unite_tools(offered: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]
     return [*by_name.values()]
 
 
-def _drop_continued(conversations: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
+def _drop_continued(
+    conversations: Sequence[AgentConversation],
+) -> tuple[list[AgentConversation], list[Rewritten]]:
     """Drop conversations that others continue; return the rest, and the dropped that differ."""
-    by_call: defaultdict[int, list[Line]] = defaultdict(list)
+    by_call: defaultdict[int, list[AgentConversation]] = defaultdict(list)
     for one in conversations:
-        for number in one.numbers:
+        for number in one.call_numbers:
             by_call[number].append(one)
     rest, rewritten = [], []
     for one in conversations:
-        numbers = set(one.numbers)
+        numbers = set(one.call_numbers)
         repeating = [
             other
-            for other in by_call[one.numbers[-1]]
-            if other is not one and numbers.issubset(other.numbers)
+            for other in by_call[one.call_numbers[-1]]
+            if other is not one and numbers.issubset(other.call_numbers)
         ]
         later = [other for other in repeating if not _is_about(other, one)]
         for other in repeating:
-            other.is_about = other.is_about or _is_about(other, one)
+            other.is_follow_up = other.is_follow_up or _is_about(other, one)
         if not later:
             rest.append(one)
             continue
@@ -163,26 +168,26 @@ def _drop_continued(conversations: Sequence[Line]) -> tuple[list[Line], list[Rew
     return rest, rewritten
 
 
-def _is_about(other: Line, ended: Line) -> bool:
+def _is_about(other: AgentConversation, ended: AgentConversation) -> bool:
     """Whether `other` continues the conversation `ended` only by a call about its answer."""
     is_answer = ended.has_tools and not ended.messages[-1].get("tool_calls")
     return is_answer and not other.has_tools
 
 
-def _compare(earlier: Line, later: Line) -> Rewritten:
+def _compare(earlier: AgentConversation, later: AgentConversation) -> Rewritten:
     """Find where the requests of `earlier` had other messages than `later` has."""
-    until = next(at for at, number in later.replies if number == earlier.numbers[-1])
+    until = next(at for at, number in later.replies if number == earlier.call_numbers[-1])
     before, after = earlier.messages[:-1], later.messages[:until]
     start = _count_common(before, after)
     common_at_end = _count_common(before[start:][::-1], after[start:][::-1])
     return Rewritten(
         calls=[number for position, number in earlier.replies if position >= start],
-        line=later,
+        conversation=later,
         start=start,
         end=until - common_at_end,
         messages=before[start : len(before) - common_at_end],
         until=until,
-        shown=earlier,
+        as_requested=earlier,
     )
 
 
@@ -197,7 +202,7 @@ def _follows_summary(rewritten: Rewritten) -> bool:
 
     Compactions are such calls: their reply, a summary, begins the next conversation.
     """
-    is_first = rewritten.calls == rewritten.line.numbers[:1]
+    is_first = rewritten.calls == rewritten.conversation.call_numbers[:1]
     return is_first and rewritten.start <= 1 and rewritten.end == rewritten.until
 
 
@@ -205,7 +210,7 @@ def _follows_summary(rewritten: Rewritten) -> bool:
 class _Candidate:
     """A conversation that may be the main one."""
 
-    conversation: Line
+    conversation: AgentConversation
     similarity: int
     """How clearly it begins with the task, 0 to 3; see `_similarity`."""
 
@@ -220,25 +225,28 @@ class _Candidate:
         return (
             self.begins_with_task_and_tools,
             self.similarity,
-            -one.numbers[0],  # the one that began first
+            -one.call_numbers[0],  # the one that began first
             len(one.replies),
         )
 
     def rank_by_length(self) -> tuple[bool, int, int]:
         """Return the sort key for candidates of which none begins with the task; highest first."""
         one = self.conversation
-        return bool(one.tools), len(one.replies), -one.numbers[0]
+        return bool(one.tools), len(one.replies), -one.call_numbers[0]
 
 
 def _find_main(
-    conversations: Sequence[Line], threads: Threads, prompt: str, summarized: Container[str]
-) -> Line | None:
+    conversations: Sequence[AgentConversation],
+    threads: Threads,
+    prompt: str,
+    summarized: Container[str],
+) -> AgentConversation | None:
     """Find the conversation of the task, and name those that compactions or restarts ended.
 
     `summarized` has the keys of conversations that begin with a summary. Returns None if there is
     no conversation.
     """
-    candidates = [one for one in conversations if not one.is_about]
+    candidates = [one for one in conversations if not one.is_follow_up]
     candidates = [one for one in candidates if _plain_api(one, threads) is None] or candidates
     if not candidates:
         return None
@@ -250,7 +258,7 @@ def _find_main(
     return main
 
 
-def _most_likely_main(conversations: Sequence[Line], prompt: str) -> Line:
+def _most_likely_main(conversations: Sequence[AgentConversation], prompt: str) -> AgentConversation:
     candidates = [_Candidate(one, _similarity(one, prompt)) for one in conversations]
     # A call without tools may only ask for a title and quote the task, so without tools the task
     # counts only if no conversation offers any.
@@ -262,7 +270,7 @@ def _most_likely_main(conversations: Sequence[Line], prompt: str) -> Line:
     return max(candidates, key=rank).conversation
 
 
-def _similarity(conversation: Line, prompt: str) -> int:
+def _similarity(conversation: AgentConversation, prompt: str) -> int:
     """Return how clearly the user's first messages hold the prompt.
 
     3: as whole lines; 2: in quotes; 1: within a line; 0: not at all.
@@ -279,7 +287,7 @@ def _similarity(conversation: Line, prompt: str) -> int:
     return best
 
 
-def _opening(conversation: Line) -> list[str]:
+def _opening(conversation: AgentConversation) -> list[str]:
     """The texts of the user before the first reply."""
     first = conversation.replies[0][0]
     messages = conversation.messages[:first]
@@ -287,23 +295,26 @@ def _opening(conversation: Line) -> list[str]:
 
 
 def _after_compaction(
-    ended: Line,
-    conversations: Sequence[Line],
+    ended: AgentConversation,
+    conversations: Sequence[AgentConversation],
     threads: Threads,
     prompt: str,
     summarized: Container[str],
-) -> Line | None:
+) -> AgentConversation | None:
     """Find the conversation that continues `ended` from a summary, or repeats it from its start.
 
     Its calls follow the last one of `ended` and offer the same tools; it may keep the latest
     messages. It starts with the text of an earlier reply; or it has the same system prompt, and
     starts with the prompt or with a summary. Returns None if there is no such conversation.
     """
-    numbers = set(ended.numbers)
-    for other in sorted(conversations, key=lambda other: other.numbers[0]):
-        kept = [number for number in other.numbers if number in numbers]
-        first_new = next((number for number in other.numbers if number not in numbers), -1)
-        if first_new <= ended.numbers[-1] or kept not in ([], ended.numbers[1:][-len(kept) :]):
+    numbers = set(ended.call_numbers)
+    for other in sorted(conversations, key=lambda other: other.call_numbers[0]):
+        kept = [number for number in other.call_numbers if number in numbers]
+        first_new = next((number for number in other.call_numbers if number not in numbers), -1)
+        if first_new <= ended.call_numbers[-1] or kept not in (
+            [],
+            ended.call_numbers[1:][-len(kept) :],
+        ):
             continue
         if not ended.tools or ended.tools != other.tools:
             continue
@@ -315,13 +326,13 @@ def _after_compaction(
     return None
 
 
-def _system_prompt(conversation: Line) -> str:
+def _system_prompt(conversation: AgentConversation) -> str:
     """The text of its system message; "" if it has none."""
     first = conversation.messages[0]
     return first["content"] if first["role"] == "system" else ""
 
 
-def _repeats_reply(conversation: Line, threads: Threads, end: int) -> bool:
+def _repeats_reply(conversation: AgentConversation, threads: Threads, end: int) -> bool:
     """Whether the user's first messages hold the text of a reply to a call before number `end`.
 
     The text between the last tags of a reply counts, too: agents ask for summaries in tags.
@@ -336,14 +347,14 @@ def _repeats_reply(conversation: Line, threads: Threads, end: int) -> bool:
     return False
 
 
-def _plain_api(conversation: Line, threads: Threads) -> str | None:
+def _plain_api(conversation: AgentConversation, threads: Threads) -> str | None:
     """The API of a conversation that is no chat, such as embeddings; None for a chat."""
-    dialect = threads.exchanges[conversation.numbers[0]]["dialect"]
-    return dialect if dialect in PLAIN else None
+    dialect = threads.exchanges[conversation.call_numbers[0]]["dialect"]
+    return dialect if dialect in NON_CHAT_CALLS else None
 
 
-def _kind(conversation: Line, trunk: Set[int]) -> str:
+def _kind(conversation: AgentConversation, trunk: Set[int]) -> str:
     """The kind of a conversation other than the main one; `trunk` has the calls of that."""
     if not conversation.has_tools:
         return SIDE
-    return SUBAGENT if trunk.isdisjoint(conversation.numbers) else BRANCH
+    return SUBAGENT if trunk.isdisjoint(conversation.call_numbers) else BRANCH

@@ -9,7 +9,7 @@ from typing import Any
 from agent.messages.message import Message
 from agent.models.dialects.openai_chat import API, flat_text, read_message
 from agent.models.errors import ModelError
-from agent.models.parsing import object_of
+from agent.models.parsing import get_object
 from agent.wires.base import SERVER_ERROR, MadeCall, Wire, sse
 from agent.wires.reading import (
     CallsInOrder,
@@ -63,21 +63,21 @@ class ChatWire(Wire):
             messages="messages",
         )
 
-    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
         return None, require_objects(body.get("messages"), "messages")
 
-    def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def collect_tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `Wire.tools_of`."""
         tools = require_objects(body.get("tools") or [], "tools")
         return [*tools, {"type": "web_search_options"}] if self.server_field in body else tools
 
-    def whole(self, body: Mapping[str, Any]) -> bytes:
+    def write_whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
         # Clients expect two fields that a reply put together from a stream does not have.
         return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
 
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+    def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
         head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
         usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
@@ -114,10 +114,10 @@ class ChatWire(Wire):
             "usage": {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20},
         }
 
-    def last_event(self, data: str) -> bool:
+    def ends_reply(self, data: str) -> bool:
         """See `Wire.last_event`."""
         # Clients can act on the finish reason before the closing event.
-        return self.is_closing(data) or super().last_event(data)
+        return self.is_closing(data) or super().ends_reply(data)
 
     def is_closing(self, data: str) -> bool:
         """See `Wire.is_closing`."""
@@ -127,18 +127,18 @@ class ChatWire(Wire):
         """See `Wire.is_end`."""
         return any(choice.get("finish_reason") for choice in event.get("choices") or [])
 
-    def stream_error(self, status: int, kind: str, message: str) -> bytes:
+    def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`."""
         # opencode repeats calls that fail with `SERVER_ERROR`.
         code = SERVER_ERROR if status >= 500 else kind
-        return b"data: " + self.error(status, code, message) + b"\n\n"
+        return b"data: " + self.write_error(status, code, message) + b"\n\n"
 
 
 def _deltas_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Write a choice as the parts of a stream, without the finish reason."""
     # Clients read the reasoning of a part first. A text that came before the reasoning gets a part
     # of its own, because agents keep the order in their summaries.
-    message = dict(object_of(choice, "message"))
+    message = dict(get_object(choice, "message"))
     if calls := objects_among(message.get("tool_calls")):
         message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
     others = {key: choice[key] for key in choice if key not in ("message", "finish_reason")}
@@ -189,12 +189,12 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     """Read a function, or a custom tool, whose input is free text."""
     match tool.get("type"):
         case "function":
-            function = object_of(tool, "function")
+            function = get_object(tool, "function")
             name, description = str(function.get("name") or ""), function.get("description")
             schema = function_tool(name, description, function.get("parameters"))
             return [{**schema, "function": {**function, **schema["function"]}}]
         case "custom":
-            return [custom_tool(object_of(tool, "custom"))]
+            return [custom_tool(get_object(tool, "custom"))]
         case kind:
             return str(kind)
 

@@ -9,11 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import COMPLETION, EMBEDDINGS, Message
-from agent.models.dialects.dialect import Assembly, Growing, merge, read_reply, to_body, unknown_in
+from agent.models.dialects.dialect import (
+    Assembly,
+    PartialObject,
+    merge,
+    read_reply,
+    to_body,
+    unknown_in,
+)
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from agent.models.parsing import load_object, object_of
+from agent.models.parsing import get_object, load_object
 from agent.wires.base import sse
 from agent.wires.openai_chat import ChatWire
 from agent.wires.reading import CallFields, CallsInOrder, Layout, placeholder, strip_query
@@ -55,7 +62,7 @@ class CompletionsWire(ChatWire):
         """See `Wire.upstream_path`."""
         return self.call_path
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+    def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """See `Wire.asked`."""
         given = body.get(self.given)
         is_list = isinstance(given, list) and given and not isinstance(given[0], int)
@@ -90,11 +97,11 @@ class CompletionsWire(ChatWire):
         """See `Wire.assembly`."""
         return _TextAssembly()
 
-    def whole(self, body: Mapping[str, Any]) -> bytes:
+    def write_whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
         return exact_json.dumps({"object": "text_completion", "created": 0, **body})
 
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+    def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
         head = {"object": "text_completion", "created": 0, **body}
         usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
@@ -114,9 +121,9 @@ class EmbeddingsWire(CompletionsWire):
     def __init__(self) -> None:
         super().__init__(EMBEDDINGS)
 
-    def asked(self, path: str, body: Mapping[str, Any]) -> CallFields:
+    def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
         """See `Wire.asked`."""
-        return super().asked(path, body)._replace(is_stream=False, max_tokens=0)
+        return super().read_fields(path, body)._replace(is_stream=False, max_tokens=0)
 
     def read_reply(self, body: bytes) -> Completion:
         """See `Wire.read_reply`."""
@@ -124,11 +131,11 @@ class EmbeddingsWire(CompletionsWire):
         if not isinstance(reply.get("data"), list):
             raise ModelError("malformed", "the reply has no list of embeddings")
         message = {"role": "assistant", "content": ""}
-        usage = {"completion_tokens": 0, **object_of(reply, "usage")}
+        usage = {"completion_tokens": 0, **get_object(reply, "usage")}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return _read_as_chat({**reply, "usage": usage}, [choice])
 
-    def whole(self, body: Mapping[str, Any]) -> bytes:
+    def write_whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
         return exact_json.dumps(body)
 
@@ -138,7 +145,7 @@ class _TextAssembly:
 
     def __init__(self) -> None:
         self._reply: dict[str, Any] = {}
-        self._choices: dict[int, Growing] = {}
+        self._choices: dict[int, PartialObject] = {}
         self.has_reason = False
         self.is_over = False
 
@@ -149,7 +156,7 @@ class _TextAssembly:
             index = given.get("index", 0)
             if type(index) is not int or not 0 <= index < _MAX_CHOICES:
                 continue
-            choice = self._choices.setdefault(index, Growing({"index": index, "text": ""}))
+            choice = self._choices.setdefault(index, PartialObject({"index": index, "text": ""}))
             choice.append("text", str(given.get("text") or ""))
             choice.fields["finish_reason"] = given.get("finish_reason") or choice.fields.get(
                 "finish_reason"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agent.messages.message import EARLIER, Message, Role
-from agent.models.dialects.openai_responses import API, conversation_of, read_output
+from agent.messages.message import EARLIER_RESPONSE, Message, Role
+from agent.models.dialects.openai_responses import API, conversation_id_in, read_output
 from agent.models.errors import ModelError
 from agent.wires.base import SERVER_ERROR, MadeCall, Wire, sse
 from agent.wires.reading import (
@@ -80,14 +80,14 @@ class ResponsesWire(Wire):
             has_instructions=True,
         )
 
-    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
         given = body.get("input") or []
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         return body.get("instructions"), _group_replies(require_objects(given, "input"))
 
-    def with_items(
+    def insert_items(
         self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
         """See `Wire.with_items`."""
@@ -97,7 +97,7 @@ class ResponsesWire(Wire):
             return body
         return {**body, "input": [items.get(_referenced_id(item), item) for item in given]}
 
-    def follows(self, body: Mapping[str, Any]) -> str:
+    def continued_id(self, body: Mapping[str, Any]) -> str:
         """See `Wire.follows`. A conversation may be an id or an object with the id."""
         conversation = body.get("conversation")
         if isinstance(conversation, dict):
@@ -107,13 +107,13 @@ class ResponsesWire(Wire):
             raise WireError("previous_response_id, conversation: it must be an id")
         return id
 
-    def has_followed(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
+    def has_read_earlier(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
         """See `Wire.has_followed`."""
         # Servers that ignore the id do not repeat it, or give null.
-        repeated = reply.get("previous_response_id", request.follows), conversation_of(reply)
+        repeated = reply.get("previous_response_id", request.follows), conversation_id_in(reply)
         return not request.follows or request.follows in repeated
 
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
+    def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
         return [
             sse({**event, "sequence_number": n}, event=event["type"])
@@ -150,7 +150,7 @@ class ResponsesWire(Wire):
             "usage": {"input_tokens": 10, "output_tokens": 10, "total_tokens": 20},
         }
 
-    def stream_error(self, status: int, kind: str, message: str) -> bytes:
+    def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`."""
         # Codex repeats calls that fail with most other codes.
         code = SERVER_ERROR if status >= 500 else "invalid_prompt"
@@ -254,7 +254,9 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         kind, given = raw
         return [
-            unknown_earlier_message(API, given) if kind == EARLIER else _message("system", given)
+            unknown_earlier_message(API, given)
+            if kind == EARLIER_RESPONSE
+            else _message("system", given)
         ]
     if isinstance(raw, list):
         try:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.messages.message import EARLIER, Message, Role, ToolCall
+from agent.messages.message import EARLIER_RESPONSE, Message, Role, ToolCall
 from agent.wires.wire import (
     NOTHING_VOLATILE,
     Earlier,
@@ -92,7 +92,7 @@ class CallsInOrder:
 
 def message_digest(message: Message, calls: CallsInOrder, volatile: Volatile) -> bytes:
     """Return the digest of a message that follows `calls`."""
-    form: list[Any] = [message["role"], cut(message["content"], volatile.texts).strip()]
+    form: list[Any] = [message["role"], remove_matches(message["content"], volatile.texts).strip()]
     if made := message.get("tool_calls"):
         form += [
             [call["function"]["name"], _parse_arguments(call["function"]["arguments"])]
@@ -146,7 +146,7 @@ def _parse_arguments(arguments: str) -> Any:
     return parsed
 
 
-def cut(text: str, patterns: tuple[str, ...]) -> str:
+def remove_matches(text: str, patterns: tuple[str, ...]) -> str:
     """Remove the matches of the patterns from a text."""
     for pattern in _compiled(patterns):
         text = pattern.sub("", text)
@@ -249,7 +249,7 @@ def read_request(
     first = int(bool(fields.system))
     pieces = [("system", fields.system), *fields.messages] if first else fields.messages
     if fields.follows:
-        known = earlier(fields.follows) or (EARLIER, fields.follows)
+        known = earlier(fields.follows) or (EARLIER_RESPONSE, fields.follows)
         pieces = [*pieces[:first], known, *fields.messages]
         first += 1
     before = [request for request in before if request.api == layout.api]
@@ -285,11 +285,11 @@ def unknown_earlier_message(api: str, id: str) -> Message:
     They are unknown, or the model did not read them.
     """
     message = Message(role="system", content=f"[earlier response {id}: unknown]")
-    message["provider_blocks"] = {"api": api, "blocks": [{"type": EARLIER, "id": id}]}
+    message["provider_blocks"] = {"api": api, "blocks": [{"type": EARLIER_RESPONSE, "id": id}]}
     return message
 
 
-def without_earlier(request: WireRequest) -> WireRequest:
+def mark_earlier_unread(request: WireRequest) -> WireRequest:
     """Replace the messages that a request continues by an id, which the endpoint did not read.
 
     A message that says so takes their place.
@@ -301,7 +301,7 @@ def without_earlier(request: WireRequest) -> WireRequest:
     message = unknown_earlier_message(request.api, request.follows)
     digest = message_digest(message, CallsInOrder(before), NOTHING_VOLATILE)
     part = Part(
-        raw=(EARLIER, request.follows),
+        raw=(EARLIER_RESPONSE, request.follows),
         messages=[message],
         digests=[digest],
         calls=[],

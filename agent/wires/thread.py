@@ -76,7 +76,7 @@ def count_same_objects(one: Sequence[Message], other: Sequence[Message]) -> int:
     return next((n for n, same in pairs if not same), min(len(one), len(other)))
 
 
-def changes(before: Patches, now: Patches) -> dict[int, Patch]:
+def diff_patches(before: Patches, now: Patches) -> dict[int, Patch]:
     """Return the patches of a later request that differ from those of an earlier one.
 
     A patch that only the earlier one has is empty here.
@@ -88,7 +88,7 @@ def changes(before: Patches, now: Patches) -> dict[int, Patch]:
 
 
 def apply_changes(before: Patches, change: Patches) -> Patches:
-    """Apply what `changes` returned to the patches of the earlier request."""
+    """Apply what `diff_patches` returned to the patches of the earlier request."""
     if not change:
         return before
     return {n: patch for n, patch in {**before, **change}.items() if patch}

@@ -14,28 +14,28 @@ from operator import eq, is_
 from typing import Any, NamedTuple
 
 from agent.messages.message import (
-    EARLIER,
+    EARLIER_RESPONSE,
     AgentEvent,
     AgentExitEvent,
     ExchangeEvent,
     Message,
-    Parts,
+    PartStore,
     ReplyEvent,
     ToolCall,
     TurnTokens,
 )
-from agent.messages.tokens import has_ids, restated
+from agent.messages.tokens import has_ids, rebase_tokens
 from agent.models.dialects.openai_responses import API as RESPONSES
-from agent.models.dialects.openai_responses import conversation_of
+from agent.models.dialects.openai_responses import conversation_id_in
 from agent.wires.base import Wire
 from agent.wires.reading import CallsInOrder, message_digest
 from agent.wires.thread import (
     Patches,
     Thread,
     apply_changes,
-    changes,
     count_common,
     count_same_objects,
+    diff_patches,
     find_moved_results,
     make_patch,
     move_before_results,
@@ -72,7 +72,7 @@ class _Reply(NamedTuple):
         return sum(map(eq, self.digests[: self.at], digests))
 
 
-class Found(NamedTuple):
+class RepeatedReplies(NamedTuple):
     """The recorded replies found in the messages of a request."""
 
     messages: list[Message]
@@ -92,10 +92,10 @@ class Found(NamedTuple):
         return next((n for n, is_same in pairs if not is_same), limit)
 
 
-_NOTHING_FOUND = Found([], [], {}, is_whole=True)
+_NOTHING_FOUND = RepeatedReplies([], [], {}, is_whole=True)
 
 
-class Repeats:
+class RepliesIndex:
     """Finds recorded replies in requests."""
 
     def __init__(self) -> None:
@@ -143,8 +143,8 @@ class Repeats:
         volatile: Volatile,
         *,
         live: Collection[int],
-        before: Iterable[Found],
-    ) -> Found:
+        before: Iterable[RepeatedReplies],
+    ) -> RepeatedReplies:
         """Find the replies that a request repeats; if several fit, one of `live` is preferred.
 
         `before` has the results for earlier requests, which are used for messages in common.
@@ -169,7 +169,7 @@ class Repeats:
                     calls.add(made)
             elif calls is not None and message["role"] == "tool":
                 digests[n] = message_digest(message, calls, volatile)
-        return Found(messages, digests, replies, is_whole=calls is None)
+        return RepeatedReplies(messages, digests, replies, is_whole=calls is None)
 
     def _find_by_calls(
         self, message: Message, n: int, digests: Sequence[bytes], live: Collection[int]
@@ -237,15 +237,15 @@ class Placement:
     shared: int
     added: list[Message]
     tools: list[dict[str, Any]] | None
-    of: int | None
-    echoes: list[list[int]]
+    parent: int | None
+    repeated_replies: list[list[int]]
     turn: int
     """The number of the reply among those of the thread."""
-    after: int | None
+    previous_with_ids: int | None
     """The number of the latest earlier call with token ids in the thread; None: there is none."""
     call_ids: Sequence[str]
     """The ids of the tool calls before the reply."""
-    shown: Patches
+    patch_changes: Patches
     """The patches of the request that differ from those of the thread's previous request."""
 
 
@@ -253,7 +253,7 @@ class _Recent(NamedTuple):
     """The latest call of a thread, with which its next one is compared."""
 
     request: WireRequest
-    repeated: Found
+    repeated: RepeatedReplies
     patches: Patches
 
 
@@ -272,9 +272,9 @@ class Threads:
         """The number of starts of the agent's command."""
         self.exit: AgentExitEvent | None = None
         """The end of the latest start; None while it runs."""
-        self.parts = Parts()
+        self.parts = PartStore()
         """Content parts that an event holds in full; later events refer to them by digest."""
-        self._repeats = Repeats()
+        self._repeats = RepliesIndex()
         self._recent_by_thread: dict[int, _Recent] = {}
         self._by_id: dict[str, int] = {}
         """The number of the latest call by the ids of replies, and of endpoint conversations."""
@@ -305,7 +305,7 @@ class Threads:
 
     def read(self, wire: Wire, path: str, body: Mapping[str, Any]) -> WireRequest:
         """Read a model call of this agent; see `Wire.read`. Raises `WireError`."""
-        whole = wire.with_items(body, self._items)
+        whole = wire.insert_items(body, self._items)
         return wire.read(path, whole, self.volatile, self._recent, self._earlier)
 
     @property
@@ -328,7 +328,7 @@ class Threads:
         """
         if (number := self._by_id.get(id)) is None:
             return None
-        thread, end = self.end_of(number)
+        thread, end = self.thread_and_end(number)
         first = int(self.exchanges[number].get("instructed", False))
         messages = thread.messages[:end]
         for at, reply in thread.replies:
@@ -338,22 +338,22 @@ class Threads:
                 messages[at] = {**messages[at], "tool_calls": got}
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         digests = thread.digests_by_position(self.volatile)[first:end]
-        return Part((EARLIER, id, number), messages[first:], digests, calls, first_call=0)
+        return Part((EARLIER_RESPONSE, id, number), messages[first:], digests, calls, first_call=0)
 
-    def end_of(self, number: int) -> tuple[Thread, int]:
+    def thread_and_end(self, number: int) -> tuple[Thread, int]:
         """Return the thread of a call, and the thread's number of messages after the reply."""
         thread, end = self._ends[number]
         return self.threads[thread], end
 
-    def tools_of(self, number: int) -> list[dict[str, Any]]:
+    def offered_tools(self, number: int) -> list[dict[str, Any]]:
         """The tools that a call offered."""
         return self._tools[number]
 
-    def shown_to(self, number: int) -> Patches:
+    def request_patches(self, number: int) -> Patches:
         """The patches of one call."""
         return self._patches[number]
 
-    def start_of(self, number: int) -> int:
+    def agent_start(self, number: int) -> int:
         """The number of the agent's start that made a call, from 1."""
         return self._starts[number]
 
@@ -368,13 +368,13 @@ class Threads:
             number = self._after[number]
         return chain[::-1]
 
-    def tokens_after(self, number: int, last: int | None) -> TurnTokens:
+    def turn_tokens(self, number: int, last: int | None) -> TurnTokens:
         """The tokens of a call, for a row in which `last` is the previous call with token ids."""
         if self._after[number] == last or not has_ids(self.exchanges[number]["reply"]):
             return self.exchanges[number]["reply"]["tokens"]
-        return restated(self.token_chain(number), self.token_chain(last))
+        return rebase_tokens(self.token_chain(number), self.token_chain(last))
 
-    def unanswered(self, key: str) -> ExchangeEvent | None:
+    def find_set_aside(self, key: str) -> ExchangeEvent | None:
         """The earliest call with this key that is set aside; None if there is none."""
         numbers = self._aside.get(key)
         return self.exchanges[numbers[-1]] if numbers else None
@@ -409,7 +409,7 @@ class Threads:
             self.threads.append(Thread(event["thread"], source, event["shared"]))
         thread = self.threads[event["thread"]]
         repeated = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
-        for n, message in enumerate(self.parts.whole(event["added"])):
+        for n, message in enumerate(self.parts.restore(event["added"])):
             if n in repeated:
                 thread.replies.append((len(thread.messages), repeated[n]))
                 message = self.exchanges[repeated[n]]["reply"]["message"]
@@ -425,7 +425,7 @@ class Threads:
         if self._aside and self._diverged_at is None:
             self._diverged_at = self._answered
         if event["dialect"] == RESPONSES:
-            ids = event["reply"]["response_id"], conversation_of(event["body"])
+            ids = event["reply"]["response_id"], conversation_id_in(event["body"])
             self._by_id |= {id: event["number"] for id in ids if id}
             items = objects_among(event["body"].get("output"))
             self._items |= {id: item for item in items if isinstance(id := item.get("id"), str)}
@@ -462,12 +462,14 @@ class Threads:
             shared=shared,
             added=added,
             tools=None if tools == request.tools else request.tools,
-            of=None if source is None or continues else source.number,
-            echoes=repeats,
+            parent=None if source is None or continues else source.number,
+            repeated_replies=repeats,
             turn=1 + len(repeats) + (source.count_replies(shared) if source else 0),
             call_ids=ids,
-            shown=changes({at: patch for at, patch in before.items() if at < shared}, patches),
-            after=self._last_with_ids(number for _, number in sorted(replies.items())),
+            patch_changes=diff_patches(
+                {at: patch for at, patch in before.items() if at < shared}, patches
+            ),
+            previous_with_ids=self._last_with_ids(number for _, number in sorted(replies.items())),
         )
 
     def _last_with_ids(self, numbers: Iterable[int]) -> int | None:
@@ -500,15 +502,15 @@ class Threads:
                 best, rank = thread, mine
         return best, rank[0]
 
-    def _find_repeated(self, request: WireRequest) -> Found:
+    def _find_repeated(self, request: WireRequest) -> RepeatedReplies:
         for exchange in self.exchanges[self._repeats.count :]:
-            thread, end = self.end_of(exchange["number"])
+            thread, end = self.thread_and_end(exchange["number"])
             self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
         before = (recent.repeated for recent in self._recent_by_thread.values())
         return self._repeats.find(request, self.volatile, live=self.live, before=before)
 
     def _find_repeats_after(
-        self, source: Thread | None, shared: int, request: WireRequest, repeated: Found
+        self, source: Thread | None, shared: int, request: WireRequest, repeated: RepeatedReplies
     ) -> list[list[int]]:
         """Find the recorded replies among the messages after the first `shared`.
 
@@ -602,7 +604,7 @@ class Threads:
             del self._recent_by_thread[next(iter(self._recent_by_thread))]
 
 
-def opening_of(request: WireRequest) -> str:
+def opening_digest(request: WireRequest) -> str:
     """Return a digest of the messages up to the first one of the user.
 
     All requests of a thread have the same one, and so have threads that branch off later.

@@ -18,22 +18,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.gateway.answers import names_only
-from agent.gateway.command_agent import CommandAgent, fill
+from agent.gateway.answers import list_names
+from agent.gateway.command_agent import CommandAgent, fill_placeholders
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
-from agent.loop.rules import Finish, ending_of_refusal
+from agent.loop.rules import Finish, refusal_ending
 from agent.messages.message import AgentExitEvent, AgentRestartedEvent, ReplyEvent
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup
-from agent.state.trajectory import Journal, Kept, Trajectory
-from agent.wires.lines import Line, lines_of
+from agent.setup import AgentServices, Setup
+from agent.state.trajectory import Journal, Trajectory, WaitUntilPersisted
+from agent.wires.lines import AgentConversation, find_conversations
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import AgentFailed, Stopped
 from batch_trajectories.basics.text import clip
-from batch_trajectories.config.agents import model_asked
+from batch_trajectories.config.agents import find_model
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.worker.agent_program import (
@@ -42,19 +42,19 @@ from batch_trajectories.engine.worker.agent_program import (
     VERSION_TIMEOUT_S,
     Installed,
     NotInstalled,
-    extras_of,
+    find_agent_program,
     path_of,
     printed_version,
-    program_of,
-    version_of,
+    read_agent_version,
+    sandbox_extras,
 )
-from batch_trajectories.engine.worker.calls import Calls, StoppableModel, Stops
+from batch_trajectories.engine.worker.calls import Calls, StoppableModel, StopSignal
 from batch_trajectories.engine.worker.task_runner import AgentTask
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
 from toolsets.sandbox.factory import sandbox_kind
-from toolsets.sandbox.programs import forwarding
+from toolsets.sandbox.programs import make_forward_command
 from toolsets.workspace.removal import remove_tree
 
 # Reasons for which an agent failed: refused requests, and files that its sandbox lacks.
@@ -81,7 +81,7 @@ def _hidden_files(agent: CommandAgent, config: RunConfig) -> list[Path]:
     """Find the files of this machine that the agent's command names and its sandbox lacks."""
     if config.uses_images or not sandbox_kind(config.sandbox).is_isolated:
         return []
-    visible = [*map(Path, program_of(agent, config).binds), Path("/usr")]
+    visible = [*map(Path, find_agent_program(agent, config).binds), Path("/usr")]
     named = [Path(word).absolute() for word in agent.command[1:] if _is_name(word)]
     return [
         path
@@ -164,12 +164,14 @@ class _Start:
         program = self.program if name == agent.command[0] else name
         files = agent.files.items() if is_first else ()
         return {
-            "argv": [program, *(fill(text, values) for text in arguments)],
+            "argv": [program, *(fill_placeholders(text, values) for text in arguments)],
             "env": {"HOME": self.home, **self.variables, **agent.environment(values)},
             "inherits": self.in_image,
             "cwd": self.workspace,
-            "stdin": fill(agent.stdin, values),
-            "files": {f"{self.home}/{path}": fill(text, values) for path, text in files},
+            "stdin": fill_placeholders(agent.stdin, values),
+            "files": {
+                f"{self.home}/{path}": fill_placeholders(text, values) for path, text in files
+            },
             "socket": None if self.access.socket is None else f"{SOCKET_DIR}/{_SOCKET}",
             "port": _PORT,
             "acp": agent.acp_terms(values),
@@ -184,7 +186,9 @@ def _system_variables(installed: Installed) -> dict[str, str]:
 class AgentRunner:
     """Runs the agents of one worker."""
 
-    def __init__(self, config: RunConfig, spaces: Workspaces, calls: Calls, stops: Stops) -> None:
+    def __init__(
+        self, config: RunConfig, spaces: Workspaces, calls: Calls, stops: StopSignal
+    ) -> None:
         self._config = config
         self._spaces = spaces
         self._calls = calls
@@ -227,7 +231,7 @@ class AgentRunner:
         setup = task.setup
 
         def route(dialect: str, name: str) -> Route:
-            settings = model_asked(task.agent, setup.settings, setup.aliases, name)
+            settings = find_model(task.agent, setup.settings, setup.aliases, name)
             if settings is None:
                 raise RefusedModel(
                     f"the agent asks for model {name!r}, which this run does not have; add it to "
@@ -243,22 +247,22 @@ class AgentRunner:
             trajectory=task.trajectory,
             journal=task.journal,
             kept=task.kept,
-            limits=replace(CallLimits.of(options), repeats=options.repeat_limit),
-            volatile=task.agent.what_varies,
+            limits=replace(CallLimits.from_options(options), repeats=options.repeat_limit),
+            volatile=task.agent.volatile_values,
             is_stopping=lambda: self._stops.is_stopping,
             conversation=task.conversation,
         )
         aliases = (name for name in task.agent.aliases if not any(mark in name for mark in "*?["))
-        models = names_only([setup.settings.name, *aliases])
+        models = list_names([setup.settings.name, *aliases])
         return Gateway(relay, wires=task.agent.speaks, models=models)
 
     async def _run_commands(self, task: AgentTask, gateway: Gateway) -> _Ran:
         """Run the agent for the task, and again for each further message of the user."""
         config, agent = self._config, task.agent
-        installed = program_of(agent, config)
+        installed = find_agent_program(agent, config)
         async with _home_beside(task.context.workspace.root) as beside:
             access = await self._serve(task, gateway, beside)
-            extras = extras_of(
+            extras = sandbox_extras(
                 installed,
                 access.socket,
                 in_image=config.uses_images,
@@ -309,7 +313,7 @@ class AgentRunner:
     async def _ask_version(self, agent: CommandAgent, sandbox: Sandbox) -> CommandAgent:
         """Return the agent with the version that its program in the sandbox prints."""
         command = self._begin(sandbox, agent.version_command, timeout_s=VERSION_TIMEOUT_S)
-        return agent.with_found(printed_version(agent, await self._result(command)))
+        return agent.with_version(printed_version(agent, await self._result(command)))
 
     async def _hold_conversation(
         self, task: AgentTask, gateway: Gateway, start: _Start, left_s: float
@@ -320,7 +324,7 @@ class AgentRunner:
         before: frozenset[int] = frozenset()
         while True:
             terms = start.terms(messages[-1], is_first=not answers)
-            argv, stdin = forwarding(terms, in_image=start.in_image)
+            argv, stdin = make_forward_command(terms, in_image=start.in_image)
             command = self._begin(start.sandbox, argv, stdin=stdin, timeout_s=max(left_s, 0.001))
             result = await self._wait_for_end(task, gateway, command)
             left_s -= result.duration_s
@@ -399,28 +403,30 @@ class AgentRunner:
         `AgentFailed`.
         """
         command = agent.version_command
-        if agent.found is not None or not command or self._config.uses_images:
+        if agent.found_version is not None or not command or self._config.uses_images:
             return agent
         if command not in self._versions:
             try:
-                version = await asyncio.to_thread(version_of, agent, self._config)
+                version = await asyncio.to_thread(read_agent_version, agent, self._config)
             except (SandboxError, NotInstalled) as error:
                 raise AgentFailed(f"agent {agent.name!r}: {error}") from error
             self._versions[command] = version
-        return agent.with_found(self._versions[command])
+        return agent.with_version(self._versions[command])
 
 
-def _main_conversation(task: AgentTask) -> Line | None:
+def _main_conversation(task: AgentTask) -> AgentConversation | None:
     calls = task.trajectory.agent_calls
-    return None if calls is None else lines_of(calls, task.row.opening[-1]["content"]).main
+    return (
+        None if calls is None else find_conversations(calls, task.row.opening[-1]["content"]).main
+    )
 
 
 def _last_reply(task: AgentTask, before: Collection[int] = ()) -> ReplyEvent | None:
     """The last reply of the main conversation; None if the agent has made no call since."""
     main, calls = _main_conversation(task), task.trajectory.agent_calls
-    if main is None or calls is None or main.numbers[-1] in before:
+    if main is None or calls is None or main.call_numbers[-1] in before:
         return None
-    return calls.exchanges[main.numbers[-1]]["reply"]
+    return calls.exchanges[main.call_numbers[-1]]["reply"]
 
 
 def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
@@ -514,7 +520,7 @@ def _ending(
             return Finish("completed")
     if relay.last_error is not None:
         error = relay.last_error
-        if (end := ending_of_refusal(error.kind, str(error))) is not None:
+        if (end := refusal_ending(error.kind, str(error))) is not None:
             return end
         raise error
     how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
@@ -541,10 +547,10 @@ def further_messages(
     setup: Setup,
     context: ToolContext,
     journal: Journal,
-    kept: Kept,
+    kept: WaitUntilPersisted,
     config: RunConfig,
     calls: Calls,
-    stops: Stops,
+    stops: StopSignal,
     conversation: str,
 ) -> FurtherMessage:
     """Make the function that returns the next message of the row or of its simulated user."""
@@ -552,13 +558,20 @@ def further_messages(
     def gated(model: Model) -> StoppableModel:
         return StoppableModel(stops, model, kept)
 
-    home = Home(setup, context, calls.pool, config.tool_timeout_s, gate=gated, kept=kept)
+    home = AgentServices(
+        setup,
+        context,
+        calls.pool,
+        config.tool_timeout_s,
+        wrap_model=gated,
+        wait_until_persisted=kept,
+    )
     return ConversationRunner(
         trajectory=trajectory,
         spec=row.spec,
         model=home.model((), start=0),
         toolbox=home.toolbox(()),
         journal=journal,
-        host=home,
+        services=home,
         conversation=conversation,
-    ).further_message
+    ).next_user_message

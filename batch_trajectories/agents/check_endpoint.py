@@ -128,7 +128,7 @@ class CheckEndpoint:
         try:
             read = wire.read(path, body)
         except WireError as error:
-            return web.Response(status=400, body=wire.error(400, "bad_request", str(error)))
+            return web.Response(status=400, body=wire.write_error(400, "bad_request", str(error)))
         return await self._answer(request, wire, body, read)
 
     async def _answer(
@@ -146,10 +146,10 @@ class CheckEndpoint:
         self._steps[reply.get("id", "")] = step
         self.requests.append(AnsweredCall(wire=wire, body=body, read=read, text=text, calls=calls))
         if not read.is_stream:
-            return web.Response(body=wire.whole(reply), content_type="application/json")
+            return web.Response(body=wire.write_whole(reply), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(b"".join(wire.stream_of(reply)))
+        await response.write(b"".join(wire.write_stream(reply)))
         await response.write_eof()
         return response
 

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 from agent.gateway.command_agent import CommandAgent
 from agent.models.dialects import gemini
-from agent.models.dialects.dialect import base_url_at
-from agent.wires.reading import cut, deciding_fields
+from agent.models.dialects.dialect import api_base_url
+from agent.wires.reading import deciding_fields, remove_matches
 from agent.wires.wire import Volatile
 from batch_trajectories.agents.check_endpoint import AnsweredCall, CheckEndpoint
 from batch_trajectories.api.stored_run import open_run
@@ -62,7 +62,7 @@ def deciding_values(request: AnsweredCall, volatile: Volatile) -> dict[str, Any]
     messages = [
         {
             "role": message["role"],
-            "content": cut(message["content"], volatile.texts),
+            "content": remove_matches(message["content"], volatile.texts),
             "calls": [call["function"] for call in message.get("tool_calls") or ()],
         }
         for message in read.messages
@@ -243,7 +243,7 @@ class _Trial:
             "api": api,
             "key_env": _KEY_ENV,
             "sandbox": self._sandbox,
-            "base_url": base_url_at(api, url),
+            "base_url": api_base_url(api, url),
             "num_workers": 1,
             "concurrency": 1,
             "max_attempts": 2,
@@ -373,7 +373,7 @@ class _Trial:
         requests = self._endpoint.requests
         if diverged_at >= self._before_kill or self._before_kill >= len(requests):
             return
-        volatile = self._agent.what_varies
+        volatile = self._agent.volatile_values
         before, after = (
             deciding_values(requests[at], volatile) for at in (diverged_at, self._before_kill)
         )

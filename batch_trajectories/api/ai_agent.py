@@ -22,7 +22,7 @@ from agent.models.scripted import parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
-from batch_trajectories.basics.option_names import unknown
+from batch_trajectories.basics.option_names import describe_unknown
 from batch_trajectories.basics.validation import UNKNOWN_KEY, local_path, mistakes_in
 from batch_trajectories.config.endpoints import check_url
 from batch_trajectories.export.conversation.ending import rewrite_ending
@@ -32,7 +32,7 @@ from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.records.files import AppendFile, StorageError
 from batch_trajectories.records.record_types import stored_messages
 from toolsets.browser.process import Browsers
-from toolsets.catalog.custom import as_toolsets, load_own
+from toolsets.catalog.custom import load_custom_toolsets, make_toolsets
 from toolsets.catalog.registry import Toolset, catalog
 from toolsets.mcp.mcp_settings import McpError, McpServer, ServerName
 from toolsets.mcp.servers import McpServers, list_servers
@@ -121,7 +121,7 @@ class AIAgent:
             known=catalog((*_own_toolsets(tools), *servers.toolsets())),
         )
         kind = sandbox_kind(sandbox)
-        if common.sandboxed():
+        if common.sandboxed_toolsets():
             if kind.needs_image:
                 raise SandboxError(f"sandbox {sandbox}: it needs an image, which only runs name")
             if problem := sandbox_problem(sandbox):
@@ -136,7 +136,7 @@ class AIAgent:
             api_key=api_key or read_key(settings),
             common=common,
             options=checked,
-            sandbox=sandbox if common.sandboxed() else None,
+            sandbox=sandbox if common.sandboxed_toolsets() else None,
             system_prompt=system_prompt,
             script=parse_script(script) if script is not None else (),
             on_event=stream_handler,
@@ -297,7 +297,7 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
         first = mistakes_in(error)[0]
         if first.kind == UNKNOWN_KEY:
             allowed = AgentOptions.model_fields
-            reason = unknown(first.key, allowed, f"options are {', '.join(allowed)}")
+            reason = describe_unknown(first.key, allowed, f"options are {', '.join(allowed)}")
             raise ValueError(f"{first.key}: {reason}") from error
         raise ValueError(first.describe()) from error
 
@@ -324,7 +324,7 @@ def _own_toolsets(tools: Sequence[Any] | str | None) -> tuple[Toolset, ...]:
     given = tools if isinstance(tools, list | tuple) else _names(tools) or ()
     places = tuple(tool for tool in given if isinstance(tool, str))
     objects = (("own", tool) for tool in given if not isinstance(tool, str))
-    return load_own(places) + as_toolsets(objects)
+    return load_custom_toolsets(places) + make_toolsets(objects)
 
 
 def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from batch_trajectories.api.start import exit_of, open_planned
+from batch_trajectories.api.start import explain_exit, open_planned_run
 from batch_trajectories.audit.verdicts import SOUND, TASKS_FILE, WHAT_TO_DO, write_verdicts
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.text import plural
@@ -60,11 +60,11 @@ def audit(
     if plan.sandbox is not None and not sandbox_kind(plan.sandbox).is_isolated:
         say(f"--sandbox={plan.sandbox} does not isolate: forged results are not tried")
     refuse_bad_rows(plan, say)
-    with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+    with open_planned_run(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         outcome = run_batch(plan, run_dir)
         verdicts = write_verdicts(run_dir.path, plan.scan)
         totals = compute_totals(run_dir.path, plan.scan, plan.config)
-    exit_code, reason = exit_of(outcome, totals)
+    exit_code, reason = explain_exit(outcome, totals)
     bad = len(plan.scan.bad_rows)
     if exit_code in (0, 1):
         exit_code = int(bad > 0 or verdicts.total() != verdicts[SOUND])

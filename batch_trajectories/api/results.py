@@ -16,7 +16,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
-from batch_trajectories.export.training_files import export_run, style_of_run
+from batch_trajectories.export.training_files import export_run, run_style
 from batch_trajectories.records.files import (
     has_batches,
     is_training_file,
@@ -39,7 +39,7 @@ def write_results(
             f"{config.dataset_file}: the training file of this run would overwrite its dataset; "
             f"rename the directory {path}, or move it"
         )
-    style = style_of_run(config.to_json())
+    style = run_style(config.to_json())
     export_run(path, scan, num_samples=config.num_samples, style=style, config=config)
     totals = compute_totals(path, scan, config)
     statistics = orjson.loads((path / STATISTICS_FILE).read_bytes())

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch_trajectories.api.results import write_results
-from batch_trajectories.basics.console import say, silenced
+from batch_trajectories.basics.console import hide_progress, say
 from batch_trajectories.basics.errors import (
     SIGNALLED,
     ConfigError,
-    interrupted,
-    machine_failures_as_stops,
+    interruption_message,
+    stop_on_machine_failure,
 )
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.run_config import RunConfig
@@ -24,7 +24,7 @@ from batch_trajectories.engine.run_dir import RunDir, open_run_dir, was_started_
 from batch_trajectories.engine.run_totals import RunTotals
 from batch_trajectories.engine.supervisor.run import Outcome, run_batch
 from batch_trajectories.records.files import (
-    listed,
+    list_directory,
     training_file_of,
 )
 from batch_trajectories.records.names import INFLIGHT, RUN_FILE
@@ -78,7 +78,7 @@ def run(
     `RunEnd.signal`. Raises `RunError`: `ConfigError`, `DatasetError`, `RunDirError`, `RunLocked`,
     `EnvironmentStop`.
     """
-    with machine_failures_as_stops(), nullcontext() if progress is True else silenced():
+    with stop_on_machine_failure(), nullcontext() if progress is True else hide_progress():
         tell = (say if progress else _discard) if isinstance(progress, bool) else progress
         plan = make_plan(config, fresh=fresh, say=tell)
         keys = None if only is None else _task_keys(plan.scan, only)
@@ -109,18 +109,18 @@ def start(
             f"{received(plan.config.run_dir)}; its unfinished conversations go on, and with "
             "--sandbox=local their recorded calls may run again on this machine"
         )
-    with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+    with open_planned_run(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
             outcome = run_batch(
                 plan, run_dir, only=only, tell=tell, why_rejected=_rejections_of(plan.config)
             )
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
-    return end_of(run_dir.path, outcome, totals, is_all=only is None)
+    return make_run_end(run_dir.path, outcome, totals, is_all=only is None)
 
 
-def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> RunEnd:
-    """Make the result of a start; see `exit_of`."""
-    exit_code, reason = exit_of(outcome, totals, is_all=is_all)
+def make_run_end(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> RunEnd:
+    """Make the result of a start; see `explain_exit`."""
+    exit_code, reason = explain_exit(outcome, totals, is_all=is_all)
     return RunEnd(
         path=path,
         training_file=training_file_of(path),
@@ -139,11 +139,11 @@ def _continues_others_calls(config: RunConfig) -> bool:
     path = config.run_dir
     if config.sandbox != "local" or not (path / RUN_FILE).exists():
         return False
-    has_calls = any(file.stat().st_size for file in listed(path / INFLIGHT))
+    has_calls = any(file.stat().st_size for file in list_directory(path / INFLIGHT))
     return has_calls and not was_started_here(path)
 
 
-def open_planned(
+def open_planned_run(
     plan: Plan, *, fresh: bool, accept_config_change: Collection[str]
 ) -> closing[RunDir]:
     """Open and lock the run directory of a plan, for a `with` block."""
@@ -153,7 +153,9 @@ def open_planned(
     )
 
 
-def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tuple[int, str | None]:
+def explain_exit(
+    outcome: Outcome, totals: RunTotals, *, is_all: bool = True
+) -> tuple[int, str | None]:
     """The exit code of a start, and why it is neither 0 nor 1.
 
     `is_all`: the start was meant to run all tasks.
@@ -175,7 +177,7 @@ def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tupl
             reason += "\nFinished work is safe. Fix this and run the same command again."
         return 4, f"stopped: {reason}"
     if outcome.signal is not None and (totals.pending or totals.to_retry):
-        return SIGNALLED + outcome.signal, interrupted(outcome.signal)
+        return SIGNALLED + outcome.signal, interruption_message(outcome.signal)
     if totals.pending and is_all:
         return 4, (
             f"{plural(totals.pending, 'task')} without a record although the run has ended: "
@@ -192,11 +194,13 @@ def _rejections_of(config: RunConfig) -> Callable[[bytes], str | None]:
     """
 
     def why_rejected(content: bytes) -> str | None:
-        from batch_trajectories.export.training_files import route, style_of_run
+        from batch_trajectories.export.training_files import route_record, run_style
 
         record = parse_record(content)
         return (
-            None if record is None else route(record, style=style_of_run(config.to_json())).reason
+            None
+            if record is None
+            else route_record(record, style=run_style(config.to_json())).reason
         )
 
     return why_rejected

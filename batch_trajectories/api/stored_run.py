@@ -20,18 +20,18 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.origin import received
 from batch_trajectories.engine.run_dir import (
-    directory_of,
-    holder_of,
+    find_run_dir,
+    read_holder,
     read_run_json,
     runs_in,
     was_started_here,
 )
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals, stopping_rule
 from batch_trajectories.export.statistics.run import statistics_of
-from batch_trajectories.export.training_files import left_out, style_of_run
+from batch_trajectories.export.training_files import read_left_out_ids, run_style
 from batch_trajectories.maintenance.upkeep import scan_of
 from batch_trajectories.records.failures import stored_failures
-from batch_trajectories.records.files import StorageError, link_out_of, refuse_strange_files
+from batch_trajectories.records.files import StorageError, find_outward_link, refuse_strange_files
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.names import INFLIGHT
@@ -72,7 +72,7 @@ def open_run(
             )
         return StoredRun(_update_copy(str(run)), url=str(run))
     output_dir = Path(output_dir)
-    path = directory_of(run, output_dir)
+    path = find_run_dir(run, output_dir)
     if not path.exists():
         runs = runs_in(output_dir)
         known = f"; runs there: {first_few(runs, _RUNS_SHOWN)}" if runs else ""
@@ -97,7 +97,7 @@ class StoredRun:
         """The content of run.json: `config`, `meaning` (the options that affect the data),
         `dataset`, `versions`, `created`, `history`."""
         refuse_lost_records(path)
-        if not self.is_own and (link := link_out_of(path)) is not None:
+        if not self.is_own and (link := find_outward_link(path)) is not None:
             raise RunDirError(
                 f"{received(path)}, and {link} is a link to a file outside of it, which is not "
                 "read; put the file itself there, or remove the link"
@@ -144,13 +144,13 @@ class StoredRun:
         For a mirror, the holder of the lease, which may have died since.
         """
         if self.url is None:
-            return holder_of(self.path)
+            return read_holder(self.path)
         from batch_trajectories.records.journal import read_note
 
         last = (read_note(self.path) or {})["last"]
         return None if last["is_end"] else last["holder"]
 
-    def brought_up_to_date(self) -> StoredRun:
+    def refresh(self) -> StoredRun:
         """Update the copy if the run is a mirror; returns the run in its current state."""
         return self if self.url is None else StoredRun(_update_copy(self.url), url=self.url)
 
@@ -177,7 +177,7 @@ class StoredRun:
         exact: tuple[bytes, IndexEntry] | None = None
         longer: dict[str, tuple[bytes, IndexEntry]] = {}
         with open_index(self.path) as (index, records):
-            for key, entry in index.counting():
+            for key, entry in index.current_entries():
                 content = read_id(records, entry.offset, entry.length, key)
                 if content == record_id:
                     exact = key, entry
@@ -189,7 +189,7 @@ class StoredRun:
                 (exact,) = longer.values()
             key, entry = exact
             record = read_record(records, entry.offset, entry.length, key)
-        return Scores(self.path).added_to(record)
+        return Scores(self.path).add_to(record)
 
     def last_records(self) -> Iterator[Record]:
         """The latest records, the last first, up to 8 MB.
@@ -213,7 +213,7 @@ class StoredRun:
         Raises `UnreadableRecord` if a record is not in its place.
         """
         with open_index(self.path) as (index, records):
-            for key, entry in index.counting():
+            for key, entry in index.current_entries():
                 yield read_id(records, entry.offset, entry.length, key), entry
 
     def last_entries(self, limit: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
@@ -289,20 +289,20 @@ class StoredRun:
         """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""
         return statistics_of(
             self.path,
-            style=style_of_run(self.config.to_json()),
+            style=run_style(self.config.to_json()),
             max_attempts=self.config.max_attempts,
             samples=self.config.num_samples,
             rule=self.rule,
-            left_out=left_out(self.path),
+            left_out=read_left_out_ids(self.path),
             price_of=self.price_of,
         )
 
     def price_of(self, model: str) -> Price | None:
         """The price of a model of the run, by its name in the config; None if unknown."""
-        from batch_trajectories.config.models import price_of  # it imports the price table
+        from batch_trajectories.config.models import find_price  # it imports the price table
 
         try:
-            return price_of(self.config, model)
+            return find_price(self.config, model)
         except RunDirError:  # of another version
             return None
 
@@ -342,10 +342,10 @@ class StoredRun:
 
 
 def _update_copy(url: str) -> Path:
-    from batch_trajectories.mirror.copies import copy_of  # few runs are in buckets
+    from batch_trajectories.mirror.copies import update_copy  # few runs are in buckets
 
     try:
-        return copy_of(bucket_url(url))
+        return update_copy(bucket_url(url))
     except ValueError as error:
         raise RunDirError(f"{url}: {error}") from None
 
@@ -360,10 +360,12 @@ def conversations_in_flight(
     """
     journals = Inflight(inflight, read_only=True)
     journals.read(settled=settled)
-    return states_in(journals, journals.tasks(), now=now)
+    return describe_conversations(journals, journals.tasks(), now=now)
 
 
-def states_in(journals: Inflight, keys: Iterable[bytes], *, now: float) -> list[dict[str, Any]]:
+def describe_conversations(
+    journals: Inflight, keys: Iterable[bytes], *, now: float
+) -> list[dict[str, Any]]:
     """Describe the conversations of some tasks in the journals; see `StoredRun.in_flight`."""
     conversations = []
     for key in keys:

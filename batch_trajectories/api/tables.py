@@ -16,7 +16,7 @@ import msgspec
 from batch_trajectories.basics.process import no_garbage_collection
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.records.checks import judgement_of, rewards_of
-from batch_trajectories.records.files import DamagedLine, check_seal
+from batch_trajectories.records.files import DamagedLine, verify_checksum
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.reader import open_index
 from batch_trajectories.records.record_types import (
@@ -197,7 +197,7 @@ def _score_rows(facts: _Facts) -> Iterator[tuple[Any, ...]]:
     if (check := facts.check) is not None:
         only_checked = rewards_of(cast(Record, msgspec.structs.replace(facts, scores=None)))
         passed = check.passed if isinstance(check.passed, bool) else None
-        for name, reward in _or_none(only_checked.named):
+        for name, reward in _or_none(only_checked.by_name):
             yield (
                 facts.id,
                 "check",
@@ -360,7 +360,7 @@ def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
         for places in _places(index):
             with no_garbage_collection():  # there are no cycles, and it would look at each value
                 read = _read(file, places, decode)
-                rows = [row for facts in read for row in table.rows(scores.added_to(facts))]
+                rows = [row for facts in read for row in table.rows(scores.add_to(facts))]
                 columns = [*zip(*rows, strict=True)] or [()] * len(schema)
                 kinds = zip(columns, schema.types, table.columns.values(), strict=True)
                 arrays = [_array(*column) for column in kinds]
@@ -371,7 +371,7 @@ def _places(index: Index) -> Iterator[list[tuple[int, int]]]:
     """Offsets and lengths of the records that count, in file order, some megabytes at a time."""
     some: list[tuple[int, int]] = []
     size = 0
-    for offset, length in zip(*index.places(index.counting_rows()), strict=True):
+    for offset, length in zip(*index.places(index.current_rows()), strict=True):
         some.append((offset, length))
         size += length
         if size >= _BATCH_BYTES:
@@ -394,7 +394,7 @@ def _read(
         else:
             line = os.pread(file.fileno(), length, offset)
         try:
-            check_seal(line)
+            verify_checksum(line)
             yield _add_judgement(decode(line), line)
         except (DamagedLine, msgspec.MsgspecError) as error:
             damage = DamagedLine(str(error))

@@ -44,7 +44,7 @@ def step_of(sample: int) -> AuditStep:
     return AuditStep(_REPEATED[which], repetition + 2)
 
 
-def samples_of(repeats: int) -> int:
+def samples_per_row(repeats: int) -> int:
     """Samples per row if a check runs `repeats` times with and without the solution."""
     return len(_ONCE) + len(_REPEATED) * (repeats - 1)
 
@@ -61,7 +61,7 @@ SAME_IN_RUNS = (
 )
 """Options that a task depends on besides its row. A verdict holds for runs with equal values."""
 
-TAKEN = (
+SHARED_OPTIONS = (
     *SAME_IN_RUNS,
     "dataset_file",
     "columns",
@@ -95,14 +95,16 @@ TAKEN = (
 """Options of a run that its audit and `check` take over."""
 
 
-def audited(config: RunConfig, *, repeats: int) -> RunConfig:
+def make_audit_config(config: RunConfig, *, repeats: int) -> RunConfig:
     """The config of an audit of the tasks of a run; options of conversations have no effect."""
-    return without_model(config, num_samples=samples_of(repeats))
+    return make_config_without_model(config, num_samples=samples_per_row(repeats))
 
 
-def without_model(config: RunConfig, **changes: Any) -> RunConfig:
+def make_config_without_model(config: RunConfig, **changes: Any) -> RunConfig:
     """The config of a run without a model that judges the tasks or conversations of another run."""
-    taken = {name: getattr(config, name) for name in TAKEN if name in config.model_fields_set}
+    taken = {
+        name: getattr(config, name) for name in SHARED_OPTIONS if name in config.model_fields_set
+    }
     return RunConfig.model_construct(
         **{
             name: taken.get(name, field.get_default(call_default_factory=True))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from batch_trajectories.audit.reference import Reference, SolvedFile
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
-from toolsets.builtin.terminal import sandbox_of
+from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError
@@ -124,7 +124,7 @@ async def find_leaks(
     prompt = "\n".join(message["content"] for message in row.opening)
     solution = _reference_texts(reference)
     leaks = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
-    if expected is not None and says(prompt, expected):
+    if expected is not None and reveals_answer(prompt, expected):
         leaks.append({"what": "the prompt says the expected answer", "where": "prompt"})
     sought = [*solution, *_check_texts(row)]
     if sought:
@@ -183,7 +183,7 @@ def _strip_lines(lines: Iterable[str]) -> list[str]:
     return [line for line in map(str.strip, lines) if line]
 
 
-def says(prompt: str, expected: str) -> bool:
+def reveals_answer(prompt: str, expected: str) -> bool:
     """Whether a prompt tells the expected answer, not just as one of several choices.
 
     A short word or number may occur by chance, so it counts only if it is labelled as the answer.
@@ -277,7 +277,7 @@ async def _find_in_git(context: ToolContext, sought: Sequence[SearchText]) -> li
     store = f"/tmp/.objects-{files.root.name[:16]}"
     lines = "\n".join(re.sub(r"([\\.\[\]*^$+?(){}|])", r"\\\1", one.literal) for one in sought)
     argv = ["sh", "-c", _GIT, "sh", lines, store, str(_MAX_CANDIDATES)]
-    result = await sandbox_of(context).exec(argv, timeout_s=_TIMEOUT_S)
+    result = await require_sandbox(context).exec(argv, timeout_s=_TIMEOUT_S)
     if result.timed_out:
         raise SetupFailed(f"the search of git objects timed out after {_TIMEOUT_S:.0f} s")
     places = []

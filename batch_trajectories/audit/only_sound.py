@@ -23,7 +23,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import replaced_images
 from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
 from batch_trajectories.dataset.scan import ID_COLUMNS
-from batch_trajectories.engine.run_dir import directory_of, read_run_json
+from batch_trajectories.engine.run_dir import find_run_dir, read_run_json
 
 UNKNOWN, CHANGED, REPLACED = "not in the audit", "changed since", "image replaced since"
 
@@ -51,7 +51,7 @@ class SoundRows:
         self.digest = blake2b(decides, digest_size=8).hexdigest()
         self.counts: Counter[str] = Counter()
 
-    def takes(self, columns: Mapping[str, Any]) -> bool:
+    def accepts(self, columns: Mapping[str, Any]) -> bool:
         """Whether to use a row. Bad rows are used, too: the scan reports them."""
         if ERROR_COLUMN in columns:
             return True
@@ -89,7 +89,7 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
     if config.only_sound is None:
         return None
     name = config.only_sound
-    path = directory_of(name, config.output_dir)
+    path = find_run_dir(name, config.output_dir)
     try:
         options = read_run_json(path)["config"]
         lines = [*_read(path / TASKS_FILE)]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from batch_trajectories.dataset.columns import Files, Reading, Variables, read
+from batch_trajectories.dataset.columns import Files, Reading, Variables, read_value
 
 COLUMN = "reference"
 _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
@@ -73,12 +73,12 @@ def read_reference(
     raw = {key: value for key, value in raw.items() if value is not None}
     patch, command = raw.get("patch"), raw.get("command")
     files, removed = _read_commit(raw.get("commit"), reading)
-    files |= read(Files, raw.get("files", {}), name, reading)
+    files |= read_value(Files, raw.get("files", {}), name, reading)
     if not isinstance(patch, str | None) or not isinstance(command, str | None):
         raise ValueError(f"`{name}`: patch and command must be text")
     if not (patch and patch.strip()) and not files and not removed and not command:
         return None
-    env = read(Variables, raw.get("env", {}), f"{name}.env", reading)
+    env = read_value(Variables, raw.get("env", {}), f"{name}.env", reading)
     return Reference(
         patch=patch or None,
         is_reversed=raw.get("reverse") is True,
@@ -103,7 +103,7 @@ def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[st
             files[path] = content
         else:
             removed.append(path)
-    return read(Files, files, f"{COLUMN}.commit", reading), tuple(removed)
+    return read_value(Files, files, f"{COLUMN}.commit", reading), tuple(removed)
 
 
 def _solved_files(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, SolvedFile]]:

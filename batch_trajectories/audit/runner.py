@@ -21,7 +21,7 @@ from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.worker.judging import collect
 from batch_trajectories.engine.worker.task_runner import TaskRunner, Work
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
-from toolsets.builtin.terminal import sandbox_of
+from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 from toolsets.sandbox.factory import sandbox_kind
 
@@ -186,7 +186,7 @@ async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
     The agent is assumed to know where the files of the check will be. Raises `SetupFailed`, in
     particular for a sandbox without isolation (see `can_forge`).
     """
-    if not sandbox_of(context).is_isolated:
+    if not require_sandbox(context).is_isolated:
         raise SetupFailed(NOT_TRIED)
     check = row.check
     homes = {str(PurePosixPath(path).parent) for path in (check.files if check else ())}

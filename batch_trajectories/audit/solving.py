@@ -8,7 +8,7 @@ from typing import Any
 from batch_trajectories.audit.reference import Reference
 from batch_trajectories.basics.text import clip
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command, write_files
-from toolsets.builtin.terminal import sandbox_of
+from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 
 _SHOWN = 2000
@@ -52,6 +52,6 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
 
 async def apply_patch(context: ToolContext, patch: bytes, *options: str) -> None:
     """Apply a patch to the repository that holds a workspace. Raises `NotApplied`."""
-    result = await sandbox_of(context).exec(["sh", "-c", _APPLY, "sh", *options], stdin=patch)
+    result = await require_sandbox(context).exec(["sh", "-c", _APPLY, "sh", *options], stdin=patch)
     if result.exit_code != 0:
         raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_SHOWN)}")

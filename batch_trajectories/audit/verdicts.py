@@ -18,7 +18,7 @@ import orjson
 
 from batch_trajectories.audit.audited import Name, step_of
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.text import clip, in_a_line
+from batch_trajectories.basics.text import clip, single_line
 from batch_trajectories.dataset.columns import names_of
 from batch_trajectories.dataset.row_conversation import CHAT_COLUMNS
 from batch_trajectories.dataset.row_workspace import (
@@ -56,7 +56,7 @@ _CARGO = re.compile(r"^test result: ok\. (\d+) passed;", re.MULTILINE)
 _JEST = re.compile(r"^Tests: +([^\n]*\btotal)", re.MULTILINE)
 
 
-def why_hollow(check: dict[str, Any], command: str = "") -> str | None:
+def explain_hollow_pass(check: dict[str, Any], command: str = "") -> str | None:
     """Why a check that passed has tested nothing; None if it has, or if this is unknown.
 
     `check` is the result of `run_check`, `command` is the command of the check.
@@ -172,7 +172,7 @@ def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
                 yield _make_line(record.prompt_id, parts)
 
 
-def speaks_against(part: Mapping[str, Any]) -> bool:
+def shows_defect(part: Mapping[str, Any]) -> bool:
     """Whether a step ended differently than for a sound row."""
     if part.get("error") is not None:
         return True
@@ -201,7 +201,7 @@ def _read_step(record: Record) -> dict[str, Any]:
         part["check"] = record.as_dict()["check"]
         command = part.get("command") or ""
         is_pass = part["check"].get("passed")
-        part["hollow"] = why_hollow(part["check"], command) if is_pass else None
+        part["hollow"] = explain_hollow_pass(part["check"], command) if is_pass else None
     return part
 
 
@@ -294,13 +294,13 @@ def _describe_end(part: Mapping[str, Any]) -> str:
     if (why := part.get("not_applied")) is not None:
         return f"the solution cannot be applied: {_last_line(why)}"
     check = _check(part)
-    return how_it_ended(check) if check else "by the answer alone"
+    return describe_check_end(check) if check else "by the answer alone"
 
 
-def how_it_ended(check: Mapping[str, Any]) -> str:
+def describe_check_end(check: Mapping[str, Any]) -> str:
     """Describe the end of a check, in a line; `check` is the result of `run_check`."""
     if check.get("error"):
-        return in_a_line(check["error"])
+        return single_line(check["error"])
     tests = check.get("tests") or {}
     if wrong := tests.get("first_wrong"):
         shown = ", ".join(f"{name} {status}" for name, status in list(wrong.items())[:3])

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from batch_trajectories.basics.console import LongWork
-from batch_trajectories.basics.errors import EnvironmentStop, missing
-from batch_trajectories.basics.process import locked
+from batch_trajectories.basics.errors import EnvironmentStop, missing_extra
+from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import clip
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Bucket:
             import obstore
             from obstore.store import from_url
         except ImportError:
-            raise missing(url, "mirror") from None
+            raise missing_extra(url, "mirror") from None
         self.url = url
         self._obstore = obstore
         more: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class Bucket:
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise self._to_error(error) from None
 
-    def after(self, directory: str, name: str) -> Iterator[tuple[str, bytes]]:
+    def read_after(self, directory: str, name: str) -> Iterator[tuple[str, bytes]]:
         """Yield names and contents of the objects in a directory that sort after `name`, in order.
 
         Reads some ahead. Raises `BucketFailed`.
@@ -136,7 +136,7 @@ class Bucket:
 
     # Files.
 
-    def files(self) -> list[StoredFile]:
+    def list_files(self) -> list[StoredFile]:
         """All objects below the URL, by name. Raises `BucketFailed`."""
         try:
             listed = self._obstore.list(self._store).collect()
@@ -144,7 +144,7 @@ class Bucket:
             raise self._to_error(error) from None
         return sorted(map(_to_stored_file, listed))
 
-    def file(self, name: str) -> StoredFile | None:
+    def find_file(self, name: str) -> StoredFile | None:
         """An object; None if there is none. Raises `BucketFailed`."""
         try:
             return _to_stored_file(self._obstore.head(self._store, name))
@@ -153,7 +153,7 @@ class Bucket:
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise self._to_error(error) from None
 
-    def bring(self, file: StoredFile, path: Path) -> bool:
+    def download(self, file: StoredFile, path: Path) -> bool:
         """Download an object to a path. Return False if the object has changed or is gone.
 
         Raises `BucketFailed`, and `OSError` if the path cannot be written.
@@ -176,7 +176,7 @@ class Bucket:
                     return True
                 target.write(chunk)
 
-    def send(self, name: str, content: Path | bytes) -> None:
+    def upload(self, name: str, content: Path | bytes) -> None:
         """Upload an object, whole or not at all. Raises `BucketFailed`."""
         try:
             self._obstore.put(self._store, name, content)
@@ -203,7 +203,7 @@ class Bucket:
         return BucketFailed(f"{self.url}: {message}")
 
 
-def patiently(call: Callable[[], T]) -> T:
+def call_with_retries(call: Callable[[], T]) -> T:
     """Call a function up to three times, until it does not raise `BucketFailed`.
 
     Busy buckets refuse some requests.
@@ -233,20 +233,20 @@ def files_at(url: str) -> tuple[Bucket, list[StoredFile]]:
     parent, _, name = url.rstrip("/").rpartition("/")
     if not parent.endswith("/"):  # else it is a whole bucket
         bucket = Bucket(parent, of_files=True)
-        if not url.endswith("/") and (file := bucket.file(name)) is not None:
+        if not url.endswith("/") and (file := bucket.find_file(name)) is not None:
             return bucket, [file]
     below = Bucket(url.rstrip("/"), of_files=True)
-    return below, [file for file in below.files() if file.name]
+    return below, [file for file in below.list_files() if file.name]
 
 
-def cache_of(url: str, kind: str) -> Path:
+def cache_directory(url: str, kind: str) -> Path:
     """The directory in the user's cache for files that are downloaded from a URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = blake2b(url.encode(), digest_size=6).hexdigest()
     return cache / "batch-trajectories" / kind / key
 
 
-def bring_all(url: str, directory: Path) -> None:
+def download_all(url: str, directory: Path) -> None:
     """Make a directory hold the files at a URL; only changed files are downloaded.
 
     Two files beside the directory hold a lock, and the version of each file that was downloaded:
@@ -254,7 +254,7 @@ def bring_all(url: str, directory: Path) -> None:
     `ConfigError` without the extra, `BucketFailed`, and `OSError`.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with locked(directory.with_name(f"{directory.name}.lock")):
+    with lock_file(directory.with_name(f"{directory.name}.lock")):
         bucket, files = files_at(url)
         note = _note_path(directory)
         had: dict[str, str] = _read_note(note)["files"]
@@ -269,7 +269,7 @@ def bring_all(url: str, directory: Path) -> None:
                 path = directory / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 new = path.with_name(f".{path.name}.tmp")
-                if not bucket.bring(there[name], new):
+                if not bucket.download(there[name], new):
                     raise BucketFailed(f"{url}: {name} changed while it was brought; try again")
                 new.replace(path)
                 has[name] = there[name].version
@@ -278,8 +278,8 @@ def bring_all(url: str, directory: Path) -> None:
         _write_note(note, has, is_whole=True)
 
 
-def is_whole(directory: Path) -> bool:
-    """Whether all files of a directory were downloaded once; see `bring_all`."""
+def is_complete(directory: Path) -> bool:
+    """Whether all files of a directory were downloaded once; see `download_all`."""
     return bool(_read_note(_note_path(directory))["is_whole"])
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from batch_trajectories.basics.text import without_controls
+from batch_trajectories.basics.text import escape_controls
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def say(message: str) -> None:
     """Print a line on standard error, with the control characters in it escaped."""
     with contextlib.suppress(OSError):
-        print(without_controls(message), file=sys.stderr, flush=True)
+        print(escape_controls(message), file=sys.stderr, flush=True)
 
 
 WARNING = "WARNING: "
@@ -31,7 +31,7 @@ WARNING = "WARNING: "
 
 def show(result: str) -> None:
     """Print a result on standard output; escape characters that cannot or must not be shown."""
-    result = without_controls(result)
+    result = escape_controls(result)
     if WARNING in result and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         result = "\n".join(map(_colored, result.split("\n")))
     try:
@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 
 class _Depth:
-    """The number of works in progress inside each other, with blocks of `silenced`."""
+    """The number of works in progress inside each other, with blocks of `hide_progress`."""
 
     now = 0
 
@@ -121,7 +121,7 @@ class LongWork:
     def _show(self) -> None:
         now = time.monotonic()
         with contextlib.suppress(OSError):  # the terminal may be gone
-            if self._bar is None and draws_lines():
+            if self._bar is None and is_interactive():
                 self._bar = bar_class()(
                     desc=self._doing,
                     total=self._total,
@@ -153,7 +153,7 @@ class LongWork:
         return f"{self._doing}: {done:,.0f} of {total:,.0f} {unit} in {seconds:.0f} s{left}"
 
 
-def watched(
+def track_progress(
     items: Iterable[T], doing: str, *, total: int | None = None, unit: str = "records"
 ) -> Iterator[T]:
     """Yield the items, and show how many were taken, as `LongWork` does."""
@@ -164,7 +164,7 @@ def watched(
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def hide_progress() -> Iterator[None]:
     """Show no progress of long work inside a `with` block."""
     _Depth.now += 1
     try:
@@ -173,12 +173,12 @@ def silenced() -> Iterator[None]:
         _Depth.now -= 1
 
 
-def draws_lines() -> bool:
+def is_interactive() -> bool:
     """Whether standard error can redraw a line: it is a terminal, or belongs to a notebook."""
-    return sys.stderr is not None and (sys.stderr.isatty() or in_notebook())
+    return sys.stderr is not None and (sys.stderr.isatty() or is_notebook())
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether this process serves a notebook, as tqdm finds it out."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return "IPKernelApp" in getattr(shell, "config", {})
@@ -189,7 +189,7 @@ def terminal_size() -> dict[str, Any]:
 
     Some terminals report no size, and tqdm alone would then draw nothing.
     """
-    if in_notebook():
+    if is_notebook():
         return {}
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if min(os.get_terminal_size(sys.stderr.fileno())) > 0:

@@ -70,9 +70,9 @@ def machine_failure(error: BaseException) -> str | None:
         return next(filter(None, map(machine_failure, error.exceptions)), None)
     if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
         named = f"{error.filename}: " if error.filename is not None else ""
-        return f"{named}{describe(error.errno)}"
+        return f"{named}{describe_errno(error.errno)}"
     if isinstance(error, MemoryError):
-        return describe(errno.ENOMEM)
+        return describe_errno(errno.ENOMEM)
     if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
         return f"{_NO_THREAD}; {_PROCESSES}"
     return None
@@ -87,7 +87,7 @@ def machine_failure_in(output: str) -> str | None:
     return None if match is None else f"{output}; {_TO_DO[_TEXTS[match[0]]]}"
 
 
-def describe(number: int) -> str:
+def describe_errno(number: int) -> str:
     """The text of one of `HOST_ERRNOS`, with advice."""
     return f"{os.strerror(number)}; {_TO_DO[number]}"
 
@@ -161,7 +161,7 @@ class Stopped(Exception):
     """The run is stopping: the conversation will continue where its journal ends."""
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The command that installs an extra: beside the installed program, or in the checkout."""
     from importlib import metadata
 
@@ -173,12 +173,12 @@ def install(extra: str) -> str:
     return f"pip install '{name}[{extra}]'"
 
 
-def missing(what: str, extra: str) -> ConfigError:
+def missing_extra(what: str, extra: str) -> ConfigError:
     """The error for a feature whose packages are not installed."""
-    return ConfigError(f"{what} needs more packages: {install(extra)}")
+    return ConfigError(f"{what} needs more packages: {install_command(extra)}")
 
 
-def interrupted(number: int) -> str:
+def interruption_message(number: int) -> str:
     """The message of a run that was stopped by signal `number`."""
     name = signal.Signals(number).name
     return f"interrupted by {name}; finished work is safe: run the same command again to continue"
@@ -197,7 +197,7 @@ def lost_directory() -> str | None:
 
 
 @contextmanager
-def machine_failures_as_stops() -> Iterator[None]:
+def stop_on_machine_failure() -> Iterator[None]:
     """Raise `EnvironmentStop` for failures of the machine: a full disk, no memory or processes."""
     try:
         yield

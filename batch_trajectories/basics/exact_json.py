@@ -58,12 +58,12 @@ def loads(text: str | bytes) -> Any:
         if not has_long_digits(text):
             raise
         try:
-            value = loads_with_halves(text)
+            value = loads_with_surrogates(text)
             dumps(value)  # refuses what JSON cannot hold, such as half an emoji
         except (ValueError, TypeError, RecursionError):
             raise error from None  # the length of an integer was not the only reason
         return value
-    return loads_with_halves(text) if has_long_digits(text) else value
+    return loads_with_surrogates(text) if has_long_digits(text) else value
 
 
 def dumps(value: Any, *, option: int | None = None) -> bytes:
@@ -94,7 +94,7 @@ def loads_part(text: str) -> Any:
     return _part_decoder.decode(text)
 
 
-def loads_with_halves(text: str | bytes) -> Any:
+def loads_with_surrogates(text: str | bytes) -> Any:
     """Read JSON as `loads` does, but accept half an emoji."""
     try:
         return _exact_decoder.decode(text if isinstance(text, str) else text.decode())
@@ -111,14 +111,14 @@ def loads_with_valid_text(text: str | bytes) -> Any:
         return loads(text)
     except orjson.JSONDecodeError as error:
         try:
-            value = _with_valid_text(loads_with_halves(text))
+            value = _with_valid_text(loads_with_surrogates(text))
             dumps(value)  # refuses a nesting that reading takes
         except (ValueError, TypeError, RecursionError):
             raise error from None  # half an emoji was not the only reason
         return value
 
 
-def dumps_with_halves(value: Any) -> bytes:
+def dumps_with_surrogates(value: Any) -> bytes:
     """Write JSON whose texts may hold half an emoji, in ASCII."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
@@ -136,7 +136,7 @@ def is_nested_too_deep(json_text: bytes) -> bool:
     return bool(brackets)
 
 
-def place_of_repeated_key(text: bytes) -> str | None:
+def repeated_key_path(text: bytes) -> str | None:
     """The path of a key that an object in JSON has twice, such as `messages[0].content`.
 
     `text` must be valid JSON. This is slower than `loads`, which takes the last value of such a
@@ -241,12 +241,12 @@ def infinite_number_in(value: Any) -> str | None:
     return None
 
 
-def within_64_bits(value: Any) -> Any:
+def stringify_large_integers(value: Any) -> Any:
     """Replace each integer in a value beyond signed 64 bits by the text of its digits."""
     if isinstance(value, dict):
-        return {key: within_64_bits(member) for key, member in value.items()}
+        return {key: stringify_large_integers(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [within_64_bits(member) for member in value]
+        return [stringify_large_integers(member) for member in value]
     return str(value) if type(value) is int and value not in _INT64 else value
 
 

@@ -54,7 +54,7 @@ FORMER: Mapping[str, FormerOption] = {
 FIXED = {name: former.fixed for name, former in FORMER.items() if former.fixed is not None}
 
 
-def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> dict[str, Any]:
+def rename_former(values: Mapping[str, Any], *, is_stored: bool = False) -> dict[str, Any]:
     """Replace former names of options. If a user gave the options, only accepted names."""
     renamed = dict(values)
     for name in values.keys() & FORMER.keys():
@@ -64,7 +64,7 @@ def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> 
     return renamed
 
 
-def unknown(name: str, known: Iterable[str], advice: str) -> str:
+def describe_unknown(name: str, known: Iterable[str], advice: str) -> str:
     """The reason to refuse an option, and what to write instead: `advice` if no name is close."""
     if (former := FORMER.get(name)) is not None:
         return f"no longer an option; {former.advice}"

@@ -23,7 +23,7 @@ Advance = Callable[[int], object]
 """Reports how many more items are done."""
 
 
-def in_parts(
+def run_in_processes(
     items: Sequence[T],
     do: Callable[[Sequence[T], Advance], R],
     *,

@@ -28,7 +28,7 @@ _QUIET_LOGGERS = ("aiohttp", "httpx2", "httpcore2", "asyncio")
 
 
 @contextmanager
-def settings_restored() -> Iterator[None]:
+def restore_settings() -> Iterator[None]:
     """At the end of a `with` block, undo the changes of the functions below to this process.
 
     So a run started from Python leaves the caller's logging, limits and privacy unchanged.
@@ -191,7 +191,7 @@ def _quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def insist_on_utf8() -> None:
+def ensure_utf8() -> None:
     """Start the command again in Python's UTF-8 mode if Python reads file names as ASCII.
 
     That is so with LC_ALL=C and UTF-8 mode switched off. Letters beyond ASCII would become lone
@@ -211,7 +211,7 @@ def insist_on_utf8() -> None:
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 
 
-def leave_first_place() -> None:
+def fork_if_init() -> None:
     """If this is process 1, continue in a child, while process 1 waits for all children.
 
     Call it before anything is open or running. Waiting for any child would take away exit statuses
@@ -252,7 +252,7 @@ def _reap_children(child: int) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file inside a `with` block; wait while another process has it.
 
     Creates the file if it is missing.

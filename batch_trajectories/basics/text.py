@@ -26,7 +26,7 @@ def clip(text: str, *, max_chars: int) -> str:
     return text[:head] + mark + text[len(text) - tail :]
 
 
-def in_a_line(message: str, *, max_chars: int = 300) -> str:
+def single_line(message: str, *, max_chars: int = 300) -> str:
     """Put a message of several lines into one line.
 
     Keeps the first line, which says what failed, and as many of the last lines as fit, which say
@@ -67,7 +67,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 """Terminal escapes and changes of the writing direction; line ends and tabs stay."""
 
 
-def without_controls(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""Escape control characters in `text`, as `\u001b`; the value of JSON stays the same.
 
     Ids, errors and file names come from others, and a terminal obeys escape sequences: these can
@@ -76,7 +76,7 @@ def without_controls(text: str) -> str:
     return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def without_values(text: str, mark: str = "") -> str:
+def mask_values(text: str, mark: str = "") -> str:
     """Replace the parts that differ between messages of one kind: ids, numbers, quoted names."""
     return _VALUES.sub(mark, text)
 

@@ -66,7 +66,7 @@ def bucket_url(value: str) -> str:
     return value
 
 
-def place_of(value: Path) -> Path:
+def path_or_url(value: Path) -> Path:
     """Make a path that is the URL of a bucket a `UrlPath`, and a file URL a plain path.
 
     Other paths stay. Raises `ValueError`.
@@ -79,7 +79,7 @@ def place_of(value: Path) -> Path:
     return Path(unquote(url.removeprefix("file://"))) if scheme == "file" else UrlPath(url)
 
 
-def place_beside(place: Any, directory: Path) -> Any:
+def resolve_function(place: Any, directory: Path) -> Any:
     """Find the file of FILE.py:ATTRIBUTE in `directory`, if it exists there.
 
     Other values stay: modules, and files of the current directory.
@@ -89,7 +89,7 @@ def place_beside(place: Any, directory: Path) -> Any:
     return str(directory / place) if is_there else place
 
 
-def path_beside(path: str, directory: Path) -> str:
+def resolve_beside(path: str, directory: Path) -> str:
     """Find a path in `directory`, if it exists there; otherwise return it as it is."""
     beside = directory / path
     return str(beside) if beside.exists() else path

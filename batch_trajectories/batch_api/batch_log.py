@@ -35,18 +35,18 @@ from agent.models.batches.base import ItemResult
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.engine.messages import task_of
+from batch_trajectories.engine.messages import parse_task_key
 from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
     StorageError,
-    keep_readable,
-    listed,
+    add_checksum,
+    list_directory,
     make_directory,
     read_object,
     repair_tail,
+    set_unreadable_aside,
     sync_directory,
-    with_checksum,
 )
 from batch_trajectories.records.names import BATCHES, BATCHES_FILE, QUARANTINE
 
@@ -131,13 +131,13 @@ class BatchLog:
         """
         jobs = []
         for job in jobs_in(self._path):
-            job.needed = sum(task_of(id) not in settled for id in job.ids)
+            job.needed = sum(parse_task_key(id) not in settled for id in job.ids)
             if job.state == "collected" and job.needed:
                 self._index(job)
             if job.needed and job.state not in ("gathered", "void"):
                 jobs.append(job)
         still_needed = {self._results_file(job) for job in jobs}
-        for path in listed(self._directory):
+        for path in list_directory(self._directory):
             if path not in still_needed:  # its job is no longer needed, or it is half written
                 path.unlink()
         return jobs
@@ -155,8 +155,8 @@ class BatchLog:
     def _append(self, line: dict[str, Any]) -> None:
         if self._file is None:
             self._file = AppendFile(self._path)
-        self._file.check_is_there()
-        self._file.append(with_checksum(orjson.dumps(line)))
+        self._file.check_exists()
+        self._file.append(add_checksum(orjson.dumps(line)))
         self._file.sync()
 
     def items_file(self, job: BatchJob) -> Path:
@@ -277,7 +277,7 @@ def set_aside_damaged_steps(run_dir: Path) -> list[str]:
 
     Call it before the file is read. Raises `StorageError`.
     """
-    return keep_readable(
+    return set_unreadable_aside(
         run_dir / BATCHES_FILE, run_dir / QUARANTINE, lambda text: read_line(text) is not None
     )
 
@@ -335,7 +335,7 @@ def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, C
     for job in jobs_in(run_dir / BATCHES_FILE):
         if job.state in ("sending", "created"):
             for id, reserve in zip(job.ids, job.reserves, strict=False):
-                if (task := task_of(id)) not in settled:
+                if (task := parse_task_key(id)) not in settled:
                     reserves.setdefault(task, {})[id] = Cost(*reserve)
     return reserves
 

@@ -17,7 +17,7 @@ from agent.models.batches.base import Batches, LostBatch, Undecided
 from agent.models.batches.calls import read_reply
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
-from agent.models.prices import price, priced
+from agent.models.prices import add_cost, price
 from batch_trajectories.batch_api.batch_log import BatchJob, BatchLog
 
 log = logging.getLogger(__name__)
@@ -267,4 +267,4 @@ def _costs(reply: bytes, settings: ModelSettings) -> tuple[float | None, float |
         completion = read_reply(reply, settings)
     except ModelError:
         return None, None
-    return priced(completion, settings, by_batch=True).cost_usd, price(completion, settings)
+    return add_cost(completion, settings, by_batch=True).cost_usd, price(completion, settings)

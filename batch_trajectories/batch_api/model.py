@@ -16,15 +16,15 @@ from typing import NamedTuple
 import orjson
 
 from agent.messages.message import Event
-from agent.models.batches.calls import body_of, read_reply
+from agent.models.batches.calls import live_body, read_reply
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
-from agent.models.prices import priced
+from agent.models.prices import add_cost
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.engine.messages import Assignment, CollectCall, item_id, name_of
+from batch_trajectories.engine.messages import Assignment, CollectCall, make_call_id, model_label
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter
 
@@ -55,13 +55,13 @@ class BatchApiClient:
             raise Stopped
         answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
-        self._send(CollectCall(id=id, model=name_of(settings), most=reserve, payload=body))
+        self._send(CollectCall(id=id, model=model_label(settings), most=reserve, payload=body))
         try:
             return await answer
         finally:
             self._waiting.pop(id, None)
 
-    def wrapping(
+    def make_wrapper(
         self,
         task: bytes,
         assignment: Assignment,
@@ -137,11 +137,11 @@ class BatchApiModel:
         """See `Model.complete`. Raises `Stopped`."""
         # Without the rest of the request: options of the transport may change between starts.
         question = exact_json.dumps(
-            [name_of(self._settings), request.messages, request.tools, request.tool_choice],
+            [model_label(self._settings), request.messages, request.tools, request.tool_choice],
             option=orjson.OPT_SORT_KEYS,
         )
         time = 0
-        while (id := item_id(self._task, question, time)) in self._used:
+        while (id := make_call_id(self._task, question, time)) in self._used:
             time += 1
         self._used.add(id)
         try:
@@ -182,7 +182,7 @@ class BatchApiModel:
 
     async def _ask(self, id: str, request: Request, reserve: Cost | None) -> BatchAnswer:
         while True:
-            body = body_of(request, self._live.settings)
+            body = live_body(request, self._live.settings)
             answer = await self._client.ask(id, self._settings, body, reserve)
             if answer.how != "again":
                 return answer
@@ -193,10 +193,10 @@ class BatchApiModel:
             completion = read_reply(reply, self._settings)
         except ModelError as error:
             if error.paid is not None and request.on_unreadable is not None:
-                request.on_unreadable(priced(error.paid, self._settings, by_batch=True))
+                request.on_unreadable(add_cost(error.paid, self._settings, by_batch=True))
             return None
         self._limiter.has_answered = True
-        return priced(completion, self._settings, by_batch=True)
+        return add_cost(completion, self._settings, by_batch=True)
 
 
 def items_in(events: Iterable[Event]) -> set[str]:

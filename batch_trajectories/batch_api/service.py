@@ -28,7 +28,7 @@ from batch_trajectories.batch_api.delivery import BatchDelivery
 from batch_trajectories.config.models import Setups, called_models
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import WorkerHandle
-from batch_trajectories.engine.messages import AnswerCall, CollectCall, name_of, task_of
+from batch_trajectories.engine.messages import AnswerCall, CollectCall, model_label, parse_task_key
 from batch_trajectories.engine.run_dir import RunDir
 from batch_trajectories.records.files import AppendFile
 
@@ -78,7 +78,7 @@ class BatchCollector:
         *,
         on_problem: Callable[[str], None],
     ) -> None:
-        """`jobs` are those of earlier starts; `deliveries` are by `name_of`.
+        """`jobs` are those of earlier starts; `deliveries` are by `model_label`.
 
         `on_problem` stops the run.
         """
@@ -109,7 +109,7 @@ class BatchCollector:
         if self._is_stopping:
             return
         self._waiting[id] = reply
-        self._waiting_by_task[task_of(id)].add(id)
+        self._waiting_by_task[parse_task_key(id)].add(id)
         self._last_call_at = time.monotonic()
         job = self._job_by_call.get(id)
         if job is not None:
@@ -241,7 +241,7 @@ class BatchCollector:
 
     def _add_call(self, id: str, job: BatchJob) -> None:
         self._job_by_call[id] = job
-        self._calls_by_task[task_of(id)].add(id)
+        self._calls_by_task[parse_task_key(id)].add(id)
 
     def _answer_all(self, job: BatchJob, how: str) -> None:
         """Remove a job and answer its calls."""
@@ -249,7 +249,7 @@ class BatchCollector:
         for id in job.ids:
             if self._job_by_call.get(id) is job:
                 del self._job_by_call[id]
-                self._calls_by_task[task_of(id)].discard(id)
+                self._calls_by_task[parse_task_key(id)].discard(id)
             self._send(id, how)
 
     # Answering.
@@ -269,7 +269,7 @@ class BatchCollector:
 
     def _send(self, id: str, how: str, reply: bytes = b"") -> None:
         if (answer := self._waiting.pop(id, None)) is not None:
-            self._waiting_by_task[task_of(id)].discard(id)
+            self._waiting_by_task[parse_task_key(id)].discard(id)
             if how == "live":
                 self.live += 1
             answer(id, how, reply)
@@ -423,7 +423,7 @@ class BatchService:
                 batch_log,
                 jobs,
                 {
-                    name_of(settings): BatchDelivery(
+                    model_label(settings): BatchDelivery(
                         batch_log,
                         settings,
                         open_batches(settings, api_key=read_key(settings)),

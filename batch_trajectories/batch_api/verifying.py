@@ -22,8 +22,8 @@ from batch_trajectories.batch_api.batch_log import (
     read_line,
     set_aside_damaged_steps,
 )
-from batch_trajectories.engine.messages import task_of
-from batch_trajectories.records.files import listed
+from batch_trajectories.engine.messages import parse_task_key
+from batch_trajectories.records.files import list_directory
 from batch_trajectories.records.names import BATCHES, BATCHES_FILE
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.records import lines_from
@@ -60,7 +60,7 @@ def check_batches(
             last[name] = number
             if name in jobs or line["kind"] == "gathered":
                 apply_step(jobs, line)
-            if any(task_of(id) not in settled for id in line.get("items", ())):
+            if any(parse_task_key(id) not in settled for id in line.get("items", ())):
                 needed.add(name)
     files = set()
     for job in jobs.values():
@@ -81,7 +81,7 @@ def check_batches(
                     "again for free"
                 )
                 yield Problem("derived", results, None, message)
-    for file in listed(path / BATCHES):
+    for file in list_directory(path / BATCHES):
         if file not in files:
             message = "left over from a batch; the next start removes it"
             yield Problem("leftover", file, None, message)
@@ -89,7 +89,7 @@ def check_batches(
 
 def is_abandoned(job: BatchJob, ended: Container[bytes]) -> bool:
     """Whether the job's batch was created, but its results are neither fetched nor needed."""
-    return job.state == "created" and all(task_of(id) in ended for id in job.ids)
+    return job.state == "created" and all(parse_task_key(id) in ended for id in job.ids)
 
 
 def repair_batches(
@@ -112,7 +112,7 @@ def open_calls(run_dir: Path, settled: Container[bytes]) -> int:
     """Count the calls in batches, with or without results, that are still needed; write nothing."""
     jobs = jobs_in(run_dir / BATCHES_FILE)
     open_jobs = (job for job in jobs if job.state in ("sending", "created", "collected"))
-    return sum(task_of(id) not in settled for job in open_jobs for id in job.ids)
+    return sum(parse_task_key(id) not in settled for job in open_jobs for id in job.ids)
 
 
 def _contradictions(

@@ -63,10 +63,12 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
     evidence are in tasks.jsonl of the audit's directory; exit code 1 if a row is not sound.
     """
     from batch_trajectories.api.audit import audit
-    from batch_trajectories.audit.audited import audited
+    from batch_trajectories.audit.audited import make_audit_config
 
     with errors_as_exit_codes():
-        plan = make_plan_of(starting, flags, adapt=lambda config: audited(config, repeats=repeats))
+        plan = make_plan_of(
+            starting, flags, adapt=lambda config: make_audit_config(config, repeats=repeats)
+        )
         accepted = starting.accept_config_change
         ended = audit(plan, fresh=starting.fresh, accept_config_change=accepted)
     show(ended.as_table())
@@ -114,11 +116,11 @@ def _of_received(
     stored: StoredRun, given: dict[str, Any], *, has_new_rows: bool, trust_run: bool
 ) -> dict[str, Any]:
     """What `check` uses of the config of a run that was not started here, which it says."""
-    from batch_trajectories.audit.audited import TAKEN
+    from batch_trajectories.audit.audited import SHARED_OPTIONS
     from batch_trajectories.engine import origin
 
     options: dict[str, Any] = stored.identity["config"]
-    used = {name: options[name] for name in TAKEN if name in options}
+    used = {name: options[name] for name in SHARED_OPTIONS if name in options}
     if not has_new_rows:
         del used["dataset_file"]
     if trust_run:

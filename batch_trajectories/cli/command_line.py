@@ -104,10 +104,10 @@ class PlacePath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """A path; a URL is a `UrlPath`."""
-        from batch_trajectories.basics.validation import place_of
+        from batch_trajectories.basics.validation import path_or_url
 
         try:
-            return place_of(Path(str(super().convert(value, param, ctx))))
+            return path_or_url(Path(str(super().convert(value, param, ctx))))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -14,9 +14,9 @@ from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import (
     SIGNALLED,
     RunError,
-    interrupted,
+    interruption_message,
     lost_directory,
-    machine_failures_as_stops,
+    stop_on_machine_failure,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def errors_as_exit_codes(*, on_interrupt: str | None = None) -> Iterator[None]:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_signal)
     try:
-        with machine_failures_as_stops():
+        with stop_on_machine_failure():
             yield
     except RunError as error:
         message = str(error)
@@ -64,7 +64,7 @@ def errors_as_exit_codes(*, on_interrupt: str | None = None) -> Iterator[None]:
         if on_interrupt is not None:
             say(on_interrupt)
             sys.exit(SIGNALLED + first)
-        fail(interrupted(first), SIGNALLED + first)
+        fail(interruption_message(first), SIGNALLED + first)
     except Exception:
         trace = traceback.format_exc()
         fail(f"{trace}a bug in this program; finished work is safe", BUG)

@@ -80,10 +80,10 @@ class ExportCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Each format and what it is."""
-        from batch_trajectories.export.rows.format_names import summaries
+        from batch_trajectories.export.rows.format_names import format_summaries
 
         with formatter.section("Formats"):
-            formatter.write_dl([*summaries().items()])
+            formatter.write_dl([*format_summaries().items()])
 
 
 def dataset_options(function: Any) -> Any:
@@ -152,9 +152,9 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
     source, place = _one(sources, flags["output"])
     if isinstance(place, UrlPath):
-        from batch_trajectories.export.dataset.directory import dataset_at
+        from batch_trajectories.export.dataset.directory import open_dataset
 
-        with dataset_at(str(place), writes=not flags["check"]) as directory:
+        with open_dataset(str(place), writes=not flags["check"]) as directory:
             return _make(source, directory, place, flags)
     return _make(source, place, place, flags)
 
@@ -243,27 +243,31 @@ def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], 
         if flags["max_length"] is not None:
             raise ConfigError("--max_length needs --parity with the directory of a tokenizer")
         return lambda manifest, _: manifest
-    from batch_trajectories.export.templates.parity import check, judge, summary
-    from batch_trajectories.export.templates.rendering import find
+    from batch_trajectories.export.templates.parity import (
+        check_parity_options,
+        describe_judgements,
+        judge_templates,
+    )
+    from batch_trajectories.export.templates.rendering import find_templates
 
-    templates = find(flags["parity"])
-    check(recipe, templates, flags["max_length"])
+    templates = find_templates(flags["parity"])
+    check_parity_options(recipe, templates, flags["max_length"])
 
     def prove(manifest: dict[str, Any], directory: Path) -> Any:
         from batch_trajectories.export.dataset.directory import add_parity
 
-        judged = judge(directory, manifest, templates, max_length=flags["max_length"])
-        show("\n".join(summary(judged)))
+        judged = judge_templates(directory, manifest, templates, max_length=flags["max_length"])
+        show("\n".join(describe_judgements(judged)))
         return add_parity(directory, manifest, recipe, judged)
 
     return prove
 
 
 def _check(source: Any, directory: Path, place: Path, *, trusted: bool) -> int:
-    from batch_trajectories.export.dataset.checking import findings
+    from batch_trajectories.export.dataset.checking import find_problems
 
     is_valid = True
-    for finding in findings(source, directory, trusted=trusted):
+    for finding in find_problems(source, directory, trusted=trusted):
         say(finding)
         is_valid = False
     if is_valid:
@@ -315,10 +319,12 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
 
 def _of_arguments(manifest: Mapping[str, Any]) -> Iterator[str]:
     """How rows can be kept whose arguments are no JSON object."""
-    from batch_trajectories.export.conversation.tolerance import NO_OBJECT
+    from batch_trajectories.export.conversation.tolerance import NON_OBJECT_ARGUMENTS
 
     counts = (part["rejected_by_reason"] for part in (manifest, *manifest["formats"]))
-    if reasons := sorted(NO_OBJECT & {reason for by_reason in counts for reason in by_reason}):
+    if reasons := sorted(
+        NON_OBJECT_ARGUMENTS & {reason for by_reason in counts for reason in by_reason}
+    ):
         accept = f"--accept_rows={','.join(reasons)}"
         yield (
             f"rows whose arguments are no JSON object are kept as written by {accept}: in hermes, "
@@ -362,11 +368,11 @@ def _show_rows(
 ) -> None:
     from collections import Counter
 
-    from batch_trajectories.export.templates.rendering import rows_of
+    from batch_trajectories.export.templates.rendering import read_rows
 
     kinds: Counter[str] = Counter()
     total = 0
-    for total, row in enumerate(rows_of(directory, manifest), start=1):
+    for total, row in enumerate(read_rows(directory, manifest), start=1):
         text, trained, dropped = render(row)
         kinds.update({_kind(place) for place in dropped})
         if total <= (3 if limit is None else limit):

@@ -83,13 +83,13 @@ def import_hermes(
     The same command without `import_hermes DIRECTORY` then runs the rest.
     """
     from batch_trajectories.api.results import write_results
-    from batch_trajectories.api.start import open_planned
+    from batch_trajectories.api.start import open_planned_run
     from batch_trajectories.importing.hermes import import_hermes
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags, will_start=False)
         accepted = starting.accept_config_change
-        with open_planned(plan, fresh=starting.fresh, accept_config_change=accepted) as run_dir:
+        with open_planned_run(plan, fresh=starting.fresh, accept_config_change=accepted) as run_dir:
             imported = import_hermes(directory, plan.scan, run_dir)
             totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())

@@ -11,7 +11,7 @@ from agent.session import run_here
 from batch_trajectories.basics.text import clip
 from batch_trajectories.config.endpoint_config import EndpointConfig
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.toolsets import catalog_of
+from batch_trajectories.config.toolsets import build_catalog
 from toolsets.catalog.registry import Toolset
 from toolsets.mcp.mcp_settings import McpError, McpServer
 from toolsets.mcp.servers import list_servers
@@ -36,7 +36,7 @@ def tool_list(config: RunConfig) -> list[dict[str, Any]]:
             toolset,
             failed.get(name) or toolset.problem() or (sandbox if toolset.needs_sandbox else None),
         )
-        for name, toolset in sorted(catalog_of(config).items())
+        for name, toolset in sorted(build_catalog(config).items())
     ]
 
 
@@ -159,12 +159,12 @@ _NEVER = "; if the endpoint has never answered, the run stops (exit 4)"
 def errors_as_text() -> str:
     """Each kind of error: its meaning, what follows, and the words by which it is known."""
     from agent.models.endpoint_words import load_tables
-    from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
+    from agent.models.errors import ENDPOINT_FAILURES, RULES
 
     tables = load_tables()
     lines = []
     for kind, rule in RULES.items():
-        never = _NEVER if kind in SAYS_MORE_OF_THE_ENDPOINT else ""
+        never = _NEVER if kind in ENDPOINT_FAILURES else ""
         lines += [f"{kind} - {rule.meaning}", f"  -> {_CONSEQUENCES[rule.action]}{never}"]
         lines += _words_as_lines("code", tables["codes"].get(kind, {}))
         lines += _words_as_lines("says", tables["phrases"].get(kind, {}))

@@ -92,7 +92,7 @@ def agents(ctx: click.Context) -> None:
                 show(f"{name:<{width}}  not available: {error}")
             else:
                 assert checked.agent is not None
-                show(f"{name:<{width}}  {checked.agent.found}")
+                show(f"{name:<{width}}  {checked.agent.found_version}")
 
 
 @agents.command()
@@ -125,11 +125,11 @@ def check(agent: str, as_json: bool, **options: Any) -> None:
     from batch_trajectories.agents.checking import check_agent
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.basics.validation import mistakes_in
-    from batch_trajectories.config.agents import agent_of
+    from batch_trajectories.config.agents import read_agent
 
     with errors_as_exit_codes():
         try:
-            tried = agent_of(agent)
+            tried = read_agent(agent)
         except ValidationError as error:
             raise ConfigError(f"{agent}: {mistakes_in(error)[0].describe()}") from error
         except ValueError as error:

@@ -44,9 +44,13 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     """
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.config.option_types import parse_columns
-    from batch_trajectories.dataset.kept_dataset import Renaming, describe_left_out, rows_of_source
+    from batch_trajectories.dataset.kept_dataset import (
+        ColumnRenamer,
+        describe_left_out,
+        rows_of_source,
+    )
     from batch_trajectories.dataset.rows_file import load_rows_file
-    from batch_trajectories.dataset.source import source_of
+    from batch_trajectories.dataset.source import parse_source
 
     shown, kind = _shown_and_kind(given)
     with errors_as_exit_codes():
@@ -54,10 +58,10 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
             names = parse_columns(columns or "")
         except ValueError as error:
             raise ConfigError(f"--columns: {error}") from error
-        source_kind = source_of(source)
+        source_kind = parse_source(source)
         if source_kind.tasks and kind is None:
             kind = "harbor"
-        renaming = Renaming(names, None if kind is None else load_rows_file(kind))
+        renaming = ColumnRenamer(names, None if kind is None else load_rows_file(kind))
         left_out: set[str] = set()
         rows = islice(rows_of_source(source_kind, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
@@ -112,7 +116,7 @@ def _described(
             place, why = _place_of(str(error))
             reasons[why] += 1
             first_places.setdefault(why, place)
-        if (twice := exact_json.place_of_repeated_key(line)) is not None:
+        if (twice := exact_json.repeated_key_path(line)) is not None:
             repeated.append(f"row {number}, `{twice}`")
         usual = "prompt" if "prompt" in row else usual_prompt(row)
         if usual and usual != "prompt":

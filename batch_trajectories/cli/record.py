@@ -58,7 +58,7 @@ def record(
     choice, or http://HOST:PORT/sessions/NAME. Each session becomes a record.
     """
     from batch_trajectories.config.loading import load_config
-    from batch_trajectories.recording.recording import Listening, record, sessions_of
+    from batch_trajectories.recording.recording import Listening, record, sessions_path
     from batch_trajectories.recording.upstream import ANY
 
     with errors_as_exit_codes():
@@ -66,7 +66,7 @@ def record(
             raise ConfigError(f"{wrong[0]}: means nothing for `record`: {_NOT_GIVEN[wrong[0]]}")
         flags |= {"dataset_file": Path("sessions.jsonl"), "model": f"{upstream}:{ANY}"}
         config = load_config(starting.config_file, flags)
-        config = config.model_copy(update={"dataset_file": sessions_of(config.run_dir)})
+        config = config.model_copy(update={"dataset_file": sessions_path(config.run_dir)})
         ended = record(
             config,
             upstream,

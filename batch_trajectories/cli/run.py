@@ -67,7 +67,7 @@ def estimate(
     The sample is part of the run: the same command without `estimate` runs the rest.
     """
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.config.models import limits_of
+    from batch_trajectories.config.models import endpoint_limits
     from batch_trajectories.engine.forecast import as_table, forecast, sample_tasks
     from batch_trajectories.export.statistics import by_model
     from batch_trajectories.records.files import replace_json
@@ -81,7 +81,7 @@ def estimate(
         if ended.stopped_by is not None or ended.signal is not None:
             # The tasks that have ended are the quick ones: not a random sample.
             end(ended)
-        limits = limits_of(config, plan.setups)
+        limits = endpoint_limits(config, plan.setups)
         estimated = forecast(
             config.run_dir,
             ended.totals,

@@ -94,16 +94,16 @@ def score(
         name = next(iter([*given, "trust_run"]))
         raise click.UsageError(f"--{name} means nothing without --judge")
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.export.statistics.counts import lines_of
+    from batch_trajectories.export.statistics.counts import reason_lines
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=True)
         wanted = None
         if recipe is not None:
-            from batch_trajectories.export.dataset.build import worth_scoring
+            from batch_trajectories.export.dataset.build import make_scoring_filter
             from batch_trajectories.export.rows.recipe import load_recipe
 
-            wanted = worth_scoring(load_recipe(recipe, {}))
+            wanted = make_scoring_filter(load_recipe(recipe, {}))
         if judge is not None:
             from batch_trajectories.scoring.by_judge import load_prompt, score_by_judge
 
@@ -119,7 +119,7 @@ def score(
                 stored.path, places, timeout_s=reward_timeout_s, wanted=wanted
             )
     of_them = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
-    show("\n".join([f"{stored.path / SCORES_FILE}: {of_them}", *lines_of(failed)]))
+    show("\n".join([f"{stored.path / SCORES_FILE}: {of_them}", *reason_lines(failed)]))
     sys.exit(1 if failed else 0)
 
 
@@ -152,20 +152,20 @@ def _at_endpoint(stored: StoredRun, judge: str, *, has_url: bool, uses_run: bool
 
     Raises `ConfigError` where these would be those of a received run.
     """
-    from agent.models.providers import FIRST, PROVIDERS, provider_at
-    from agent.models.resolve import with_colon
+    from agent.models.providers import PROVIDERS, RESERVED_PREFIXES, provider_at
+    from agent.models.resolve import normalize_prefix
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.config.models import beside
+    from batch_trajectories.config.models import sibling_options
     from batch_trajectories.engine.origin import FLAG, received
 
     base_url, endpoints = stored.config.base_url, stored.config.endpoints
-    prefix = with_colon(judge, endpoints).partition(":")[0]
+    prefix = normalize_prefix(judge, endpoints).partition(":")[0]
     if has_url or (not uses_run and prefix in PROVIDERS):
         return {"model": judge}
-    of_run = beside(stored.config, judge)
+    of_run = sibling_options(stored.config, judge)
     there = None if base_url is None else provider_at(base_url)
     if (
-        prefix in FIRST
+        prefix in RESERVED_PREFIXES
         and base_url is not None
         and (there is None or there.base_url != PROVIDERS[prefix].base_url)
     ):

@@ -163,8 +163,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
 
     from batch_trajectories.engine.run_dir import read_run_json
     from batch_trajectories.engine.run_totals import as_table
-    from batch_trajectories.export.statistics.counts import lines_of
-    from batch_trajectories.export.training_files import style_of_run
+    from batch_trajectories.export.statistics.counts import reason_lines
+    from batch_trajectories.export.training_files import run_style
     from batch_trajectories.records.files import has_batches
 
     manifest = orjson.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())
@@ -175,7 +175,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
             f"{plural(failed, 'score')} of reward functions failed; "
             f"`score {path.name} --reward ...` calls the functions again"
         )
-        lines += lines_of(statistics["failed_score_reasons"])
+        lines += reason_lines(statistics["failed_score_reasons"])
     if has_batches(path):
         from batch_trajectories.batch_api.batch_log import compute_batch_totals
 
@@ -189,7 +189,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()
     ]
-    style = style_of_run(read_run_json(path)["config"])
+    style = run_style(read_run_json(path)["config"])
     if totals.completed_not_passed and not style.require_passed:
         lines.append(
             f"{plural(totals.completed_not_passed, 'completed conversation')} did not pass; "

@@ -11,7 +11,7 @@ from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
 from batch_trajectories.basics.presets import preset_or_path
-from batch_trajectories.basics.validation import path_beside
+from batch_trajectories.basics.validation import resolve_beside
 from batch_trajectories.config.endpoints import is_secret
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
@@ -39,7 +39,7 @@ _UNUSED_BY_AGENTS = (
 tools."""
 
 
-def agent_of(value: Any) -> CommandAgent:
+def read_agent(value: Any) -> CommandAgent:
     """The agent that a preset's name, a YAML file, JSON or a mapping describes.
 
     Raises `ValueError`, also `ValidationError`.
@@ -69,7 +69,7 @@ def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, An
     programs = loaded.get("programs")
     if not isinstance(programs, list):
         return dict(loaded)
-    placed = [path_beside(p, directory) if isinstance(p, str) else p for p in programs]
+    placed = [resolve_beside(p, directory) if isinstance(p, str) else p for p in programs]
     return {**loaded, "programs": placed}
 
 
@@ -94,7 +94,7 @@ def check_options(agent: CommandAgent, given: Collection[str]) -> None:
             )
 
 
-def model_asked(
+def find_model(
     agent: CommandAgent,
     settings: ModelSettings,
     aliases: Mapping[str, ModelSettings],

@@ -32,7 +32,7 @@ from agent.models.connection import (
 )
 from agent.models.model import ModelSettings, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
-from agent.models.resolve import Endpoint, habits_of, root_of
+from agent.models.resolve import Endpoint, complete_base_url, provider_fields
 from agent.options import Float, PositiveFloat, PositiveInt
 from batch_trajectories.basics.validation import HOLDS_SECRET, did_you_mean
 from batch_trajectories.config.endpoints import (
@@ -241,7 +241,7 @@ class EndpointConfig(BaseModel):
             name: value for name in _MODEL_OPTIONS if (value := getattr(self, name)) is not None
         }
         if known:
-            options |= habits_of(known)
+            options |= provider_fields(known)
         if self.session_header == NO_ID:
             options |= {"session_headers": (), "cache_key_apis": ()}
         elif self.session_header is not None:
@@ -251,7 +251,7 @@ class EndpointConfig(BaseModel):
         replication = None
         if self.base_urls:
             replication = Replication(
-                urls=tuple(root_of(url, self._api or "") for url in self.base_urls),
+                urls=tuple(complete_base_url(url, self._api or "") for url in self.base_urls),
                 health_path=self.health_path,
                 max_in_flight=self.replica_max_in_flight,
                 rpm=self.replica_rpm,
@@ -263,7 +263,7 @@ class EndpointConfig(BaseModel):
         has_own = bool(self.headers_env or self.key_command or self.client)
         return Endpoint(
             api=api,
-            base_url=root_of(self.url, api) if self.url and api else "",
+            base_url=complete_base_url(self.url, api) if self.url and api else "",
             key_env=self.key_env or (known.key_env if known and not has_own else NO_KEY),
             provider=self.provider or (known.prices if known else None),
             options=options,

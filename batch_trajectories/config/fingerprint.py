@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 from agent.models.resolve import SCRIPTED
 from agent.options import is_marked
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.option_names import FIXED, with_todays_names
+from batch_trajectories.basics.option_names import FIXED, rename_former
 from batch_trajectories.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
     if config.models is not None:
         del fields["model"]
     if config.agent is not None:
-        fields["agent"] = config.agent.meaning()
+        fields["agent"] = config.agent.data_fields()
     used = config.model_prefixes()
     fields["endpoints"] = {
         name: endpoint.meaning()
@@ -61,13 +61,13 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
+def update_names(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
     """Update the names of options and models in a stored config or fingerprint.
 
     In earlier versions, a model without a provider was one of OpenRouter, unless a base URL was
     given.
     """
-    renamed = with_todays_names(values, is_stored=True)
+    renamed = rename_former(values, is_stored=True)
     if renamed.get("models"):
         renamed.pop("model", None)  # a default that was not used
     if base_url is None and isinstance(renamed.get("models"), dict):
@@ -88,15 +88,15 @@ def _add_provider(model: str) -> str:
 def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint in a run.json, in the form in which fingerprints are compared."""
     fixed = {name: run["meaning"][name] for name in FIXED.keys() & run["meaning"].keys()}
-    meaning = in_todays_words(run["meaning"], run["config"].get("base_url"))
+    meaning = update_names(run["meaning"], run["config"].get("base_url"))
     for name, value in EARLIER_DEFAULTS.items():
         meaning.setdefault(name, value)
     if "continues" not in (run["config"].get("agent") or {"continues": ()}):
         meaning["repeat_limit"] = 0  # agents had none then, whatever it says
-    return with_defaults(meaning | fixed)
+    return fill_defaults(meaning | fixed)
 
 
-def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
+def fill_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
     """Add to a fingerprint the defaults of options that its version did not have.
 
     This also adds defaults to objects inside it, such as a subagent, and removes options that only
@@ -110,10 +110,12 @@ def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
     }
     if whole["agent"] is not None:
-        from agent.gateway.command_agent import NO_MEANING
+        from agent.gateway.command_agent import FIELDS_WITHOUT_EFFECT
 
         whole["agent"] = {
-            name: value for name, value in whole["agent"].items() if name not in NO_MEANING
+            name: value
+            for name, value in whole["agent"].items()
+            if name not in FIELDS_WITHOUT_EFFECT
         }
     return whole
 
@@ -158,9 +160,9 @@ def _is_meaning(name: str) -> bool:
 
 def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
     """The digest of the schemas of each of the user's own toolsets."""
-    from toolsets.catalog.custom import load_own, schemas_digest
+    from toolsets.catalog.custom import load_custom_toolsets, schemas_digest
 
-    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
+    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_custom_toolsets(places)}
 
 
 def _meaning_of_server(server: McpServer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from agent.options import split_commas
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.basics.option_names import unknown, with_todays_names
+from batch_trajectories.basics.option_names import describe_unknown, rename_former
 from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import (
@@ -20,7 +20,7 @@ from batch_trajectories.basics.validation import (
     Mistake,
     is_url,
     mistakes_in,
-    place_beside,
+    resolve_function,
 )
 from batch_trajectories.config.option_types import holds_nul, is_text
 from batch_trajectories.config.run_config import RunConfig
@@ -37,7 +37,7 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     Input paths in the file are relative to the file; those in flags to the current directory.
     Raises `ConfigError` that names the file, the key and what is allowed.
     """
-    flags = with_todays_names({key: value for key, value in flags.items() if value is not None})
+    flags = rename_former({key: value for key, value in flags.items() if value is not None})
     for key, value in flags.items():
         # Python decodes arguments that are not UTF-8 to lone surrogates.
         if not is_text(value):
@@ -91,22 +91,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     for written, value in read_mapping(path, "config file").items():
         key = written.replace("-", "_")
         if key in loaded:
-            place = place_in(path, (key,))
+            place = locate_key(path, (key,))
             raise ConfigError(f"{place}: {key}: given twice, once with dashes")
         if holds_nul(value):
-            place = place_in(path, (key,))
+            place = locate_key(path, (key,))
             raise ConfigError(f"{place}: {key}: holds the character NUL (U+0000)")
         loaded[key] = value
-    loaded = with_todays_names(loaded)
+    loaded = rename_former(loaded)
     for key in _INPUT_PATHS:
         if _is_path(loaded.get(key)):
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_resolve_tool(place, path.parent) for place in _to_list(loaded["tools"])]
     if "reward" in loaded:
-        loaded["reward"] = [place_beside(one, path.parent) for one in _to_list(loaded["reward"])]
+        loaded["reward"] = [
+            resolve_function(one, path.parent) for one in _to_list(loaded["reward"])
+        ]
     if "approve" in loaded:
-        loaded["approve"] = place_beside(loaded["approve"], path.parent)
+        loaded["approve"] = resolve_function(loaded["approve"], path.parent)
     for key in ("distribution", "rows", "agent"):
         if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
             loaded[key] = str(path.parent / loaded[key])
@@ -128,7 +130,7 @@ def _resolve_tool(place: Any, directory: Path) -> Any:
     return str(directory / place) if file.endswith(".py") else place
 
 
-def place_in(file: Path, keys: Sequence[str]) -> str:
+def locate_key(file: Path, keys: Sequence[str]) -> str:
     """FILE:LINE of the value at these keys in a YAML file; only FILE if the keys are missing."""
     from batch_trajectories.basics.yaml_file import find_line  # which has read this file
 
@@ -142,13 +144,14 @@ def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any
     key, *inside = mistake.keys
     place = f"--{key}"
     if key not in flags and config_file is not None:
-        place = f"{place_in(config_file, mistake.keys)}: {key}"
+        place = f"{locate_key(config_file, mistake.keys)}: {key}"
     if inside:
         place += f", in {'.'.join(inside)}"
     elif mistake.kind == "missing":
         return f"--{key} is missing: {RunConfig.model_fields[key].description}"
     elif mistake.kind == UNKNOWN_KEY:
-        return f"{place}: {unknown(key, RunConfig.model_fields, 'see --help for the known ones')}"
+        why = describe_unknown(key, RunConfig.model_fields, "see --help for the known ones")
+        return f"{place}: {why}"
     if mistake.kind == HOLDS_SECRET:
         return f"{place}: {mistake.reason}"
     return f"{place}: {mistake.with_value()}"

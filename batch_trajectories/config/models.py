@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import ModelSettings, Price
-from agent.models.providers import ONLY_RELAYED, Api, holds_at, provider_at
+from agent.models.providers import ONLY_RELAYED, Api, is_known_prefix, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from batch_trajectories.basics.errors import ConfigError
@@ -52,12 +52,12 @@ def uses_key_command(setups: Setups) -> bool:
     return any(settings.connection.key_command for settings in called_models(setups))
 
 
-def unpriced(setups: Setups) -> str | None:
+def unpriced_model(setups: Setups) -> str | None:
     """The name of a model that may be called and has no known price, or None."""
     return next((name for setup in setups.values() if (name := setup.unpriced())), None)
 
 
-def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
+def endpoint_limits(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
     """The limits on calls, by endpoint.
 
     If several names stand for one endpoint, the tightest limits apply. Calls in flight never
@@ -93,7 +93,7 @@ def budget_of(config: RunConfig) -> Cost | None:
     return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
 
 
-def settings_of(config: RunConfig, name: str) -> ModelSettings:
+def resolve_settings(config: RunConfig, name: str) -> ModelSettings:
     """The settings of calls of the model that a user writes as `name`.
 
     Raises `ValueError`: among others `UnknownModel`, and `MissingKey`.
@@ -123,7 +123,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
     return settings
 
 
-def price_of(config: RunConfig, name: str) -> Price | None:
+def find_price(config: RunConfig, name: str) -> Price | None:
     """The price of the model that a user writes as `name`; None if it is unknown.
 
     No key is needed.
@@ -146,7 +146,7 @@ def price_of(config: RunConfig, name: str) -> Price | None:
     return table_price(settings)
 
 
-def beside(config: RunConfig, name: str) -> dict[str, Any]:
+def sibling_options(config: RunConfig, name: str) -> dict[str, Any]:
     """The options `model`, `base_url`, `api` and `key_env` of a further model, such as a judge.
 
     A model without a provider, or with that of the run's first model, uses the run's endpoint.
@@ -155,7 +155,9 @@ def beside(config: RunConfig, name: str) -> dict[str, Any]:
     run_prefix = run_prefix if colon and "/" not in run_prefix else ""
     prefix, colon, _ = name.partition(":")
     there = {key: getattr(config, key) for key in ("base_url", "api", "key_env")}
-    is_elsewhere = colon and (prefix in config.endpoints or holds_at(prefix, config.base_url))
+    is_elsewhere = colon and (
+        prefix in config.endpoints or is_known_prefix(prefix, config.base_url)
+    )
     if name == SCRIPTED or (is_elsewhere and prefix != run_prefix):
         return {"model": name}
     if not is_elsewhere and config.base_url is None and run_prefix:
@@ -168,7 +170,7 @@ def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
 
 
 def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
-    settings = settings_of(config, name)
+    settings = resolve_settings(config, name)
     endpoints = _endpoints(config)
     setup = set_up(
         config.agent_options,
@@ -225,7 +227,7 @@ def _aliases(
 
 def _check_budget(config: RunConfig, setups: Setups) -> None:
     """A budget reserves the worst case of each call, so that must be known."""
-    if config.max_run_cost_usd is not None and (name := unpriced(setups)):
+    if config.max_run_cost_usd is not None and (name := unpriced_model(setups)):
         raise ValueError(
             f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
             f"cannot be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} (dollars "
@@ -302,9 +304,9 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
     from toolsets.catalog.distributions import draw_toolsets
 
     # Disabled toolsets are not in `setup` and cannot be drawn.
-    enabled = {name: distribution[name] for name in setup.names()}
+    enabled = {name: distribution[name] for name in setup.toolset_names()}
     drawn_as = f"{config.seed}/{_draw_id(config, task)}"
-    return setup.only(draw_toolsets(enabled, drawn_as) if enabled else ())
+    return setup.select_toolsets(draw_toolsets(enabled, drawn_as) if enabled else ())
 
 
 def _choose_model(config: RunConfig, task: Task) -> str:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from agent.options import Float, parse_json, split_commas
 from batch_trajectories.basics.text import valid_utf8
-from batch_trajectories.basics.validation import bucket_url, is_url, local_path, place_of
+from batch_trajectories.basics.validation import bucket_url, is_url, local_path, path_or_url
 from batch_trajectories.config.stop_rules import check_stop_rules
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def refuse_empty(value: Any) -> Any:
     return value
 
 
-Place = Annotated[Path, BeforeValidator(refuse_empty), AfterValidator(place_of)]
+Place = Annotated[Path, BeforeValidator(refuse_empty), AfterValidator(path_or_url)]
 """A path of this machine, or the URL of a bucket."""
 
 
@@ -141,9 +141,9 @@ def _assignments(value: Any, form: str) -> Any:
 def _read_agent(value: Any) -> CommandAgent | None:
     if value is None:
         return None
-    from batch_trajectories.config.agents import agent_of
+    from batch_trajectories.config.agents import read_agent
 
-    return agent_of(value)
+    return read_agent(value)
 
 
 def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:

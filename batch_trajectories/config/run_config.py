@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from agent.models.providers import FIRST, Api
-from agent.models.resolve import SCRIPTED, with_colon
+from agent.models.providers import RESERVED_PREFIXES, Api
+from agent.models.resolve import SCRIPTED, normalize_prefix
 from agent.options import (
     AgentOptions,
     Float,
@@ -479,13 +479,15 @@ class RunConfig(AgentOptions):
         if self.base_url is None:
             endpoints, models = self.endpoints, self.models
             if isinstance(models, dict):
-                models = {with_colon(name, endpoints): models[name] for name in models}
+                models = {normalize_prefix(name, endpoints): models[name] for name in models}
             elif models:
-                models = tuple(with_colon(name, endpoints) for name in models)
+                models = tuple(normalize_prefix(name, endpoints) for name in models)
             self.__dict__.update(
-                model=with_colon(self.model, endpoints),
+                model=normalize_prefix(self.model, endpoints),
                 models=models,
-                prices={with_colon(name, endpoints): price for name, price in self.prices.items()},
+                prices={
+                    normalize_prefix(name, endpoints): price for name, price in self.prices.items()
+                },
             )
         return self
 
@@ -522,7 +524,7 @@ class RunConfig(AgentOptions):
             raise ValueError("models: scripted cannot be combined with other models")
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
             raise ValueError(f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'")
-        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
+        if taken := [name for name in self.endpoints if name in (*RESERVED_PREFIXES, SCRIPTED)]:
             raise ValueError(
                 f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
             )
@@ -639,11 +641,11 @@ def _load_distribution(
     name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
 ) -> Distribution:
     """Load a distribution. Cached because every task needs it; imports here keep `--help` fast."""
-    from toolsets.catalog.custom import load_own
+    from toolsets.catalog.custom import load_custom_toolsets
     from toolsets.catalog.distributions import load_distribution
     from toolsets.catalog.registry import Toolset, catalog
 
-    added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
+    added = (*load_custom_toolsets(tools or ()), *(Toolset(server, "", ()) for server in servers))
     return load_distribution(name, known=catalog(added))
 
 

@@ -28,7 +28,7 @@ def image_sandboxes(config: RunConfig) -> ImageSandboxes:
     return made
 
 
-def problem_of_sandbox(config: RunConfig) -> str | None:
+def find_sandbox_problem(config: RunConfig) -> str | None:
     """The reason why the sandbox of a run does not work here, with advice; None if it works."""
     try:
         if config.agent is not None and not sandbox_kind(config.sandbox).takes_extras:
@@ -40,7 +40,7 @@ def problem_of_sandbox(config: RunConfig) -> str | None:
     return sandbox_problem(config.sandbox, config.sandbox_settings())
 
 
-def warning_of_sandbox(config: RunConfig) -> str | None:
+def find_sandbox_warning(config: RunConfig) -> str | None:
     """A warning that the images of a run are slow here; None if they are not, or not used."""
     made = _in_images(config) if config.uses_images else None
     return None if made is None else made.warning()
@@ -57,7 +57,7 @@ def image_digest(config: RunConfig, reference: str) -> str | None:
     return _digests(config, [reference]).get(reference)
 
 
-def replaced_during_run(known: dict[str, str], reference: str, digest: str) -> str | None:
+def check_image_digest(known: dict[str, str], reference: str, digest: str) -> str | None:
     """Refuse an image whose digest is not the known one; add the digest of a new image.
 
     Returns the reason to refuse the image; None if it can be used.

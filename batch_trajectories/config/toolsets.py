@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from toolsets.mcp.servers import McpServers
 
 
-def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[str, Toolset]:
+def build_catalog(config: RunConfig, servers: McpServers | None = None) -> Mapping[str, Toolset]:
     """All toolsets that `config` can name; tools of MCP servers call `servers`.
 
     Raises `ValueError` with a message for the user.
     """
     added: list[Toolset] = []
     if config.tools:
-        from toolsets.catalog.custom import load_own
+        from toolsets.catalog.custom import load_custom_toolsets
 
-        added += load_own(config.tools)
+        added += load_custom_toolsets(config.tools)
     if config.mcp:
         from toolsets.mcp.servers import McpServers
 
@@ -30,7 +30,7 @@ def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[
     return catalog(added) if added else TOOLSETS
 
 
-def with_listed_servers(config: RunConfig) -> RunConfig:
+def list_mcp_tools(config: RunConfig) -> RunConfig:
     """Start the MCP servers that conversations may use, and store their tools in the config.
 
     All conversations are then offered the same tools, even if a server changes its list. Blocks.

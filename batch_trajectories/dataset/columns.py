@@ -1,7 +1,7 @@
 """Reads declared columns of a row, and defines the types of values that several columns have.
 
-A column group is a dataclass whose fields are columns, or keys of one column. `read` makes it of
-the JSON values of a row: null is as good as absent, and a mistake names the column.
+A column group is a dataclass whose fields are columns, or keys of one column. `read_value` makes it
+of the JSON values of a row: null is as good as absent, and a mistake names the column.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DEFAULT_READING = Reading()
 """A workspace of this machine, and no variables."""
 
 
-def read(kind: Any, raw: Any, place: str = "", reading: Reading = DEFAULT_READING) -> Any:
+def read_value(kind: Any, raw: Any, place: str = "", reading: Reading = DEFAULT_READING) -> Any:
     """Read `raw` as a value of type `kind`. Raises `ValueError` with the reason.
 
     `place` names the column; "" if `raw` is a row, whose keys are the columns.
@@ -93,7 +93,7 @@ def read_group(group: type[T], columns: Mapping[str, Any], reading: Reading = DE
     """Read a group of columns of a row. Raises `ValueError` with the reason."""
     kind: Any = group
     given = {name: columns[name] for name in names_of(kind) if columns.get(name) is not None}
-    value: T = read(kind, given, reading=reading) if given else kind()
+    value: T = read_value(kind, given, reading=reading) if given else kind()
     return value
 
 

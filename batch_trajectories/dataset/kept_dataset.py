@@ -30,10 +30,10 @@ from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.source import DataSource, download_file, source_of
+from batch_trajectories.dataset.source import DataSource, download_file, parse_source
 from batch_trajectories.records.files import (
-    alone_in,
-    link,
+    link_file,
+    lock_directory,
     make_directory,
     open_temporary,
     read_json,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from batch_trajectories.dataset.rows_file import RowsFile
 
 
-ONLY = "only_sound"
+ROW_FILTER_KEY = "only_sound"
 """The key, in a description, of the facts about a filter of rows."""
 
 _FORMAT = 1
@@ -64,7 +64,7 @@ class RowFilter(Protocol):
     digest: str
     """A digest of everything that the decisions depend on."""
 
-    def takes(self, columns: Mapping[str, Any]) -> bool:
+    def accepts(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is kept."""
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class RowFilter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class KeptDataset:
+class DatasetSnapshot:
     """The JSONL file of a dataset; one in a temporary directory is removed with this object."""
 
     path: Path
@@ -80,7 +80,7 @@ class KeptDataset:
     """The description of the rows' source; None if the file is the user's own."""
 
 
-def keep_dataset(
+def take_snapshot(
     name: Path,
     run_dir: Path,
     *,
@@ -93,7 +93,7 @@ def keep_dataset(
     with_solutions: bool = False,
     only: RowFilter | None = None,
     say: Callable[[str], object],
-) -> KeptDataset:
+) -> DatasetSnapshot:
     """Make sure that the dataset is a JSONL file: the user's own, or one in the run directory.
 
     Reads the source only if the run directory lacks its rows, and stops after `max_samples` rows
@@ -102,13 +102,13 @@ def keep_dataset(
     read. `only` is a filter of rows. Raises `DatasetError`, `StorageError`, and `EnvironmentStop`
     if the hub cannot be reached.
     """
-    source = replace(source_of(name), with_solutions=with_solutions)
+    source = replace(parse_source(name), with_solutions=with_solutions)
     if source.tasks and rows is None:
         msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
         raise DatasetError(msg)
     rows_file = None if rows is None else _rows_file(rows, with_solutions=with_solutions)
     if source.plain_file is not None and not columns and rows_file is None and only is None:
-        return KeptDataset(source.plain_file)
+        return DatasetSnapshot(source.plain_file)
     before = _sizes_and_times(source)
     recipe = _Recipe(
         source=source,
@@ -123,16 +123,16 @@ def keep_dataset(
         key = recipe.key_of_first_start(run_dir) or key
     stem, revision = _find_snapshot(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
-        from batch_trajectories.dataset.source import revision_of
+        from batch_trajectories.dataset.source import fetch_revision
 
-        before_fresh, revision = revision, revision_of(source.hub)
+        before_fresh, revision = revision, fetch_revision(source.hub)
         if before_fresh not in (None, revision):
             stem = f"dataset-{key}{revision}"
     for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
         note = _read_description(run_dir / f"{file_stem}.json")
         path = run_dir / f"{file_stem}.jsonl"
         if note and _is_as_written(path, note):
-            return KeptDataset(path, note)
+            return DatasetSnapshot(path, note)
     writer = _Writer(recipe, rules, max_samples, revision=revision, before=before, say=say)
     return writer.write_in_run(run_dir, stem) if writes else writer.write_temporary(stem)
 
@@ -145,9 +145,9 @@ def rows_of_source(
     Adds the names of columns that JSON cannot hold to `left_out`.
     """
     if source.hub is not None:
-        from batch_trajectories.dataset.source import hub_rows, revision_of
+        from batch_trajectories.dataset.source import fetch_revision, hub_rows
 
-        yield from hub_rows(source.hub, revision or revision_of(source.hub), left_out)
+        yield from hub_rows(source.hub, revision or fetch_revision(source.hub), left_out)
     elif source.saved is not None:
         from batch_trajectories.dataset.source import saved_rows
 
@@ -168,14 +168,14 @@ def describe_left_out(source: str, left_out: set[str]) -> str:
     return f"{source}: left out, because they hold bytes: {', '.join(sorted(left_out))}"
 
 
-def source_of_kept(path: Path) -> dict[str, Any] | None:
+def snapshot_source(path: Path) -> dict[str, Any] | None:
     """The description of the source of a run's dataset; None if the file is the user's own."""
     return (
         _read_description(path.with_suffix(".json")) if path.name.startswith("dataset-") else None
     )
 
 
-def take_kept(path: Path, directory: Path) -> None:
+def move_snapshot(path: Path, directory: Path) -> None:
     """Give a new run in `directory` the dataset of a run that was moved aside.
 
     The old run keeps it, unless it has another one.
@@ -189,10 +189,10 @@ def take_kept(path: Path, directory: Path) -> None:
 def link_snapshot(path: Path, directory: Path) -> None:
     """Link the files of a dataset into `directory`; they never change."""
     for file in (path, path.with_suffix(".json")):
-        link(file, directory)
+        link_file(file, directory)
 
 
-def remove_other_kept(run_dir: Path, path: Path) -> None:
+def remove_other_snapshots(run_dir: Path, path: Path) -> None:
     """Remove the datasets of earlier starts. The caller holds the lock of the run."""
     for file in run_dir.glob("dataset-*.json*"):
         if file.stem != path.stem:
@@ -245,7 +245,7 @@ class _Recipe:
             and stored.get("kind", kind_of_run) == self.kind
             and stored.get("columns") == dict(self.columns)
             and stored.get("files") == self.files
-            and stored.get(ONLY, {}).get("digest") == (self.only and self.only.digest)
+            and stored.get(ROW_FILTER_KEY, {}).get("digest") == (self.only and self.only.digest)
         )
 
     def describe(self, revision: str | None) -> dict[str, Any]:
@@ -276,25 +276,25 @@ class _Writer:
         self._recipe = recipe
         self._source = recipe.source
         self._only = recipe.only
-        self._renaming = Renaming(recipe.columns, recipe.rows_file)
+        self._renaming = ColumnRenamer(recipe.columns, recipe.rows_file)
         self._rules = rules
         self._max_samples = max_samples
         self._revision = revision
         self._before = before
         self._say = say
 
-    def write_in_run(self, run_dir: Path, stem: str) -> KeptDataset:
+    def write_in_run(self, run_dir: Path, stem: str) -> DatasetSnapshot:
         """Write the dataset into a run directory, which no other process may do meanwhile."""
         try:
             make_directory(run_dir, is_inside=False, parents=True)
-            with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
+            with lock_directory(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
                 for leftover in run_dir.glob(".dataset-*.tmp"):
                     leftover.unlink()  # of a start that was killed; it may fill the disk
                 return self._write(run_dir, stem)
         except OSError as error:
             raise storage_error(run_dir, error) from error
 
-    def write_temporary(self, stem: str) -> KeptDataset:
+    def write_temporary(self, stem: str) -> DatasetSnapshot:
         """Write the dataset into a temporary directory, which goes with the returned object."""
         directory = Path(mkdtemp(prefix="batch-trajectories-"))
         try:
@@ -305,7 +305,7 @@ class _Writer:
         finalize(dataset, rmtree, directory, ignore_errors=True)
         return dataset
 
-    def _write(self, directory: Path, stem: str) -> KeptDataset:
+    def _write(self, directory: Path, stem: str) -> DatasetSnapshot:
         """Write the rows, then their description."""
         left_out: set[str] = set()
         rows = rows_of_source(self._source, left_out, self._revision)
@@ -316,12 +316,12 @@ class _Writer:
                 f"{self._source.name}: changed while it was read; run the same command again"
             )
         if self._only is not None:
-            written[ONLY] = self._only.to_json()
+            written[ROW_FILTER_KEY] = self._only.to_json()
         note = self._recipe.describe(self._revision) | written
         replace_json(path.with_suffix(".json"), note)
         if left_out:
             self._say(describe_left_out(self._source.name, left_out))
-        return KeptDataset(path, note)
+        return DatasetSnapshot(path, note)
 
     def _write_rows(
         self, rows: Iterator[Row], directory: Path, stem: str
@@ -374,7 +374,7 @@ class _Writer:
             columns = exact_json.loads(line)
         except exact_json.JSONDecodeError:
             return True  # the scan names the line and the reason
-        return not isinstance(columns, dict) or self._only.takes(columns)
+        return not isinstance(columns, dict) or self._only.accepts(columns)
 
     def _is_usable(self, line: bytes) -> bool:
         try:
@@ -481,7 +481,7 @@ def _hash() -> blake2b:
 # Columns under other names.
 
 
-class Renaming:
+class ColumnRenamer:
     """Renames the columns of rows by `{new: old}`, then applies a rows file."""
 
     def __init__(self, names: Mapping[str, str], rows_file: RowsFile | None = None) -> None:

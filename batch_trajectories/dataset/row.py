@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from agent.loop.rules import ConversationSpec, with_turn_limit
+from agent.loop.rules import ConversationSpec, add_turn_limit
 from agent.messages.message import Event, Message
 from agent.models.scripted import parse_script
-from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
+from agent.options import LIMITS, ROW_COLUMN, AgentOptions, row_options
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
@@ -117,12 +117,14 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
-        options = of_row(self.options, columns)
+        options = row_options(self.options, columns)
         if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
             options = add_row_user(options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
-        if self.toolsets is not None and (message := options.not_on_offer(self.toolsets)):
+        if self.toolsets is not None and (
+            message := options.describe_missing_toolsets(self.toolsets)
+        ):
             raise ValueError(f"`preparation_toolsets`: {message}")
         model = columns.get(MODEL_COLUMN)
         if self.models is not None and model is not None and str(model) not in self.models:
@@ -146,7 +148,7 @@ class RowRules:
         setup = self._read_setup(columns, inside) if self.with_setup else None
         image = None if self.image == "ignored" else self._read_image(columns, inside)
         if options.state_max_turns:
-            opening = with_turn_limit(opening, options)
+            opening = add_turn_limit(opening, options)
         fork = None
         if self.with_forks:
             from batch_trajectories.dataset.row_fork import read_fork
@@ -172,14 +174,14 @@ class RowRules:
         """Whether a row has the column `expected`, but answers are not compared with it."""
         if columns.get(EXPECTED) is None:
             return False
-        return not of_row(self.options, columns).check_expected
+        return not row_options(self.options, columns).check_expected
 
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
         names = ["prompt" if "prompt" in columns else chat_column(columns), ROW_COLUMN]
         if self.script != "ignored":
             names.append("script")
-        options = of_row(self.options, columns)
+        options = row_options(self.options, columns)
         if options.check_expected:
             names.append(expected_column(columns))
         if options.awaiting_input:
@@ -256,7 +258,7 @@ def _row_agent(
             f"an agent that runs as a command takes the text of one user message (got {roles})"
         )
     try:
-        return agent.of_row(columns.get(AGENT_COLUMN), _servers(columns))
+        return agent.with_row(columns.get(AGENT_COLUMN), _servers(columns))
     except ValidationError as error:
         raise ValueError(mistakes_in(error)[0].describe(AGENT_COLUMN)) from error
 

@@ -10,7 +10,7 @@ from pydantic import PlainValidator, Strict
 
 from agent.messages.message import ForkedEvent, Message
 from agent.state.trajectory import Trajectory
-from batch_trajectories.dataset.columns import Text, read
+from batch_trajectories.dataset.columns import Text, read_value
 from batch_trajectories.dataset.row_conversation import FORK_COLUMN
 
 
@@ -46,7 +46,7 @@ class Fork:
 def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
     """Read the column of a row. Raises `ValueError` if it does not hold whole turns."""
     try:
-        fork: Fork = read(Fork, columns.get(FORK_COLUMN), FORK_COLUMN)
+        fork: Fork = read_value(Fork, columns.get(FORK_COLUMN), FORK_COLUMN)
         trajectory = Trajectory(opening, fork.events)
         if trajectory.turns == fork.turn and not trajectory.open_calls():
             return fork

@@ -31,8 +31,8 @@ from batch_trajectories.dataset.columns import (
     names_of,
     object_of,
     objects_of,
-    read,
     read_group,
+    read_value,
     to_list,
 )
 from toolsets.sandbox.base import ImageSpec
@@ -80,7 +80,7 @@ def read_image(
     name = next((name for name in IMAGE_COLUMNS if columns.get(name) is not None), None)
     if name is None:
         return None
-    reference = read(ImageName, columns[name], name)
+    reference = read_value(ImageName, columns[name], name)
     if inside is None:
         return ImageSpec(reference)
     return ImageSpec(
@@ -98,7 +98,7 @@ def image_columns(columns: Mapping[str, Any]) -> list[str]:
     return list(IMAGE_COLUMNS[: max(2, place + 1)])
 
 
-def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
+def count_requests(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
     """Add to `largest` the demands of a row that the run may refuse.
 
     `network`, `check.network` and `artifacts` count rows. Keys of `limits` are the largest value
@@ -112,7 +112,7 @@ def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
     if columns.get("artifacts") is True:
         largest["artifacts"] = largest.get("artifacts", 0) + 1
     limits = columns.get("limits")
-    sizes = {} if limits is None else asdict(read(Limits, limits, "limits"))
+    sizes = {} if limits is None else asdict(read_value(Limits, limits, "limits"))
     for name, size in sizes.items():
         if size is not None:
             largest[f"limits.{name}"] = max(math.ceil(size), largest.get(f"limits.{name}", 0))

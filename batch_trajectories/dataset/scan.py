@@ -199,9 +199,9 @@ def _count_demands(asked: dict[str, int], columns: dict[str, Any], rules: RowRul
         if programs_of_workspace(columns["check"]):
             asked[PROGRAMS] = asked.get(PROGRAMS, 0) + 1
     if rules.inside:
-        from batch_trajectories.dataset.row_workspace import add_asked
+        from batch_trajectories.dataset.row_workspace import count_requests
 
-        add_asked(asked, columns)
+        count_requests(asked, columns)
 
 
 def _track_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
@@ -245,7 +245,7 @@ def task_of(
     )
 
 
-def sample_of(task: Task, sample: int) -> Task:
+def with_sample(task: Task, sample: int) -> Task:
     """Another sample of the prompt of a task."""
     return task._replace(id=_task_id(task.prompt_id, sample), sample=sample, model=None)
 

@@ -29,7 +29,7 @@ import orjson
 from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunError
 from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.basics.text import valid_utf8
-from batch_trajectories.basics.validation import UrlPath, place_of
+from batch_trajectories.basics.validation import UrlPath, path_or_url
 from batch_trajectories.dataset.arrow_rows import BATCH_ROWS, rows_per_batch, table_rows
 
 if TYPE_CHECKING:
@@ -110,13 +110,13 @@ class DataSource:
         return file.path if file.kind == "lines" and file.compression is None else None
 
 
-def source_of(name: Path) -> DataSource:
+def parse_source(name: Path) -> DataSource:
     """Find the dataset that a user names. Raises `DatasetError` if there is none."""
     text = str(name)
     if text.startswith(HUB_PREFIX):
         return DataSource(text, hub=_parse_hub_name(text))
     try:
-        place = place_of(name)
+        place = path_or_url(name)
     except ValueError as error:
         raise DatasetError(f"the URL of a dataset {error}") from None
     if isinstance(place, UrlPath):
@@ -163,7 +163,7 @@ def _source_at_url(url: str) -> DataSource:
         stored = [
             file
             for file in stored
-            if has_rows(file.name) and not any(map(_is_hidden, file.name.split("/")))
+            if is_row_file(file.name) and not any(map(_is_hidden, file.name.split("/")))
         ]
         if not stored:
             raise DatasetError(f"{url}: no dataset below it: no object ends in {', '.join(_KINDS)}")
@@ -179,7 +179,7 @@ def download_file(bucket: Bucket, stored: StoredFile) -> Iterator[SourceFile]:
     with TemporaryDirectory(prefix="batch-trajectories-") as directory:
         path = Path(directory, stored.name.rpartition("/")[2])
         try:
-            is_same = bucket.bring(stored, path)
+            is_same = bucket.download(stored, path)
         except OSError as error:
             raise EnvironmentStop(
                 f"{path}: cannot write: {error.strerror or error}; TMPDIR names another place"
@@ -210,7 +210,7 @@ def _files_in(directory: Path) -> Iterator[Path]:
         # Sorted, so that each start takes the same of two ways to a directory.
         folders[:] = [] if identity in seen else sorted(filterfalse(_is_hidden, folders))
         if identity not in seen:
-            yield from (Path(root, name) for name in names if has_rows(name))
+            yield from (Path(root, name) for name in names if is_row_file(name))
         seen.add(identity)
 
 
@@ -245,7 +245,7 @@ def _source_file(path: Path) -> SourceFile:
     return SourceFile(path, kind, compression)
 
 
-def has_rows(name: str) -> bool:
+def is_row_file(name: str) -> bool:
     """Whether a file has rows, by its name."""
     return _split_compression(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
 
@@ -274,7 +274,7 @@ def _begins_a_list(path: Path) -> bool:
 # along is never run.
 
 
-def revision_of(name: HubName) -> str:
+def fetch_revision(name: HubName) -> str:
     """Ask the hub for the commit of a dataset's revision.
 
     Raises `DatasetError` if the hub has no such dataset, `EnvironmentStop` if it cannot be reached.
@@ -289,7 +289,7 @@ def revision_of(name: HubName) -> str:
 
 
 def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
-    """Stream the rows of one split. See `table_rows`. Raises as `revision_of` does."""
+    """Stream the rows of one split. See `table_rows`. Raises as `fetch_revision` does."""
     import datasets
 
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False

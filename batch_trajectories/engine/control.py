@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.engine.run_dir import holder_of
+from batch_trajectories.engine.run_dir import read_holder
 from batch_trajectories.records.files import append_line, read_json
 from batch_trajectories.records.names import CONTROL_FILE
 
@@ -39,7 +39,7 @@ def process_of(holder: Mapping[str, Any]) -> list[Any]:
 def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: Any) -> str:
     """Ask the process that works on a run, and wait for its answer, which is returned.
 
-    `holder` is that of `holder_of`. Raises `RunDirError` if nothing works on the run, if it
+    `holder` is that of `read_holder`. Raises `RunDirError` if nothing works on the run, if it
     belongs to another user, if the process refuses or ends, or if it does not answer within 15
     seconds.
     """
@@ -50,7 +50,7 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
     end = append_line(run_dir / CONTROL_FILE, line)
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        works = holder_of(run_dir) is not None  # asked first: what it wrote last is read below
+        works = read_holder(run_dir) is not None  # asked first: what it wrote last is read below
         state = read_json(run_dir / "progress.json") or {}
         answers = (state.get("steered") or {}).get("answers", {})
         if (answer := answers.get(str(end))) is not None:

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from itertools import islice
 
 from agent.models.resolve import SCRIPTED
-from batch_trajectories.basics.errors import ConfigError, install
-from batch_trajectories.config.models import settings_of
+from batch_trajectories.basics.errors import ConfigError, install_command
+from batch_trajectories.config.models import resolve_settings
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Executor
 from batch_trajectories.engine.features import find_feature
@@ -23,8 +23,8 @@ def check_executor(config: RunConfig) -> None:
     """Raise `ConfigError` where the executor cannot do what is asked, or would delete the run."""
     if config.executor == "ray" and find_spec("ray") is None:
         raise ConfigError(
-            f"executor: ray is not installed: {install('ray')}, here and on every node, or leave "
-            "--executor=ray out"
+            f"executor: ray is not installed: {install_command('ray')}, here and on every node, or "
+            "leave --executor=ray out"
         )
     if config.executor == "ray" and config.keep_workspaces is not None:
         raise ConfigError(
@@ -67,7 +67,7 @@ def _load_clients(config: RunConfig) -> None:
 
     for name in config.model_weights():
         with suppress(ValueError):  # the plan will say why
-            load_client(settings_of(config, name))
+            load_client(resolve_settings(config, name))
 
 
 def _most_tasks(config: RunConfig) -> int:

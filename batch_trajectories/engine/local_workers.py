@@ -29,13 +29,13 @@ from batch_trajectories.basics.process import STOPPING, die_with_parent
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
 from batch_trajectories.engine.messages import WorkerSetup
 from batch_trajectories.engine.worker.worker import run_worker, worker_main
-from batch_trajectories.records.files import listed
+from batch_trajectories.records.files import list_directory
 
 _TRACKER_NEEDS = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
 
 
 @contextmanager
-def environment_of(names: Collection[str]) -> Iterator[dict[str, str]]:
+def limited_environment(names: Collection[str]) -> Iterator[dict[str, str]]:
     """Reduce the environment to these variables inside a `with` block; yields the whole of it.
 
     Processes started there inherit it, and every process of this user can read theirs.
@@ -51,7 +51,7 @@ def environment_of(names: Collection[str]) -> Iterator[dict[str, str]]:
 
 def start_tracker_without_secrets() -> None:
     """Start the resource tracker of `multiprocessing` with an environment without keys."""
-    with environment_of(_TRACKER_NEEDS):
+    with limited_environment(_TRACKER_NEEDS):
         resource_tracker.ensure_running()
 
 
@@ -80,7 +80,7 @@ def fork_workers(count: int) -> None:
     other threads, whose locks a fork could leave locked for good, it does nothing.
     """
     threads = Path("/proc/self/task")
-    if sys.platform != "linux" or threading.active_count() > 1 or len(listed(threads)) > 1:
+    if sys.platform != "linux" or threading.active_count() > 1 or len(list_directory(threads)) > 1:
         return
     gc.freeze()  # what is shared now stays shared: the collector does not write to it
     context = multiprocessing.get_context("fork")
@@ -113,11 +113,11 @@ def _wait_for_setup(connection: Connection, parent: int, others: Sequence[Connec
         setup = pickle.loads(connection.recv_bytes())
     except EOFError:
         return
-    multiprocessing.current_process().name = name_of(setup)
+    multiprocessing.current_process().name = worker_name(setup)
     run_worker(connection, setup)
 
 
-def name_of(setup: WorkerSetup) -> str:
+def worker_name(setup: WorkerSetup) -> str:
     """The name of a worker in logs and messages."""
     return f"worker-{setup.number}"
 
@@ -128,7 +128,9 @@ class LocalExecutor:
     def start(self, setup: WorkerSetup, inbox: Inbox) -> WorkerHandle:
         """See `Executor`."""
         process, ours = self._take_forked(setup) or self._spawn(setup)
-        return WorkerProcess(setup.number, name_of(setup), inbox, process=process, connection=ours)
+        return WorkerProcess(
+            setup.number, worker_name(setup), inbox, process=process, connection=ours
+        )
 
     def _take_forked(self, setup: WorkerSetup) -> tuple[BaseProcess, Connection] | None:
         while _forked:
@@ -146,7 +148,7 @@ class LocalExecutor:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=worker_main, args=(theirs, setup), name=name_of(setup), daemon=True
+            target=worker_main, args=(theirs, setup), name=worker_name(setup), daemon=True
         )
         start_without_main(process)
         theirs.close()

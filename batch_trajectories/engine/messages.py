@@ -72,9 +72,9 @@ def make_assignment(
         attempt=attempt,
         number=inflight.next_assignment(task.key),
         events=inflight.events(task.key),
-        knows_begun=inflight.knows_begun(task.key),
+        knows_begun=inflight.has_start_events(task.key),
         deaths=deaths,
-        place=inflight.workspace_place(task.key),
+        place=inflight.workspace_id(task.key),
         reserved=reserved,
     )
 
@@ -257,7 +257,7 @@ class CollectCall(MessageWithPayload, kw_only=True):
 
     id: str
     model: str
-    """See `name_of`."""
+    """See `model_label`."""
     most: Cost | None
     """The amount reserved for the call; None without a budget."""
 
@@ -398,12 +398,12 @@ def _with_payload(message: _M, payload: bytes) -> _M:
 _HASH_BYTES = 10
 
 
-def name_of(settings: ModelSettings) -> str:
+def model_label(settings: ModelSettings) -> str:
     """The name of a model between parent and workers; it stays if the endpoint moves."""
     return f"{settings.api} {settings.reference or settings.name}"
 
 
-def item_id(task: bytes, request: bytes, time: int) -> str:
+def make_call_id(task: bytes, request: bytes, time: int) -> str:
     """The id of a task's call with this question, asked for the `time`-th time (from 0).
 
     It begins with the task's key and has 53 characters that every provider allows.
@@ -412,7 +412,7 @@ def item_id(task: bytes, request: bytes, time: int) -> str:
     return f"{task.hex()}-{digest}"
 
 
-def task_of(id: str) -> bytes:
+def parse_task_key(id: str) -> bytes:
     """The key of the task that a call belongs to."""
     return bytes.fromhex(id.partition("-")[0])
 

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 
 from agent.messages.leaked_calls import (
     REASONING_REMEDY,
-    holds_thought,
-    leaked_call,
+    find_leaked_call,
+    has_stray_thought,
     parser_remedy,
 )
 
@@ -53,9 +53,9 @@ def parser_signs(record: Mapping[str, Any]) -> ParserSigns | None:
         has_calls = bool(message.get("tool_calls"))
         signs["reads_calls"] |= has_calls
         signs["reads_thoughts"] |= bool(message.get("reasoning"))
-        signs["thought"] |= holds_thought(message["content"])
+        signs["thought"] |= has_stray_thought(message["content"])
         if signs["call"] is None:
-            leak = leaked_call(
+            leak = find_leaked_call(
                 message["content"], message.get("reasoning"), has_calls=has_calls, tools=names
             )
             if leak is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from agent.messages.tokens import GRAMMAR, sampling_in
+from agent.messages.tokens import GRAMMAR, sampling_fields
 from agent.models.model import ModelSettings, Price
 from agent.models.providers import provider_at
 from agent.models.resolve import SCRIPTED
@@ -22,11 +22,16 @@ from agent.setup import Setup, schemas_for
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.config.models import Setups, called_models, set_up_models, unpriced
+from batch_trajectories.config.models import Setups, called_models, set_up_models, unpriced_model
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.sandboxes import problem_of_sandbox, warning_of_sandbox
-from batch_trajectories.config.toolsets import catalog_of, with_listed_servers
-from batch_trajectories.dataset.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
+from batch_trajectories.config.sandboxes import find_sandbox_problem, find_sandbox_warning
+from batch_trajectories.config.toolsets import build_catalog, list_mcp_tools
+from batch_trajectories.dataset.kept_dataset import (
+    ROW_FILTER_KEY,
+    DatasetSnapshot,
+    RowFilter,
+    take_snapshot,
+)
 from batch_trajectories.dataset.scan import PROGRAMS, SETUP, Scan
 from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
@@ -56,7 +61,7 @@ class Plan:
     sandbox: str | None
     """None if no tool runs commands."""
     script: list[ScriptedTurn] | None
-    dataset: KeptDataset
+    dataset: DatasetSnapshot
     scan: Scan
 
     @property
@@ -67,7 +72,7 @@ class Plan:
     @property
     def toolsets(self) -> list[str]:
         """The names of the toolsets that conversations can be offered."""
-        return next(iter(self.setups.values())).names()
+        return next(iter(self.setups.values())).toolset_names()
 
 
 def make_plan(
@@ -80,18 +85,18 @@ def make_plan(
     """Check all that can be checked before any model is called.
 
     Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
-    `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
+    `take_snapshot`). Raises `ConfigError`, `DatasetError`, or what `take_snapshot` raises.
     """
     check_training_file(config)
     if not fresh:
         config = with_begun_defaults(config)
     try:
-        config = with_listed_servers(config)
+        config = list_mcp_tools(config)
         if config.agent is not None:
             from batch_trajectories.engine.worker.agent_program import with_checked_agent
 
             config = with_checked_agent(config)
-        known = catalog_of(config)
+        known = build_catalog(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_executor(config)
@@ -99,7 +104,10 @@ def make_plan(
     first = next(iter(setups.values()))
     _check_web(config, first)
     needs_sandbox = (
-        bool(first.sandboxed()) or config.row_setup or config.is_inside or config.agent is not None
+        bool(first.sandboxed_toolsets())
+        or config.row_setup
+        or config.is_inside
+        or config.agent is not None
     )
     try:
         sandbox_kind(config.sandbox)
@@ -108,7 +116,7 @@ def make_plan(
     if needs_sandbox and (problem := _sandbox_problem(config)):
         if config.is_inside or config.agent is not None:
             raise ConfigError(problem)
-        raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
+        raise ConfigError(_without_sandbox(problem, first.sandboxed_toolsets(), config))
     _check_variables(config)
     if config.reward:
         from batch_trajectories.engine.worker.reward_functions import (
@@ -118,11 +126,11 @@ def make_plan(
         check_functions(config.reward)
     script = _read_script(config.script_file)
     rules = config.row_rules(
-        first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
+        first.settings.api, is_priced=unpriced_model(setups) is None, toolsets=first.toolset_names()
     )
     if writes:
         look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
-    dataset = keep_dataset(
+    dataset = take_snapshot(
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
@@ -135,7 +143,7 @@ def make_plan(
         only=_sound_rows(config),
         say=say,
     )
-    if dataset.source is not None and (sound := dataset.source.get(ONLY)) is not None:
+    if dataset.source is not None and (sound := dataset.source.get(ROW_FILTER_KEY)) is not None:
         reader: SoundRowsReader = find_feature("only_sound")
         say(reader.describe_sound(sound))
     try:
@@ -219,7 +227,7 @@ def _sandbox_problem(config: RunConfig) -> str | None:
                 f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
                 "an image is not"
             )
-    return problem_of_sandbox(config)
+    return find_sandbox_problem(config)
 
 
 def _check_variables(config: RunConfig) -> None:
@@ -266,7 +274,7 @@ def describe(plan: Plan) -> str:
     tools = f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})"
     if (agent := config.agent) is not None:
         unknown = "of each image" if config.is_inside else "(version unknown)"
-        tools = f"agent      {agent.name} {agent.found or unknown}"
+        tools = f"agent      {agent.name} {agent.found_version or unknown}"
     return "\n".join(
         [
             f"run        {config.run_dir}",
@@ -353,7 +361,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
                 "replies and the API key; use https"
             )
 
-    if plan.sandbox is not None and (warning := warning_of_sandbox(plan.config)):
+    if plan.sandbox is not None and (warning := find_sandbox_warning(plan.config)):
         say(warning)
     if _needs_groups(plan) and not can_bound_memory():
         say(
@@ -528,7 +536,7 @@ def on_logprobs(setups: Setups) -> Iterator[str]:
 def _changed(settings: ModelSettings) -> dict[str, object]:
     """The options of requests that change the distribution."""
     body = {"temperature": settings.temperature, "top_p": settings.top_p}
-    given = sampling_in({**body, **(settings.extra_body or {})})
+    given = sampling_fields({**body, **(settings.extra_body or {})})
     if "temperature" not in given:
         given["temperature"] = "of its own (none is given)"
     return {name: value for name, value in given.items() if value not in _NEUTRAL.get(name, ())}

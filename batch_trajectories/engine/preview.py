@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 
-from agent.gateway.command_agent import fill
+from agent.gateway.command_agent import fill_placeholders
 from agent.loop.answers import describe_rule
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
-from agent.setup import Home
+from agent.setup import AgentServices
 from batch_trajectories.basics.text import clip, plural
 from batch_trajectories.config.models import setup_of_task
 from batch_trajectories.config.sandboxes import image_sandboxes
@@ -117,7 +117,9 @@ def _first_command(plan: Plan, task: Task) -> list[str]:
         "model": setup_of_task(plan.setups, plan.config, task).settings.name,
     }
     texts = [*row.agent.command, *([f"<<< {row.agent.stdin}"] if row.agent.stdin else [])]
-    command = clip(" ".join(fill(text, values) for text in texts), max_chars=_SHOWN_CHARS)
+    command = clip(
+        " ".join(fill_placeholders(text, values) for text in texts), max_chars=_SHOWN_CHARS
+    )
     return [
         f"first      {_plain(task.id)}, the command of {row.agent.name}:",
         "  " + _plain(command).replace("\n", "\n    "),
@@ -132,14 +134,14 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     pool = ModelPool(key_of=lambda settings: "", on_retry=lambda settings, message: None)
     # Nothing is done in it, so it is never made.
     context = ToolContext(Workspace(config.run_dir / WORKSPACES / task.key.hex()))
-    home = Home(setup, context, pool, config.tool_timeout_s)
+    home = AgentServices(setup, context, pool, config.tool_timeout_s)
     conversation = ConversationRunner(
         trajectory=row.trajectory([]),
         spec=row.spec,
         model=_CapturingModel(),
         toolbox=home.toolbox(),
         journal=lambda event: None,
-        host=home,
+        services=home,
         subagents=row.spec.options.subagents,
     )
     try:

@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from agent.loop.rules import ConversationSpec, Finish
 from agent.messages.message import ReplyEvent, is_cost_only
-from agent.messages.tokens import missing_in, trimmed_replies
+from agent.messages.tokens import missing_token_data, trimmed_replies
 from agent.options import AgentOptions
-from agent.setup import Setup, schemas_for, schemas_of_inner
+from agent.setup import Setup, inner_schemas, schemas_for
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.dataset.row_conversation import FORK_COLUMN
 from batch_trajectories.records.failures import Failure
-from batch_trajectories.records.files import with_checksum
-from batch_trajectories.records.record_types import Record, decode_record, shared
+from batch_trajectories.records.files import add_checksum
+from batch_trajectories.records.record_types import Record, decode_record, share_texts
 from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def make_record(
     # The tools of an agent are in its requests.
     tools = conversation.pop("tools", None) or schemas_for(setup, spec.options)
     if agent is not None:
-        conversation["agent"] = agent.facts() | conversation.get("agent", {})
+        conversation["agent"] = agent.record_facts() | conversation.get("agent", {})
     return {
         "id": task.id,
         "status": end.status,
@@ -112,7 +112,7 @@ def make_record(
         "model": setup.settings.reference,
         "api": setup.settings.api,
         "endpoint": setup.settings.base_url,
-        "toolsets": setup.names(),
+        "toolsets": setup.toolset_names(),
         "sandbox": provenance.sandbox,
         **({} if image is None else {"image": image}),
         "seed": provenance.seed,
@@ -136,7 +136,7 @@ def _inner_tools(
     names = {inner["name"] for inner in _inners_of(conversation)}
     if not names:
         return {}
-    found = {name: schemas_of_inner(setup, options, name) for name in sorted(names)}
+    found = {name: inner_schemas(setup, options, name) for name in sorted(names)}
     offered = {name: tools for name, tools in found.items() if tools is not None}
     return {"inner_tools": offered} if offered else {}
 
@@ -165,9 +165,9 @@ def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:
     return trimmed_replies(replies) > 0
 
 
-def tokens_missing(reply: ReplyEvent) -> str | None:
+def describe_missing_tokens(reply: ReplyEvent) -> str | None:
     """Describe what a reply lacks that was requested with `--token_ids`; None if nothing."""
-    missing = "" if is_cost_only(reply) else missing_in(reply)
+    missing = "" if is_cost_only(reply) else missing_token_data(reply)
     if not missing:
         return None
     return (
@@ -185,4 +185,4 @@ def add_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> d
 
 def as_stored(record: dict[str, Any]) -> Record:
     """The record as readers find it; its `line` is the line in records.jsonl."""
-    return decode_record(with_checksum(exact_json.dumps(shared(record))))
+    return decode_record(add_checksum(exact_json.dumps(share_texts(record))))

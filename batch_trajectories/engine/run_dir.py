@@ -46,14 +46,18 @@ from batch_trajectories.basics.text import clip, first_few
 from batch_trajectories.config.fingerprint import (
     EARLIER_DEFAULTS,
     digest_of,
-    in_todays_words,
+    fill_defaults,
     meaning_of,
     stored_meaning,
-    with_defaults,
+    update_names,
 )
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import replaced_images
-from batch_trajectories.dataset.kept_dataset import remove_other_kept, source_of_kept, take_kept
+from batch_trajectories.dataset.kept_dataset import (
+    move_snapshot,
+    remove_other_snapshots,
+    snapshot_source,
+)
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import save_scan
 from batch_trajectories.engine.narrowing import NARROWING, refuse_narrowing
@@ -61,10 +65,10 @@ from batch_trajectories.engine.origin import MAC, is_own, mac_of
 from batch_trajectories.engine.run_json_shape import faults_of
 from batch_trajectories.records.files import (
     is_training_file,
-    listed,
+    list_directory,
     longest_temporary_for,
     make_directory,
-    open_own,
+    open_no_follow,
     refuse_links,
     refuse_strange_files,
     replace_file,
@@ -91,7 +95,7 @@ if TYPE_CHECKING:
 # The lock of a run directory: one process at a time works on a run.
 
 
-def holder_of(path: Path) -> dict[str, Any] | None:
+def read_holder(path: Path) -> dict[str, Any] | None:
     """The process that works on the run: {"pid", "host", "started"}; {} if it is just starting.
 
     None if there is none. Reads the kernel's list of locks: trying the lock could make a start
@@ -114,7 +118,7 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 def refuse_held(path: Path) -> None:
     """Raise `RunLocked` if another process is working on the run."""
-    if (holder := holder_of(path)) is not None:
+    if (holder := read_holder(path)) is not None:
         raise _is_locked(path, holder)
 
 
@@ -131,7 +135,7 @@ def locked(path: Path) -> Iterator[None]:
 def lock(path: Path) -> int:
     """Take the lock of a run and return its descriptor. Raises `RunLocked`."""
     while True:
-        fd = open_own(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        fd = open_no_follow(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
             if _is_locked_by(fd, path):
                 return fd
@@ -208,13 +212,13 @@ def check_training_file(config: RunConfig) -> None:
 def look_at_place(config: RunConfig, *, fresh: bool) -> None:
     """Before a start is planned: refuse a run in progress, and bring one that only a mirror has.
 
-    Raises `RunLocked`, and what `bring` raises.
+    Raises `RunLocked`, and what `download_run` raises.
     """
     refuse_held(config.run_dir)
     if config.mirror is not None and not fresh:
-        from batch_trajectories.mirror.copies import bring  # most runs have none
+        from batch_trajectories.mirror.copies import download_run  # most runs have none
 
-        bring(config.mirror, config.run_dir)
+        download_run(config.mirror, config.run_dir)
 
 
 def stale_files_of(path: Path) -> list[Path]:
@@ -403,7 +407,7 @@ def open_run_dir(
             moved_fd, lock_fd = lock_fd, lock(path)
             os.close(moved_fd)
             if scan.path.parent == path:
-                take_kept(aside / scan.path.name, path)
+                move_snapshot(aside / scan.path.name, path)
         if config.mirror is not None:
             from batch_trajectories.mirror.mirror import Mirror  # most runs have none
 
@@ -417,7 +421,7 @@ def open_run_dir(
         run["api"] = api
         write_run_json(path, run)
         save_scan(path / DATASET_INDEX, scan)
-        remove_other_kept(path, scan.path)
+        remove_other_snapshots(path, scan.path)
         if mirror is not None:
             mirror.start(scan.path, requests_per_s=config.num_workers)
         for directory in (path / INFLIGHT, path / WORKSPACES):
@@ -535,7 +539,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
         if faults := faults_of(run):
             what = f"damaged ({first_few(faults)})"
             raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
-        run["config"] = in_todays_words(run["config"], run["config"].get("base_url"))
+        run["config"] = update_names(run["config"], run["config"].get("base_url"))
         _refuse_names_of_files(path, run["config"])
         # Without them, reading the config would open the rows file that it names.
         run["config"] = {**_ROWS_DEFAULTS, **run["config"]}
@@ -578,7 +582,7 @@ def was_started_here(path: Path) -> bool:
     return is_own(exact_json.dumps(run), mac)
 
 
-def directory_of(run: Path | str, output_dir: Path) -> Path:
+def find_run_dir(run: Path | str, output_dir: Path) -> Path:
     """The directory of a run, given by it or by a name in `output_dir`; it may not be there."""
     path, named = Path(run), output_dir / run
     is_path = (path / RUN_FILE).exists() or (path.exists() and not named.exists())
@@ -598,7 +602,7 @@ def _run_json(
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
     meaning = meaning_of(config)
-    now = with_defaults(meaning)
+    now = fill_defaults(meaning)
     known = (*now, *NARROWING, IMAGES)
     if unknown := [key for key in accept_changes if key not in known]:
         raise ConfigError(
@@ -658,7 +662,7 @@ def dataset_of(scan: Scan) -> dict[str, Any]:
     """The value of `dataset` in run.json."""
     return {
         "path": str(scan.path.resolve()),
-        "source": source_of_kept(scan.path),
+        "source": snapshot_source(scan.path),
         "rows": scan.rows,
         "bad_rows": len(scan.bad_rows),
         "sha256": scan.sha256,
@@ -672,7 +676,7 @@ def _holds_work(path: Path) -> bool:
     records = path / RECORDS_FILE
     if records.exists() and records.stat().st_size:
         return True
-    return any(segment.stat().st_size for segment in listed(path / INFLIGHT))
+    return any(segment.stat().st_size for segment in list_directory(path / INFLIGHT))
 
 
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:

@@ -37,12 +37,12 @@ from batch_trajectories.records.failures import (
     load_failed_attempts,
     why_tasks_failed,
 )
-from batch_trajectories.records.files import listed, read_json
+from batch_trajectories.records.files import list_directory, read_json
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.journal import (
     Journaled,
     JournaledReplies,
-    cost_of_damaged,
+    damaged_cost,
     damaged_replies,
     read_journaled_replies,
 )
@@ -268,7 +268,7 @@ def compute_totals(
         totals.not_needed = samples.not_needed
         totals.enough, totals.used_up = samples.met, samples.used_up
     failed: set[bytes] = set()
-    for number, (row, (ended, reward)) in enumerate(zip(rows, index.judged(rows), strict=True)):
+    for number, (row, (ended, reward)) in enumerate(zip(rows, index.judgements(rows), strict=True)):
         if ended is None:
             key = scan.key(number)
             if samples is not None and not samples.is_task(number):
@@ -496,7 +496,7 @@ def spent_by_judges(run_dir: Path) -> Spent:
     """
     set_aside = {
         file.read_bytes()
-        for file in listed(run_dir / QUARANTINE)
+        for file in list_directory(run_dir / QUARANTINE)
         if _JUDGE_FILE.fullmatch(file.name)
     }
     lines = chain.from_iterable(lines_from(run_dir / name, 0) for name in _JUDGE_FILES)
@@ -515,7 +515,7 @@ def _costs_set_aside(quarantine: Path, damaged: set[bytes]) -> Iterator[float | 
     `damaged` are unreadable replies that are still in journals; the quarantine may have copies.
     """
     records, replies = set(), set(damaged)
-    for file in listed(quarantine):
+    for file in list_directory(quarantine):
         if _RECORD.fullmatch(file.name):
             records.add(file.read_bytes())
         elif _SEGMENT.fullmatch(file.name):
@@ -524,7 +524,7 @@ def _costs_set_aside(quarantine: Path, damaged: set[bytes]) -> Iterator[float | 
     for record in sorted(records):  # the same order gives the same rounding
         yield _last(_RECORD_COST.findall(record))
     for reply in sorted(replies):
-        yield cost_of_damaged(reply)
+        yield damaged_cost(reply)
 
 
 def _last(costs: list[bytes]) -> float | None:

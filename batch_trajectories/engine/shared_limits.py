@@ -28,18 +28,18 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from batch_trajectories.basics.bucket import Bucket, patiently
+from batch_trajectories.basics.bucket import Bucket, call_with_retries
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
 from batch_trajectories.basics.validation import is_url
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.records.files import (
     DamagedLine,
+    add_checksum,
     make_directory,
     read_json,
     read_object,
     replace_file,
     replace_json,
-    with_checksum,
 )
 from batch_trajectories.records.journal import boot_id
 from batch_trajectories.records.names import LOCK_FILE, SHARED_NOTE
@@ -123,7 +123,7 @@ class Ledger:
         Raises `EnvironmentStop`. After an error it is unknown whether the change was made: read the
         ledger again.
         """
-        content = with_checksum(msgspec.json.encode(_Entry(_FORMAT, members)))
+        content = add_checksum(msgspec.json.encode(_Entry(_FORMAT, members)))
         if not self._objects.create(_name_of(self.number + 1), content):
             return False
         self.number += 1
@@ -254,7 +254,7 @@ class SharedLimits:
         Raises `EnvironmentStop` and `RunDirError`.
         """
         while True:
-            patiently(self._ledger.refresh)
+            call_with_retries(self._ledger.refresh)
             before = self._ledger.members.get(self._id)
             account = spent
             if before is not None and not self._is_same_disk:
@@ -270,7 +270,7 @@ class SharedLimits:
                 limit_usd=limit.usd,
                 limit_tokens=limit.tokens,
             )
-            if patiently(partial(self._write, me, share=0.0, account=account)):
+            if call_with_retries(partial(self._write, me, share=0.0, account=account)):
                 self._compare_limits()
                 return account
 

@@ -19,7 +19,7 @@ import msgspec
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.scan import Scan, sample_of, tasks
+from batch_trajectories.dataset.scan import Scan, tasks, with_sample
 from batch_trajectories.records.failures import is_settled
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import RECORDS_FILE
@@ -234,7 +234,7 @@ class Opening:
         opened = []
         for sample in self._rule.to_run(of_prompt):
             if of_prompt[sample] == UNKNOWN:
-                new = self._with_model(first + sample, sample_of(task, sample))
+                new = self._with_model(first + sample, with_sample(task, sample))
                 is_asked_for = self._only is None or new.key in self._only
                 if is_asked_for and self._may_begin(first + sample, new):
                     self._outcomes[first + sample] = RUNNING

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from agent.messages.message import OWN_CHARS
+from agent.messages.message import TOOL_TEXT_END
 from agent.options import Float
 from agent.state.tally import MALFORMED, canonical
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.authors import other_models
 from batch_trajectories.export.conversation.ending import is_answered
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.export.conversation.own_work import AuthoredWork, failure_kind
 from batch_trajectories.export.conversation.rewards import judgement_with_reward
 from batch_trajectories.export.conversation.row_json import is_object
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
@@ -28,7 +28,7 @@ from batch_trajectories.records.record_types import (
     StoredTurn,
 )
 from batch_trajectories.records.scores import marked_turns
-from toolsets.catalog.custom import OwnToolError, import_function
+from toolsets.catalog.custom import CustomToolError, import_function
 
 # The key `mask` of a recipe: which turns carry no loss.
 
@@ -115,14 +115,14 @@ class Masks:
         if mask.function is not None:
             try:
                 self._function = import_function(mask.function, "mask.function")
-            except OwnToolError as error:
+            except CustomToolError as error:
                 raise ConfigError(str(error)) from error
         self._missing = set(mask.turn_reward)
         self._known: set[str] = set()
         self._turns = self._masked = 0
         self._reasons: Counter[str] = Counter()
 
-    def of(self, part: StoredConversation) -> Masked:
+    def masked_turns(self, part: StoredConversation) -> Masked:
         """The masked turns of this run's model in a record or a conversation inside one.
 
         Raises `ConfigError` if the user's function fails.
@@ -132,12 +132,12 @@ class Masks:
             found.setdefault(turn, {})[reason] = None
         return {turn: tuple(found[turn]) for turn in sorted(found)}
 
-    def applied(self, conversation: Conversation) -> Conversation:
+    def apply(self, conversation: Conversation) -> Conversation:
         """Mask the turns of a conversation, and add `masked` to its metadata.
 
         An answer that was part of a reply with calls is masked with that reply.
         """
-        masked = self.of(conversation.record)
+        masked = self.masked_turns(conversation.record)
         if not masked:
             return conversation
         replies = conversation.replies_by_turn
@@ -167,7 +167,7 @@ class Masks:
                 self._reasons["function" if is_new else reason] += 1
 
     def counts(self) -> dict[str, Any]:
-        """The counts for the manifest: masked `turns`, all turns (`of`), and `by_reason`.
+        """The counts for the manifest: masked `turns`, all turns (`masked_turns`), and `by_reason`.
 
         A turn can have several reasons. Raises `ConfigError` for a bound of a turn reward that no
         conversation has.
@@ -256,8 +256,8 @@ def _result_reasons(part: StoredConversation, mask: Mask) -> Iterator[tuple[int,
     """Turns of a conversation with the reasons that follow from calls and results."""
     before: set[tuple[str, str | bytes, str]] = set()
     added = [(note.turn, f"\n\n{note.text}") for note in reversed(part.notes) if note.text]
-    for turn, reply, results in _steps(Own(part)):
-        kinds = {kind_of_failure(one.details) for one in results.values() if one.is_error}
+    for turn, reply, results in _steps(AuthoredWork(part)):
+        kinds = {failure_kind(one.details) for one in results.values() if one.is_error}
         if mask.failed_call and kinds - _UNFINISHED_FAILURES:
             yield turn, "failed_call"
         if mask.bad_arguments and (kinds & MALFORMED or _has_bad_arguments(reply)):
@@ -281,7 +281,9 @@ def _has_bad_arguments(reply: StoredMessage) -> bool:
     return not all(is_object(call.function.arguments) for call in reply.tool_calls)
 
 
-def _steps(authored: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:
+def _steps(
+    authored: AuthoredWork,
+) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:
     """The replies of this run's model: number of the turn, message, results by id of the call."""
     turns = iter(authored.turns)
     reply: StoredMessage | None = None
@@ -307,9 +309,9 @@ def _call_identities(
     """
     for call in reply.tool_calls:
         result = results.get(call.id)
-        if result is None or kind_of_failure(result.details) in _UNFINISHED_FAILURES:
+        if result is None or failure_kind(result.details) in _UNFINISHED_FAILURES:
             continue
-        content = result.content[: result.details.get(OWN_CHARS)]
+        content = result.content[: result.details.get(TOOL_TEXT_END)]
         for text in added:
             content = content.removesuffix(text)
         yield call.function.name, canonical(call.function.arguments), content

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.records.names import RECORDS_FILE, RECORDS_INDEX
-from batch_trajectories.records.reader import few_of, open_records, read_record
+from batch_trajectories.records.reader import open_records, read_record, split_by_size
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord, load_index
 from batch_trajectories.records.scores import Scores
@@ -46,12 +46,12 @@ class RecordOrder:
         """The offset, length and key of the record of a task."""
         return self._offsets[number], self._lengths[number], self._key(number)
 
-    def without_record(self) -> Iterator[int]:
+    def tasks_without_record(self) -> Iterator[int]:
         """The numbers of tasks that have no record."""
         return (number for number, length in enumerate(self._lengths) if not length)
 
     @contextmanager
-    def reading(self, scores: Scores | None = None) -> Iterator[RecordReader]:
+    def open_reader(self, scores: Scores | None = None) -> Iterator[RecordReader]:
         """Open the records; yields a reader, which adds `scores` that were given after the run.
 
         If the reader raises `UnreadableRecord`, the index is removed, so that the next start reads
@@ -81,14 +81,16 @@ class RecordOrder:
         return (number for number, length in enumerate(self._lengths) if length)
 
     def batches(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Divide numbers of tasks into small lists; see `few_of`."""
-        return few_of(numbers, self._lengths.__getitem__)
+        """Divide numbers of tasks into small lists; see `split_by_size`."""
+        return split_by_size(numbers, self._lengths.__getitem__)
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
         """Tasks with a record in groups of one, or by prompt; yields a few groups at a time."""
         if not by_prompt or self._samples == 1:
             return ([[number] for number in few] for few in self.batches(self.numbers()))
-        return few_of(self._prompts(), lambda numbers: sum(map(self._lengths.__getitem__, numbers)))
+        return split_by_size(
+            self._prompts(), lambda numbers: sum(map(self._lengths.__getitem__, numbers))
+        )
 
     def _prompts(self) -> Iterator[list[int]]:
         """The tasks with a record by prompt; prompts without any are left out."""
@@ -109,10 +111,10 @@ class RecordReader:
     def __call__(self, number: int) -> Record:
         """Read the record of a task. Raises `UnreadableRecord`."""
         record = read_record(self._records, *self._order.locate(number))
-        return record if self._scores is None else self._scores.added_to(record)
+        return record if self._scores is None else self._scores.add_to(record)
 
 
-class Seen:
+class DuplicateTable:
     """Finds tasks that are equal to an earlier one, in 24 to 48 bytes per task.
 
     Tasks are compared only if their hashes are equal.

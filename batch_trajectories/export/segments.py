@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agent.messages.message import PLAIN, SIMULATED_USER, SUMMARY, Message, summary_upto
+from agent.messages.message import NON_CHAT_CALLS, SIMULATED_USER, SUMMARY, Message, summary_upto
 from agent.models.providers import PROVIDERS
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.authors import (
@@ -21,11 +21,11 @@ from batch_trajectories.export.conversation.authors import (
     merge_messages,
     other_models,
 )
-from batch_trajectories.export.conversation.own_work import Own, first_reply, tool_stats
+from batch_trajectories.export.conversation.own_work import AuthoredWork, first_reply, tool_stats
 from batch_trajectories.export.conversation.reading import (
+    joined_system_prompt,
     mark_hidden_reasoning,
     read_entries,
-    system_of,
 )
 from batch_trajectories.export.conversation.tolerance import Flaw
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
@@ -53,7 +53,7 @@ MAIN = "main"
 """The name of the main conversation of a record."""
 
 
-class View(NamedTuple):
+class CallView(NamedTuple):
     """A model call: the messages and tools of its request, and the reply."""
 
     turn: StoredTurn
@@ -69,12 +69,14 @@ class ConversationViews:
 
     name: str
     conversation: StoredConversation
-    views: list[View] = field(default_factory=list)
+    views: list[CallView] = field(default_factory=list)
     unknown: int = 0
     """Number of calls of this run whose view is not in the record."""
 
 
-def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ConversationViews]:
+def views_by_conversation(
+    record: Record, *, since_user: bool = False
+) -> Iterator[ConversationViews]:
     """The conversations of a record with this run's model: the main one, then those inside it.
 
     Conversations of simulated users, and those that are no chats, are left out. With `since_user`,
@@ -104,7 +106,7 @@ def parts_of(record: Record, *, since_user: bool = False) -> Iterator[Conversati
 
     def inside(part: StoredConversation, level: int) -> Iterator[ConversationViews]:
         for inner in part.inner:
-            if inner.name not in (SIMULATED_USER, *PLAIN):
+            if inner.name not in (SIMULATED_USER, *NON_CHAT_CALLS):
                 yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)
                 yield from inside(inner, level + 1)
 
@@ -131,7 +133,7 @@ def _read(raw: msgspec.Raw) -> Any:
     return exact_json.loads(bytes(raw)) if bytes(raw) else None
 
 
-def _drop_old_reasoning(view: View) -> View:
+def _drop_old_reasoning(view: CallView) -> CallView:
     messages = view.messages
     last = max((n for n, m in enumerate(messages) if m.role == "user"), default=0)
     return view._replace(messages=[*map(_drop_reasoning, messages[:last]), *messages[last:]])
@@ -141,7 +143,7 @@ def _drop_reasoning(message: StoredMessage) -> StoredMessage:
     return replace(message, reasoning=None) if message.reasoning else message
 
 
-def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[View]:
+def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[CallView]:
     """The views of a conversation of the program's own loop."""
     messages, turns = part.messages, part.turns
     replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
@@ -173,7 +175,7 @@ def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Itera
             seen = [*system, tasks[key], *shown[summary_upto(key) : at]]
         if shorten is not None:
             seen = shorten(seen)
-        yield View(turn, seen, messages[at], tools)
+        yield CallView(turn, seen, messages[at], tools)
 
 
 def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
@@ -239,7 +241,7 @@ class _Shortening:
 
 def _agent_views(
     record: Record, part: StoredConversation, tools: Tools, offers: Sequence[Tools]
-) -> Iterator[View]:
+) -> Iterator[CallView]:
     """The views of a conversation of an agent that runs as a command, in the order of the calls."""
     found = []
     seen = _PatchedMessages(part.messages)
@@ -251,7 +253,7 @@ def _agent_views(
         if turn.inherited is None:
             offered = tools if request.tools is None else offers[request.tools]
             shown = seen.messages[: request.at]
-            found.append(View(turn, shown, part.messages[request.at], offered))
+            found.append(CallView(turn, shown, part.messages[request.at], offered))
     turn_by_exchange = {turn.exchange: turn for turn in part.turns}
     key = part.key if isinstance(part, InnerRecord) else next((t.key for t in record.threads), "")
     for changed in record.rewritten or ():
@@ -264,7 +266,9 @@ def _agent_views(
             turn = turn_by_exchange[request.exchange]
             if turn.request is None and turn.inherited is None and request.at is not None:
                 offered = tools if request.tools is None else offers[request.tools]
-                found.append(View(turn, seen.messages[: request.at], messages[request.at], offered))
+                found.append(
+                    CallView(turn, seen.messages[: request.at], messages[request.at], offered)
+                )
     yield from sorted(found, key=lambda view: view.turn.exchange or 0)
 
 
@@ -336,14 +340,14 @@ def segments_of(part: ConversationViews) -> list[Segment]:
     return found
 
 
-def _extends(segment: Segment, view: View) -> bool:
+def _extends(segment: Segment, view: CallView) -> bool:
     known = segment.messages
     if len(known) > len(view.messages) or segment.tools != view.tools:
         return False
     return view.messages[: len(known)] == known
 
 
-def _break_cause(before: Segment, view: View) -> str:
+def _break_cause(before: Segment, view: CallView) -> str:
     if before.tools != view.tools:
         return "tools"
     pairs = zip(before.messages, view.messages, strict=False)
@@ -402,8 +406,8 @@ class SegmentRows:
     ) -> None:
         """`render` may raise Rejected. The masked turns of rows are counted in `masks`.
 
-        For `since_user` see `parts_of`. With `by_turn` there is a row for each learnt turn, which
-        ends with this turn.
+        For `since_user` see `views_by_conversation`. With `by_turn` there is a row for each learnt
+        turn, which ends with this turn.
         """
         self._render = render
         self._masks = masks
@@ -423,9 +427,11 @@ class SegmentRows:
         counts = self._counts
         number = 0
         why = Rejected(Reason.NO_REPLY, "the record does not say what its calls were shown")
-        for part in parts_of(record, since_user=self._since_user):
+        for part in views_by_conversation(record, since_user=self._since_user):
             counts.unknown_turns += part.unknown
-            masked = self._masks.of(part.conversation) if self._masks and part.views else {}
+            masked = (
+                self._masks.masked_turns(part.conversation) if self._masks and part.views else {}
+            )
             for segment in segments_of(part):
                 number += 1
                 try:
@@ -497,11 +503,11 @@ def _conversation(
     described = {"of": part.name, "number": number, "why": segment.why}
     return replace(
         whole,
-        system=system_of(messages),
+        system=joined_system_prompt(messages),
         entries=marked,
         tools=segment.tools,
         record=record,
-        authored=Own(record),
+        authored=AuthoredWork(record),
         metadata={
             **metadata,
             "finish_reason": turns[-1].finish_reason,
@@ -510,7 +516,7 @@ def _conversation(
         },
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
-        has_others=True,
+        has_other_authors=True,
     )
 
 

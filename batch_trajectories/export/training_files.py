@@ -24,16 +24,16 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch_trajectories.basics.errors import help_for_write
-from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.basics.parts import Advance, run_in_processes
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import owed
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation, refuse_all_masked
 from batch_trajectories.export.conversation.rewards import why_not_passed
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
+from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
@@ -76,7 +76,7 @@ _HOLDS: dict[FileName, str] = {
 class Routed(NamedTuple):
     """The file of a record and its row in it."""
 
-    place: FileName
+    file: FileName
     row: dict[str, Any]
     reason: str | None
     """The reason of a rejection, for counts; None for a row of the other files."""
@@ -114,15 +114,15 @@ class _Part:
                 for name, file in self.files.items()
             }
             for few in numbers:
-                records = [(record := read(number), Own(record)) for number in few]
+                records = [(record := read(number), AuthoredWork(record)) for number in few]
                 lines: dict[FileName, list[bytes]] = {name: [] for name in files}
                 for record, authored in records:
-                    routed = route(record, authored, style=style)
-                    lines[routed.place].append(dumps_row(routed.row))
-                    self.rows[routed.place] += 1
+                    routed = route_record(record, authored, style=style)
+                    lines[routed.file].append(dumps_row(routed.row))
+                    self.rows[routed.file] += 1
                     if routed.reason is not None:
                         self.reasons[routed.reason] += 1
-                    if routed.others and routed.place == "training":
+                    if routed.others and routed.file == "training":
                         self.others.merge(routed.others)
                 for name, written in lines.items():
                     files[name].write(b"".join(written))
@@ -164,21 +164,21 @@ def _part_file(temporary: Path, first: object) -> Path:
     return temporary.with_name(f"{temporary.stem}-{first}{temporary.suffix}")
 
 
-def style_of_run(config: Mapping[str, Any]) -> Style:
+def run_style(config: Mapping[str, Any]) -> Style:
     """The style of the training file of a run; `config` is the one in run.json."""
     return FORMAT.limit(
         Style(
             empty_think=config.get("empty_think", "keep"),
-            tolerance=Tolerance(accepted(config.get("accept_rows", ()))),
+            tolerance=Tolerance(parse_reasons(config.get("accept_rows", ()))),
             require_reasoning=config.get("require_reasoning", False),
             require_passed=config.get("require_passed", False),
         )
     )
 
 
-def route(
+def route_record(
     record: Record,
-    authored: Own | None = None,
+    authored: AuthoredWork | None = None,
     *,
     style: Style = _PLAIN,
     render: Callable[[Conversation, Style], dict[str, Any]] = row_of,
@@ -206,10 +206,10 @@ def route(
     if wants_passed and (why := why_not_passed(judgement_of(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
     return Routed(
-        place="training" if completed else "partial",
+        file="training" if completed else "partial",
         row=row,
         reason=None,
-        others=conversation.others if conversation.has_others else {},
+        others=conversation.others if conversation.has_other_authors else {},
     )
 
 
@@ -248,7 +248,7 @@ def export_run(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
             f"are safe; {help_for_write(error)}, then run the same command again."
         ) from error
-    left = owed(run_dir, scan, config, order.without_record())
+    left = owed(run_dir, scan, config, order.tasks_without_record())
     discarded = len(scan.bad_rows) * num_samples
     manifest = {
         "schema_version": 1,
@@ -280,7 +280,7 @@ def _write_files(
     numbers = array("I", order.numbers())
     try:
         # Rewards that came later are left out, but not verdicts that replace a check.
-        with order.reading(Scores(run_dir, only=CHECK)) as read:
+        with order.open_reader(Scores(run_dir, only=CHECK)) as read:
 
             def write(some: Sequence[int], advance: Advance) -> _Part:
                 first = some[0] if some else 0
@@ -290,7 +290,7 @@ def _write_files(
                 )
                 return part
 
-            whole, *others = in_parts(
+            whole, *others = run_in_processes(
                 numbers, write, doing="export", enough=ENOUGH_BYTES, amount=order.total_bytes
             )
         for part in others:
@@ -306,7 +306,7 @@ def _write_files(
                 file.unlink()
 
 
-def left_out(run_dir: Path) -> frozenset[str] | None:
+def read_left_out_ids(run_dir: Path) -> frozenset[str] | None:
     """The ids of completed conversations that are not in the training file, read from its rejects.
 
     None if the files may be outdated: something was written after the manifest, there are records
@@ -328,4 +328,4 @@ def left_out(run_dir: Path) -> frozenset[str] | None:
 
 def _reject(record: Record, reason: str, detail: str) -> Routed:
     row = {"id": record.id, "status": record.status, "reason": reason, "detail": detail}
-    return Routed(place="rejects", row=row, reason=reason)
+    return Routed(file="rejects", row=row, reason=reason)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import Message, ProviderBlocks, split_inline_reasoning
-from agent.models.parsing import object_of
+from agent.models.parsing import get_object
 from agent.wires.reading import placeholder
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
@@ -27,7 +27,7 @@ from batch_trajectories.importing.call_forms import (
 )
 from batch_trajectories.importing.conversation import (
     Dialogue,
-    Foreign,
+    SourceConversation,
     Unreadable,
     facts_in_metadata,
     is_blank,
@@ -136,7 +136,7 @@ _MEDIA_PARTS = frozenset(
 _EXCERPT_CHARS = 60
 
 
-def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
+def read_row(row: Mapping[str, Any], column: str, api: str) -> SourceConversation:
     """Read the conversation in a column of a row; `api` is the dialect that its record names.
 
     Raises `Unreadable`.
@@ -163,7 +163,7 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
     tools = tools_in(row)
     if reading.tools:
         tools = unite_tools(tools or [], reading.tools, f"{column}: <tools>")
-    return Foreign(
+    return SourceConversation(
         Dialogue(messages, replies, no_loss=no_loss),
         api,
         id=row_id(row),
@@ -726,15 +726,15 @@ def _add_reasoning_of_response(made: dict[str, Any], entry: Mapping[str, Any], p
     # mini-swe-agent writes both.
     if not made.keys().isdisjoint(("reasoning_content", "reasoning", "reasoning_details")):
         return
-    response = object_of(object_of(entry, "extra"), "response")
+    response = get_object(get_object(entry, "extra"), "response")
     choices = exact_json.objects_among(response.get("choices"))
-    message = object_of(choices[0], "message") if choices else {}
+    message = get_object(choices[0], "message") if choices else {}
     inside = "provider_specific_fields"  # LiteLLM's place for fields that it does not know
     of_response = f"{place}.extra.response.choices[0].message"
     for given, where in (
-        (object_of(entry, inside), f"{place}.{inside}"),
+        (get_object(entry, inside), f"{place}.{inside}"),
         (message, of_response),
-        (object_of(message, inside), f"{of_response}.{inside}"),
+        (get_object(message, inside), f"{of_response}.{inside}"),
     ):
         for key in _REASONING_KEYS:
             if is_blank(given.get(key)):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from agent.messages.message import Message, Usage
 from agent.models.usage import count_or_none
-from agent.state.tally import cost_of, usage_of
+from agent.state.tally import sum_cost, sum_usage
 from agent.wires.reading import CallsInOrder, function_tool
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
@@ -129,8 +129,8 @@ class Dialogue:
             "inner": inner,
             "resumes": [],
             "api_calls": len(paid),
-            "usage": usage_of(paid),
-            "cost_usd": cost_of(paid),
+            "usage": sum_usage(paid),
+            "cost_usd": sum_cost(paid),
             **self.sums,
             "model_returned": next((turn["model"] for turn in turns[::-1] if turn["model"]), None),
         }
@@ -179,7 +179,7 @@ class Dialogue:
 
 
 @dataclass(slots=True)
-class Foreign:
+class SourceConversation:
     """A conversation of a source, with the facts for its record."""
 
     conversation: Dialogue
@@ -283,7 +283,7 @@ class SourceRow(NamedTuple):
 
     def time(self) -> float:
         """Return its `timestamp`, epoch seconds. Raises `Unreadable`."""
-        return time_of(self.content.get("timestamp"), "timestamp", self.number)
+        return parse_time(self.content.get("timestamp"), "timestamp", self.number)
 
 
 class Reader(NamedTuple):
@@ -291,9 +291,9 @@ class Reader(NamedTuple):
 
     recognizes: Callable[[Mapping[str, Any]], bool]
     """Whether an object of a file is of this format."""
-    row: Callable[[Mapping[str, Any]], Foreign] | None = None
+    row: Callable[[Mapping[str, Any]], SourceConversation] | None = None
     """Reads a row. Raises `Unreadable`."""
-    session: Callable[[Path, Sequence[SourceRow]], Foreign] | None = None
+    session: Callable[[Path, Sequence[SourceRow]], SourceConversation] | None = None
     """Reads a file, and other files that belong to it. Raises `Unreadable`."""
     is_part: Callable[[Path, Sequence[SourceRow]], bool] | None = None
     """Whether a file is read together with another one; gets the file's first rows."""
@@ -326,7 +326,7 @@ def read_tools(api: str, tools: Any) -> list[dict[str, Any]]:
     return [schema for one in read if not isinstance(one, str) for schema in one]
 
 
-def time_of(text: Any, place: str, line: int | None = None) -> float:
+def parse_time(text: Any, place: str, line: int | None = None) -> float:
     """Convert ISO 8601 to epoch seconds; without a zone, in UTC. Raises `Unreadable`."""
     try:
         at = datetime.fromisoformat(text)

@@ -28,10 +28,10 @@ from agent.messages.message import (
     ToolCall,
     split_inline_reasoning,
 )
-from agent.models.parsing import object_of, text_or_none
+from agent.models.parsing import get_object, text_or_none
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.console import track_progress
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.dataset.scan import Scan, tasks
@@ -108,11 +108,11 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     for position, task in enumerate(first_samples):
         by_prompt[_prompt_of(task, scan)].append((position, task))
     records = RecordFile(run_dir.path, run_dir.quarantine)
-    there = records.take_found()
+    there = records.take_index()
     try:
         answered: set[int] = set()
         ordered = sorted(rows, key=lambda row: row.fields.get("completed") is not True)
-        for row in watched(ordered, "import", total=len(ordered), unit="rows"):
+        for row in track_progress(ordered, "import", total=len(ordered), unit="rows"):
             if row.number is not None and row.number in answered:
                 imported.repeated.append(row.place)
                 continue
@@ -317,7 +317,7 @@ def _read_tools(system: str) -> list[dict[str, Any]]:
             "function": {
                 "name": str(tool["name"]),
                 "description": str(tool.get("description") or ""),
-                "parameters": object_of(tool, "parameters"),
+                "parameters": get_object(tool, "parameters"),
             },
         }
         for tool in _DECODER.decode(match[1])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.console import track_progress
 from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.loading import load_config
@@ -35,8 +35,8 @@ from batch_trajectories.engine.run_dir import (
     read_run_json,
     write_run_json,
 )
-from batch_trajectories.importing.conversation import Foreign, Unreadable
-from batch_trajectories.importing.sources import Place, Read, conversations_in
+from batch_trajectories.importing.conversation import SourceConversation, Unreadable
+from batch_trajectories.importing.sources import Read, SourcePlace, read_conversations
 from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
@@ -134,7 +134,7 @@ def import_conversations(
         known = scan(source, max_samples=None, rules=rules, may_be_empty=True)
     with closing(open_run_dir(config, replace(known, path=path), api=MODEL)) as run_dir:
         imported = ImportEnd()
-        found = (one for name in names for one in conversations_in(name, format, metadata))
+        found = (one for name in names for one in read_conversations(name, format, metadata))
         _import(found, path, rules, run_dir, imported)
         scanned = scan(path, max_samples=None, rules=rules, may_be_empty=True)
         run = read_run_json(run_dir.path)
@@ -152,7 +152,7 @@ def _refuse_other_runs(run_dir: Path) -> None:
 
 
 def _import(
-    found: Iterable[tuple[Place, Read]],
+    found: Iterable[tuple[SourcePlace, Read]],
     path: Path,
     rules: RowRules,
     run_dir: RunDir,
@@ -164,10 +164,10 @@ def _import(
         closing(RecordFile(run_dir.path, run_dir.quarantine)) as records,
         closing(AppendFile(path)) as rows,
     ):
-        there = records.take_found()
+        there = records.take_index()
         added: set[bytes] = set()
         writer = _Rows(rows, scan(path, max_samples=None, rules=rules, may_be_empty=True))
-        for place, read in watched(found, "import", unit="conversations"):
+        for place, read in track_progress(found, "import", unit="conversations"):
             try:
                 if isinstance(read, Unreadable):
                     raise read
@@ -224,7 +224,7 @@ class _Rows:
         for task in tasks(known):
             self._add(task.columns)
 
-    def task_of(self, place: Place, found: Foreign) -> Task | None:
+    def task_of(self, place: SourcePlace, found: SourceConversation) -> Task | None:
         """Return the task of a conversation, and write its row; equal conversations share both.
 
         Returns None if another conversation was imported from its place. Raises `ValueError` if no
@@ -247,7 +247,7 @@ class _Rows:
             known = self._add(columns)
         return task_of(columns, self._rules, occurrence=known.occurrence)
 
-    def _find_earlier_version(self, place: Place, found: Foreign) -> _Known | None:
+    def _find_earlier_version(self, place: SourcePlace, found: SourceConversation) -> _Known | None:
         """Find the row that an earlier version wrote for this conversation; None without one."""
         known = self._known.get(digest_of_messages(found))
         return known if known is not None and known.place in place.names() else None
@@ -260,7 +260,7 @@ class _Rows:
         return known
 
 
-def _conversation_digest(found: Foreign) -> str:
+def _conversation_digest(found: SourceConversation) -> str:
     """Return the digest of a conversation with its marks, and columns such as scores."""
     dialogue = found.conversation
     content = exact_json.dumps(
@@ -270,7 +270,7 @@ def _conversation_digest(found: Foreign) -> str:
     return f"2-{blake2b(content, digest_size=16).hexdigest()}"
 
 
-def digest_of_messages(found: Foreign) -> str:
+def digest_of_messages(found: SourceConversation) -> str:
     """Return the digest that earlier versions made, without marks and columns."""
     content = exact_json.dumps(
         [found.conversation.stored(0.0), found.tools, found.facts, found.imported, found.id]

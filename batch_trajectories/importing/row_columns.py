@@ -166,7 +166,7 @@ _COPY_CHARS = 40
 _SHOWN = 60
 
 
-def kind_of_media(name: str) -> str | None:
+def media_kind(name: str) -> str | None:
     """Return the kind of media in a column, by its name: image, video, audio or file; else None."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_")
     match = _MEDIA_NAME.fullmatch(plain)
@@ -268,7 +268,7 @@ def _without_blanks(value: Any) -> Any:
 def media_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Make a part for each picture, video and sound in the columns of a row."""
     return [
-        {"type": kind_of_media(name) or "file", "source": _source_of(one)}
+        {"type": media_kind(name) or "file", "source": _source_of(one)}
         for name, value in row.items()
         if _holds_media(name, value)
         for one in (value if isinstance(value, list) else [value])
@@ -286,7 +286,7 @@ def _source_of(value: Any) -> str:
 def _holds_media(name: str, value: Any) -> bool:
     if value is None or value in ("", []) or isinstance(value, bool | int | float):
         return False
-    if kind_of_media(name) is not None or (isinstance(value, str) and _DATA_URL.match(value)):
+    if media_kind(name) is not None or (isinstance(value, str) and _DATA_URL.match(value)):
         return True
     return any(
         isinstance(one, dict) and {"bytes", "path"} <= one.keys() <= _FILE_KEYS

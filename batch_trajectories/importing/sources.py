@@ -14,15 +14,15 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.dataset.kept_dataset import rows_of_source
 from batch_trajectories.dataset.lines import DAMAGED, MAX_LINE_BYTES, TOO_LONG
-from batch_trajectories.dataset.source import DataSource, SourceFile, source_of
+from batch_trajectories.dataset.source import DataSource, SourceFile, parse_source
 from batch_trajectories.importing.conversation import (
-    Foreign,
     Reader,
+    SourceConversation,
     SourceRow,
     Unreadable,
     is_blank,
 )
-from batch_trajectories.importing.row_columns import columns_of, kind_of_media
+from batch_trajectories.importing.row_columns import columns_of, media_kind
 
 FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
 """The modules of readers, in the order in which they are tried for a file."""
@@ -35,7 +35,7 @@ Unit = Literal["line", "element", "row"]
 """The kind of a source's rows: lines, elements of a JSON list, or rows of a table."""
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """The place at which a conversation, or a row that is none, was read."""
 
     format: str
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return str(self), str(self._replace(unit="line"))
 
 
-Read = Foreign | Unreadable
+Read = SourceConversation | Unreadable
 
 _BYTES = "bytes"
 """The value that stands for bytes, which rows do not hold."""
@@ -66,16 +66,16 @@ _BYTES = "bytes"
 _BOM = b"\xef\xbb\xbf"
 
 
-def conversations_in(
+def read_conversations(
     name: Path, format: str | None, metadata: Collection[str] = ()
-) -> Iterator[tuple[Place, Read]]:
+) -> Iterator[tuple[SourcePlace, Read]]:
     """Yield the conversations of a file, a directory or a hub's dataset (`hf:`), in order.
 
     `format` is one of `FORMATS`, or None to recognize the format of each file. `metadata` names
     columns that are no part of a conversation. Raises `DatasetError` for a source that cannot be
     read, `ConfigError` for a directory without any conversation.
     """
-    source = source_of(name)
+    source = parse_source(name)
     if not source.files:
         for place, read in _read_rows(_rows_of(source), str(name), name, format, metadata):
             yield place._replace(unit="row"), read
@@ -105,7 +105,7 @@ def _read_rows(
     metadata: Collection[str],
     *,
     is_one_of_many: bool = False,
-) -> Iterator[tuple[Place, Read]]:
+) -> Iterator[tuple[SourcePlace, Read]]:
     at = path.stat().st_mtime if path.exists() else time.time()
     head = list(islice(rows, _SAMPLE_ROWS))
     name, reader = _recognize(head, format)
@@ -115,7 +115,7 @@ def _read_rows(
         if wrong is None:
             reason = f"its format is none of {known}; see --format" if head else "it is empty"
             wrong = Unreadable(reason)
-        yield Place("", source, wrong.line, at), wrong
+        yield SourcePlace("", source, wrong.line, at), wrong
         return
     first = [row for row in head if isinstance(row, SourceRow)]
     if is_one_of_many and reader.is_part is not None and reader.is_part(path, first):
@@ -124,11 +124,11 @@ def _read_rows(
     for row in chain(head, rows):
         if isinstance(row, Unreadable):
             if reader.session is None:
-                yield Place(name, source, row.line, at), row
+                yield SourcePlace(name, source, row.line, at), row
                 continue
             # Without one of its lines a session would be another conversation.
             wrong = Unreadable(f"{row}; its whole session is left out", row.line)
-            yield Place(name, source, row.line, at), wrong
+            yield SourcePlace(name, source, row.line, at), wrong
             return
         elif reader.row is None:
             whole.append(row)
@@ -136,19 +136,19 @@ def _read_rows(
             content = {key: one for key, one in row.content.items() if key not in metadata}
             other = _other_format(content, name) if format is None else None
             row_format, read = _read_row(content, name, reader, other)
-            if isinstance(read, Foreign) and len(content) < len(row.content):
+            if isinstance(read, SourceConversation) and len(content) < len(row.content):
                 named = {key: one for key, one in row.content.items() if key in metadata}
                 read.columns = {**read.columns, **columns_of(named, are_metadata=True)}
-            yield Place(row_format, source, row.number, at), read
+            yield SourcePlace(row_format, source, row.number, at), read
     if reader.session is not None and whole:
         try:
             found = reader.session(path, whole)
         except Unreadable as error:
-            yield Place(name, source, error.line, at), error
+            yield SourcePlace(name, source, error.line, at), error
             return
-        yield Place(name, source, None, at), found
+        yield SourcePlace(name, source, None, at), found
         for problem in found.problems:
-            yield Place(name, source, problem.line, at), problem
+            yield SourcePlace(name, source, problem.line, at), problem
 
 
 def _read_row(
@@ -273,7 +273,7 @@ def _mark_bytes(row: Mapping[str, Any], left_out: set[str]) -> Mapping[str, Any]
         column, _, inside = name.partition(".")
         if not is_blank(row.get(column)):
             continue  # its other values tell the kind of the column
-        if kind_of_media(column) is not None:
+        if media_kind(column) is not None:
             signs[column] = _BYTES
         elif not inside:
             signs[column] = {"binary": _BYTES}  # no text: it is refused by name
@@ -283,7 +283,7 @@ def _mark_bytes(row: Mapping[str, Any], left_out: set[str]) -> Mapping[str, Any]
 
 
 def _strip_source(reason: str, source: str) -> str:
-    """Remove the name of the source, which a `Place` has already, from a reason."""
+    """Remove the name of the source, which a `SourcePlace` has already, from a reason."""
     if not reason.startswith(source):
         return reason
     rest = reason.removeprefix(source)

@@ -23,7 +23,7 @@ from agent.messages.message import (
     OpeningEvent,
     ReplyEvent,
     ResultEvent,
-    failure_of,
+    call_failure,
 )
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
@@ -219,7 +219,7 @@ def _make_row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> d
             "record": record["id"],
             "turn": turn,
             "drawn_as": parent_fork["drawn_as"] if parent_fork else record["id"],
-            "inherited": paid_for(events),
+            "inherited": inherited_cost(events),
             "events": events,
         },
     }
@@ -273,7 +273,7 @@ def events_until(
     return events
 
 
-def paid_for(events: Sequence[Event]) -> dict[str, Any]:
+def inherited_cost(events: Sequence[Event]) -> dict[str, Any]:
     """The cost of the inherited replies of `events`: `api_calls`, `usage`, `cost_usd`."""
     replies: list[Event] = []
     for event in events:
@@ -317,7 +317,7 @@ def _result_events(
         result = results.get(call["id"])
         if result is None or n not in timings:
             raise NotForkable(f"a call of turn {turn} has no result")
-        if failure_of(result) == "not_run":
+        if call_failure(result) == "not_run":
             raise NotForkable(f"a call of turn {turn} was not run")
         is_last = n == len(calls) - 1
         result_events.append(
@@ -356,7 +356,8 @@ def _check_events(
 ) -> None:
     """The events must give the messages of the record, or the branch would not continue it."""
     if (record["options"] or {}).get("awaiting_input") and any(
-        "\n\nUser: " in message["content"] for message in trajectory.messages[trajectory.opening :]
+        "\n\nUser: " in message["content"]
+        for message in trajectory.messages[trajectory.opening_length :]
     ):
         raise NotForkable("a tool asked the user before that turn")
     count = len(trajectory.messages)

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.console import track_progress
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.batch_api.verifying import open_calls
@@ -41,8 +41,8 @@ from batch_trajectories.engine.run_dir import (
 from batch_trajectories.records.failures import read_failure
 from batch_trajectories.records.files import (
     AppendFile,
-    link,
-    listed,
+    link_file,
+    list_directory,
     make_directory,
     read_json,
     replace_json,
@@ -53,11 +53,11 @@ from batch_trajectories.records.journal import read_journaled_replies
 from batch_trajectories.records.names import (
     FAILURES_FILE,
     INFLIGHT,
-    KEPT_WORKSPACES,
     LABELS_FILE,
     QUARANTINE,
     RECORDS_FILE,
     RECORDS_INDEX,
+    RETAINED_WORKSPACES,
     SCORES_FILE,
     WORKSPACES,
 )
@@ -247,9 +247,9 @@ def _write_run(
     _join_lines(making, paths, FAILURES_FILE, is_needed=True, accept=_is_whole_failure)
     for name in (SCORES_FILE, LABELS_FILE):
         _join_lines(making, paths, name)
-    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path in paths)):
-        make_directory(making / KEPT_WORKSPACES)
-        link(kept, making / KEPT_WORKSPACES)
+    for kept in chain(*(list_directory(path / RETAINED_WORKSPACES) for path in paths)):
+        make_directory(making / RETAINED_WORKSPACES)
+        link_file(kept, making / RETAINED_WORKSPACES)
     first = runs[0][1]
     sources = [{"path": str(path), "records": count} for path, count in taken.items()]
     identity = {
@@ -318,7 +318,7 @@ def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int],
     equal = 0
     with closing(RecordFile(making, making / QUARANTINE)) as records:
         for path in paths:
-            for key, record in watched(_current_records(path), f"merging {path.name}"):
+            for key, record in track_progress(_current_records(path), f"merging {path.name}"):
                 content = hashlib.blake2b(record.line, digest_size=16).digest()
                 if key not in seen:
                     seen[key] = (path, content)
@@ -340,7 +340,7 @@ def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int],
 
 def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The records of a run that count, in file order, with their task keys."""
-    current = ((entry.offset, key) for key, entry in load_index(path).counting())
+    current = ((entry.offset, key) for key, entry in load_index(path).current_entries())
     upcoming = next(current, None)
     for number, (offset, line) in enumerate(lines_from(path / RECORDS_FILE, 0), start=1):
         record = parse_record(line)

@@ -20,7 +20,7 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.batch_api.verifying import repair_batches
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import remove_leftover_containers
-from batch_trajectories.dataset.kept_dataset import KeptDataset, keep_dataset
+from batch_trajectories.dataset.kept_dataset import DatasetSnapshot, take_snapshot
 from batch_trajectories.dataset.scan import Scan, scan, tasks
 from batch_trajectories.dataset.scan_cache import last_scan
 from batch_trajectories.dataset.shards import parse_shard
@@ -31,7 +31,12 @@ from batch_trajectories.engine.run_totals import needed_samples
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.records.files import is_whole, keep_readable, lock_for_append, refuse_links
+from batch_trajectories.records.files import (
+    is_whole,
+    lock_for_append,
+    refuse_links,
+    set_unreadable_aside,
+)
 from batch_trajectories.records.journal import Inflight, read_journaled_replies
 from batch_trajectories.records.names import (
     BATCHES,
@@ -70,7 +75,7 @@ _NOT_COPIED = (EXPORTS, RECORDS_INDEX, SUMMARY_FILE, STATISTICS_FILE, LOCK_FILE,
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class VerifyResult:
     """The result of `check`."""
 
     path: Path
@@ -118,7 +123,7 @@ def check(
     read_data: bool,
     repair: bool,
     make: MakeExports,
-) -> Checked:
+) -> VerifyResult:
     """Check a run, and repair it if `repair`.
 
     `read_data` compares the training files with those that `make` writes from the same records.
@@ -147,7 +152,7 @@ def check(
     owed = ""
     if scan is not None and (report.may_owe or report.problems):
         owed = describe_remaining(path, scan, config)
-    return Checked(
+    return VerifyResult(
         path=path,
         records=report.records,
         found=problems,
@@ -181,14 +186,14 @@ def _refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) ->
     )
 
 
-def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
+def snapshot_given(identity: dict[str, Any], config: RunConfig) -> DatasetSnapshot:
     """The dataset that `config` names; if it is not JSONL, a copy in a temporary directory.
 
-    Raises what `keep_dataset` raises.
+    Raises what `take_snapshot` raises.
     """
     from batch_trajectories.audit.only_sound import read_sound_rows
 
-    return keep_dataset(
+    return take_snapshot(
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
@@ -288,14 +293,14 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
         quarantine_lines(path / RECORDS_FILE, report.duplicates, quarantine)
     records = RecordFile(path, quarantine)
     records.close()
-    settled = Settled(records.take_found(), config.max_attempts)
+    settled = Settled(records.take_index(), config.max_attempts)
     (path / DATASET_INDEX).unlink(missing_ok=True)
     set_aside_damaged(path)
     for name in (SCORES_FILE, VERDICTS_FILE):
-        keep_readable(path / name, quarantine, is_whole)
+        set_unreadable_aside(path / name, quarantine, is_whole)
     for file in filter(Path.exists, (path / LABELS_FILE, path / CONTROL_FILE)):
         with lock_for_append(file):
-            keep_readable(file, quarantine, is_whole)
+            set_unreadable_aside(file, quarantine, is_whole)
     if (path / INFLIGHT).is_dir():
         Inflight(path / INFLIGHT).read(settled=settled)
     leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.basics.parts import Advance, run_in_processes
 from batch_trajectories.batch_api.verifying import check_batches
 from batch_trajectories.config.fingerprint import digest_of
 from batch_trajectories.config.run_config import RunConfig
@@ -31,7 +31,7 @@ from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
 from batch_trajectories.maintenance.verify_exports import check_exports
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_failure
-from batch_trajectories.records.files import DamagedLine, is_whole, listed, read_tail
+from batch_trajectories.records.files import DamagedLine, is_whole, list_directory, read_tail
 from batch_trajectories.records.index import (
     LENGTHS,
     MARK,
@@ -206,7 +206,7 @@ def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], obje
     numbers = range(1, len(lengths))
     work = f"reading {records.name}"
     size = records.stat().st_size
-    parts = in_parts(
+    parts = run_in_processes(
         numbers, are_right, doing=work, enough=_ENOUGH_BYTES, amount=size, meanwhile=meanwhile
     )
     return all(parts)
@@ -407,7 +407,7 @@ def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
         message = "an incomplete file, left by a crash; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / WORKSPACES
-    for workspace in listed(workspaces):
+    for workspace in list_directory(workspaces):
         try:
             key = bytes.fromhex(workspace.name.partition(".")[0])  # also files beside a workspace
         except ValueError:

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.basics.bucket import Bucket, patiently
+from batch_trajectories.basics.bucket import Bucket, call_with_retries
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.mirror.tail import (
     DIRECTORY,
@@ -26,7 +26,12 @@ from batch_trajectories.mirror.tail import (
     part_name,
     unpack_part,
 )
-from batch_trajectories.records.files import listed, make_directory, open_own, replace_file
+from batch_trajectories.records.files import (
+    list_directory,
+    make_directory,
+    open_no_follow,
+    replace_file,
+)
 from batch_trajectories.records.journal import read_note
 from batch_trajectories.records.names import INFLIGHT, MIRROR_NOTE, RUN_FILE
 
@@ -54,7 +59,7 @@ class Copy:
 
     def parts(self) -> Iterator[LogPart]:
         """Yield the parts of the log that this directory lacks; `apply` each before the next."""
-        for name, content in self.bucket.after(DIRECTORY, part_name(self.number)):
+        for name, content in self.bucket.read_after(DIRECTORY, part_name(self.number)):
             if name != part_name(self.number + 1):
                 raise RunDirError(f"{self._part_url(self.number + 1)}: it is missing")
             yield unpack_part(content, self._part_url(self.number + 1))
@@ -70,7 +75,7 @@ class Copy:
             if path.parent != self.path:
                 make_directory(path.parent)
             flags = os.O_WRONLY | os.O_CREAT | (0 if piece.at else os.O_TRUNC)
-            with os.fdopen(open_own(path, flags), "wb") as file:
+            with os.fdopen(open_no_follow(path, flags), "wb") as file:
                 file.seek(piece.at)
                 file.write(piece.content)
                 file.truncate()
@@ -115,7 +120,7 @@ def run_url(mirror: str, run_name: str) -> str:
     return f"{mirror.rstrip('/')}/{run_name}"
 
 
-def bring(mirror: str, run_dir: Path) -> None:
+def download_run(mirror: str, run_dir: Path) -> None:
     """Download a run to a directory of its own name, unless that has the run already.
 
     A start then finds the dataset and config of the first start. That start takes the lease.
@@ -125,10 +130,10 @@ def bring(mirror: str, run_dir: Path) -> None:
     copy = Copy(run_dir, Bucket(run_url(mirror, run_dir.name)))
     make_directory(run_dir, is_inside=False, parents=True)
     with _locked(run_dir):
-        patiently(copy.catch_up)
+        call_with_retries(copy.catch_up)
 
 
-def copy_of(url: str) -> Path:
+def update_copy(url: str) -> Path:
     """Update the copy of a mirrored run in the user's cache; return its directory.
 
     Raises `RunDirError` if there is no run, and `BucketFailed`.
@@ -141,8 +146,8 @@ def copy_of(url: str) -> Path:
     make_directory(path, is_inside=False, parents=True)
     with _locked(path):
         copy = Copy(path, bucket)
-        patiently(copy.catch_up)
-    if not listed(path / INFLIGHT) and not (path / RUN_FILE).exists():
+        call_with_retries(copy.catch_up)
+    if not list_directory(path / INFLIGHT) and not (path / RUN_FILE).exists():
         raise RunDirError(f"{url}: no run here; give the URL of --mirror, '/' and the run's name")
     return path
 

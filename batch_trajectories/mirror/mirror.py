@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batch_trajectories.basics.bucket import Bucket, BucketFailed, patiently
+from batch_trajectories.basics.bucket import Bucket, BucketFailed, call_with_retries
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
 from batch_trajectories.mirror.copies import Copy, run_url
@@ -36,7 +36,7 @@ from batch_trajectories.mirror.tail import (
     part_name,
     unpack_part,
 )
-from batch_trajectories.records.files import listed, make_directory
+from batch_trajectories.records.files import list_directory, make_directory
 from batch_trajectories.records.journal import boot_id, read_note
 from batch_trajectories.records.names import (
     LOCK_FILE,
@@ -111,7 +111,7 @@ class Mirror:
         last_part_at = time.monotonic()
         has_said = False
         while True:
-            if patiently(partial(self._catch_up, fresh=fresh)):
+            if call_with_retries(partial(self._catch_up, fresh=fresh)):
                 last_part_at = time.monotonic()
             last = self._copy.last
             if last is not None and last.holder["token"] == self._token:
@@ -123,7 +123,7 @@ class Mirror:
                 self._own_tokens.add(self._token)
                 self._save(taking=self._token)
                 create = partial(self._bucket.create, self._next_name(), pack_part(part))
-                if patiently(create):
+                if call_with_retries(create):
                     self._copy.apply(part, writes=False)
                     break
                 continue
@@ -181,7 +181,7 @@ class Mirror:
         aside = self._run_dir / QUARANTINE / name
         make_directory(aside.parent)
         make_directory(aside)
-        for path in listed(self._run_dir):
+        for path in list_directory(self._run_dir):
             if is_name(path.name) and path.name != aside.parent.name:
                 path.rename(aside / path.name)
         make_directory(self._run_dir / DIRECTORIES[0])
@@ -217,7 +217,7 @@ class Mirror:
         """
         outside = {} if dataset.parent == self._run_dir else {MIRRORED_DATASET: dataset}
         self._tail = Tail(self._run_dir, self._copy.extents, outside)
-        while not patiently(self._send):
+        while not call_with_retries(self._send):
             time.sleep(1 / requests_per_s)
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
         self._thread.start()

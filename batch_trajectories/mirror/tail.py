@@ -19,14 +19,14 @@ from zlib import crc32
 import orjson
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.records.files import DamagedLine, listed, read_object, with_checksum
+from batch_trajectories.records.files import DamagedLine, add_checksum, list_directory, read_object
 from batch_trajectories.records.names import (
     BATCHES,
     INFLIGHT,
-    KEPT_WORKSPACES,
     LOCK_FILE,
     MIRROR_NOTE,
     QUARANTINE,
+    RETAINED_WORKSPACES,
 )
 
 # What a part of a mirror holds: a line of JSON, then the bytes of its pieces.
@@ -43,7 +43,7 @@ FORMAT = 1
 
 DIRECTORY = "parts"
 
-DIRECTORIES = (INFLIGHT, BATCHES, KEPT_WORKSPACES, QUARANTINE)
+DIRECTORIES = (INFLIGHT, BATCHES, RETAINED_WORKSPACES, QUARANTINE)
 """The directories of a run that are mirrored, the journals first."""
 
 _NAME = re.compile(rf"(?:(?:{'|'.join(DIRECTORIES)})/)?\w[\w.-]*")
@@ -98,7 +98,7 @@ def pack_part(part: LogPart) -> bytes:
             for p in part.pieces
         ],
     }
-    return with_checksum(orjson.dumps(header)) + b"".join(piece.content for piece in part.pieces)
+    return add_checksum(orjson.dumps(header)) + b"".join(piece.content for piece in part.pieces)
 
 
 def unpack_part(content: bytes, where: str) -> LogPart:
@@ -217,7 +217,7 @@ class Tail:
     def _files(self) -> Iterator[tuple[str, Path]]:
         """Yield the files for the mirror; the journals are listed before other files are read."""
         yield from self._files_in(DIRECTORIES[0])
-        for path in listed(self._run_dir):
+        for path in list_directory(self._run_dir):
             is_ours = is_name(path.name) and path.suffix not in _DERIVED
             if is_ours and not path.is_dir() and path.name not in (PROGRESS, *self._outside):
                 yield path.name, path
@@ -227,7 +227,7 @@ class Tail:
         yield PROGRESS, self._run_dir / PROGRESS
 
     def _files_in(self, directory: str) -> Iterator[tuple[str, Path]]:
-        for path in listed(self._run_dir / directory):
+        for path in list_directory(self._run_dir / directory):
             if is_name(name := f"{directory}/{path.name}"):
                 yield name, path
 

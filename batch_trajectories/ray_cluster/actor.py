@@ -34,10 +34,10 @@ import orjson
 
 from batch_trajectories.basics.errors import RunError, machine_failure
 from batch_trajectories.basics.process import hide_environment
-from batch_trajectories.config.sandboxes import problem_of_sandbox, remove_leftover_containers
+from batch_trajectories.config.sandboxes import find_sandbox_problem, remove_leftover_containers
 from batch_trajectories.engine.messages import HaltRun, WorkerSetup, encode
 from batch_trajectories.engine.worker.worker import run_worker
-from batch_trajectories.records.files import listed
+from batch_trajectories.records.files import list_directory
 from batch_trajectories.records.names import LOCK_FILE, WORKSPACES
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -106,7 +106,7 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
         _check_sandbox(setup)
         if run_worker(connection, setup):
             # The workspaces left here belong to conversations that continued on other nodes.
-            for workspace in listed(workspaces):
+            for workspace in list_directory(workspaces):
                 shutil.rmtree(workspace, ignore_errors=True)
             remove_leftover_containers(config)
             shutil.rmtree(scratch, ignore_errors=True)
@@ -121,7 +121,7 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
 
 def _check_sandbox(setup: WorkerSetup) -> None:
     """Refuse to work on a node on which commands or agents cannot run, before any call."""
-    if setup.provenance.sandbox is not None and (problem := problem_of_sandbox(setup.config)):
+    if setup.provenance.sandbox is not None and (problem := find_sandbox_problem(setup.config)):
         raise ValueError(problem)
     if setup.config.agent is not None:
         from batch_trajectories.engine.worker.agent_program import check_agent_of_node

@@ -29,12 +29,12 @@ from ray.exceptions import RayError
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
-from batch_trajectories.engine.local_workers import environment_of
+from batch_trajectories.engine.local_workers import limited_environment
 from batch_trajectories.engine.messages import Say, WorkerSetup
 from batch_trajectories.engine.run_dir import RunDir, read_run_json
 from batch_trajectories.ray_cluster.actor import RayWorkerActor, code_digest, listen, welcome
 from batch_trajectories.ray_cluster.worker_handle import ClusterStart, RayWorker
-from batch_trajectories.records.files import open_own
+from batch_trajectories.records.files import open_no_follow
 from batch_trajectories.records.names import LOCK_FILE, LOG_FILE
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RayExecutor:
             token=_run_token(run_dir.path),
             lock=(run_dir.path / LOCK_FILE).read_bytes(),
             environment=environment,
-            log_fd=open_own(run_dir.path / LOG_FILE, os.O_WRONLY | os.O_APPEND),
+            log_fd=open_no_follow(run_dir.path / LOG_FILE, os.O_WRONLY | os.O_APPEND),
         )
         self._workers: dict[int, RayWorker] = {}
         self._closing = threading.Event()
@@ -198,7 +198,7 @@ def _start_cluster(config: RunConfig) -> Mapping[str, str]:
     """Start a cluster on this machine; return the environment that its workers lack."""
     # Every process of this user can read the environment of the cluster, so it must have no keys.
     cpus = math.ceil(config.num_workers * config.worker_resources.get("num_cpus", 1))
-    with environment_of(_RAY_NEEDS) as environment, _signals_blocked():
+    with limited_environment(_RAY_NEEDS) as environment, _signals_blocked():
         _init_ray(
             _LOCAL,
             num_cpus=max(cpus, os.cpu_count() or 1),

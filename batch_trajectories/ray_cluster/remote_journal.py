@@ -61,7 +61,7 @@ class RemoteJournal:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_RESULTS_WAIT_S, self.flush)
 
-    async def kept(self, key: bytes) -> None:
+    async def wait_persisted(self, key: bytes) -> None:
         """See `Journal`."""
         number = self._reply_numbers.get(key, 0)
         if number > self._kept:

@@ -25,12 +25,12 @@ from aiohttp import web
 
 from agent.gateway.relay import CallLimits, Relay
 from agent.gateway.server import Gateway, make_server, read_body, request_key
-from agent.loop.rules import Finish, ending_of_refusal
+from agent.loop.rules import Finish, refusal_ending
 from agent.messages.message import Event, Message, reply_in
-from agent.models.conversation_id import id_of_task
+from agent.models.conversation_id import task_conversation_id
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
-from agent.wires.lines import lines_of
+from agent.wires.lines import find_conversations
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES, find_wires
 from batch_trajectories.basics import exact_json
@@ -40,7 +40,12 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.scan import Scan, scan, task_of, tasks
 from batch_trajectories.engine.parser_signs import WARNING_OF_THOUGHT, parser_signs, warning_of_call
-from batch_trajectories.engine.record import Provenance, as_stored, make_record, tokens_missing
+from batch_trajectories.engine.record import (
+    Provenance,
+    as_stored,
+    describe_missing_tokens,
+    make_record,
+)
 from batch_trajectories.recording.upstream import Models, Upstream
 from batch_trajectories.records.failures import Failure, FailureFile
 from batch_trajectories.records.files import AppendFile, StorageError, make_directory, repair_tail
@@ -301,9 +306,9 @@ class Recorder:
                 position=next(positions),
             )
             if self._config.token_ids and (reply := reply_in(event)):
-                self._say_once(tokens_missing(reply))
+                self._say_once(describe_missing_tokens(reply))
 
-        conversation = id_of_task(self._run_key, task.key)
+        conversation = task_conversation_id(self._run_key, task.key)
         gateway = self._gateway(task.id, trajectory, journal, conversation)
         session = Session(name, task, gateway, trajectory)
         session.watcher = asyncio.create_task(self._watch(session))
@@ -328,7 +333,7 @@ class Recorder:
             trajectory=trajectory,
             journal=journal,
             # `max_turns` has a default, which is for conversations of this program.
-            limits=CallLimits.of(options, has_turn_limit="max_turns" in options.given()),
+            limits=CallLimits.from_options(options, has_turn_limit="max_turns" in options.given()),
             is_stopping=lambda: self._is_stopping,
             why_stopping=lambda: self.stopped_by,
             ends_with=partial(self._stops_recording, name),
@@ -499,15 +504,15 @@ def _ending(session: Session, done: Finish | None) -> Finish:
     """Find the ending of a session whose program gave none; see `Recorder._end`."""
     calls = session.trajectory.agent_calls
     prompt = session.task.columns["prompt"]
-    main = None if calls is None else lines_of(calls, prompt).main
+    main = None if calls is None else find_conversations(calls, prompt).main
     if calls is None or main is None:
         return done or Finish("cancelled", "it ended before its first reply")
-    reply = calls.exchanges[main.numbers[-1]]["reply"]
+    reply = calls.exchanges[main.call_numbers[-1]]["reply"]
     match reply["finish_reason"]:
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
     last = session.gateway.relay.last_refusal
-    if last is not None and (end := ending_of_refusal(last.kind, last.message)) is not None:
+    if last is not None and (end := refusal_ending(last.kind, last.message)) is not None:
         return end
     if done is not None and last is None:
         return done

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batch_trajectories.api.results import write_results
-from batch_trajectories.api.start import RunEnd, end_of
+from batch_trajectories.api.start import RunEnd, make_run_end
 from batch_trajectories.basics.process import (
     allow_many_files,
     collect_garbage_rarely,
     hide_environment,
     log_to,
-    settings_restored,
+    restore_settings,
 )
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.endpoints import Cost
@@ -49,7 +49,7 @@ class Listening:
     silence_s: float = 600.0
 
 
-def sessions_of(run_dir: Path) -> Path:
+def sessions_path(run_dir: Path) -> Path:
     """Return the path of the dataset of a recording."""
     return run_dir / "sessions" / "sessions.jsonl"
 
@@ -77,7 +77,7 @@ def run_recording(
     say: Callable[[str], object],
 ) -> tuple[Outcome, Scan]:
     """Record until a signal ends it or it cannot continue; return the sessions as a dataset."""
-    with settings_restored():
+    with restore_settings():
         log_to(run_dir.path / LOG_FILE, config.log_level)
         log.info("start of a recording; config digest %s", run_dir.digest)
         hide_environment()
@@ -106,7 +106,7 @@ def _record(
             if damaged:
                 say(f"set aside in {run_dir.quarantine}: {first_few(damaged)}")
         inflight = Inflight(run_dir.inflight)
-        index = records.take_found()
+        index = records.take_index()
         settled = Settled(index, config.max_attempts)
         inflight.read(settled=settled)
         spent = Cost()
@@ -202,4 +202,4 @@ def record(
     with closing(open_recording(config, models, fresh=fresh, accept_changes=accepted)) as run_dir:
         outcome, scan = run_recording(config, models, run_dir, listening, say=say)
         totals = write_results(run_dir.path, scan, config, last_start=outcome.to_json())
-    return end_of(run_dir.path, outcome, totals)
+    return make_run_end(run_dir.path, outcome, totals)

@@ -12,19 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from agent.gateway.answers import Answer, guess_api, models_path
-from agent.gateway.relay import RefusedModel, Route, ask_freely, make_free_request
+from agent.gateway.relay import RefusedModel, Route, make_free_request, send_free_request
 from agent.gateway.server import NO_NAMES
 from agent.models.client.retrying import Retry
-from agent.models.dialects.dialect import base_url_at
+from agent.models.dialects.dialect import api_base_url
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
-from agent.models.prices import is_known
+from agent.models.prices import has_known_price
 from agent.models.providers import ONLY_RELAYED, Api, provider_at
 from agent.setup import Setup, set_up
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.config.models import budget_of, check_token_ids, limits_of, settings_of
+from batch_trajectories.config.models import (
+    budget_of,
+    check_token_ids,
+    endpoint_limits,
+    resolve_settings,
+)
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
 from batch_trajectories.engine.messages import (
@@ -57,7 +62,7 @@ class Models:
         self._upstream = upstream
         self._known: dict[tuple[str, str], ModelSettings] = {}
         try:
-            self.settings = settings_of(config, f"{upstream}:{ANY}")
+            self.settings = resolve_settings(config, f"{upstream}:{ANY}")
             self.setup: Setup = set_up(
                 config.agent_options,
                 self.settings,
@@ -84,11 +89,11 @@ class Models:
         if (known := self._known.get((api, name))) is not None:
             return known
         try:
-            settings = settings_of(self._config, f"{self._upstream}:{name}")
+            settings = resolve_settings(self._config, f"{self._upstream}:{name}")
         except ValueError as error:
             raise RefusedModel(str(error)) from error
         settings = self._with_api(api, settings)
-        if self._config.max_run_cost_usd is not None and not is_known(settings):
+        if self._config.max_run_cost_usd is not None and not has_known_price(settings):
             raise RefusedModel(
                 f"the price of model {name!r} is unknown, so the budget of the recording cannot be "
                 f"kept; give it under prices, by the name {settings.reference!r}"
@@ -117,7 +122,7 @@ class Models:
 
 def _root_for(api: str, base_url: str) -> str:
     """Return the base URL at which a server of the user's own speaks a dialect."""
-    return base_url_at(api, base_url.rstrip("/").removesuffix("/v1"))
+    return api_base_url(api, base_url.rstrip("/").removesuffix("/v1"))
 
 
 @dataclass(eq=False)
@@ -155,7 +160,7 @@ class Upstream:
         """`spent` is the spending of earlier starts. `on_used_up` gets the reason that no call
         can be paid, `say` gets messages for the user.
         """
-        limits = limits_of(config, models.setups)
+        limits = endpoint_limits(config, models.setups)
         self._models = models
         self._on_used_up = on_used_up
         self._say = say
@@ -199,13 +204,13 @@ class Upstream:
         request = make_free_request(models_path(settings.api, path), sent)
         # The program can ask again; it does not wait for an endpoint that has no list.
         once = replace(settings, call_attempts=1, call_timeout_s=_LIST_S, attempt_timeout_s=_LIST_S)
-        return await ask_freely(self.calls.pool.get(once), request)
+        return await send_free_request(self.calls.pool.get(once), request)
 
     def has_failed(self, error: ModelError) -> bool:
         """Whether a failed call stops the recording."""
         # An API that the server lacks fails only the sessions of programs that speak it.
         has_answered = error.action != "stop_run" and bool(self.calls.proven)
-        return self.calls.is_the_endpoints(error) and not has_answered
+        return self.calls.concerns_endpoint(error) and not has_answered
 
     def report(self) -> list[dict[str, Any]]:
         """Return the limits that held calls back; see `RunLimits.report`."""

@@ -41,7 +41,7 @@ _NAME_CHARS = 100
 class Rewards(NamedTuple):
     """Rewards by name."""
 
-    named: Mapping[str, float]
+    by_name: Mapping[str, float]
     """Rewards of the whole conversation."""
     by_turn: Mapping[str, Sequence[float | None]]
     """A reward for each turn of the run's model; None for a turn without one."""
@@ -49,7 +49,7 @@ class Rewards(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """The rewards in the form of records and scores.jsonl."""
         by_turn = {BY_TURN: dict(self.by_turn)} if self.by_turn else {}
-        return {"rewards": dict(self.named), **by_turn}
+        return {"rewards": dict(self.by_name), **by_turn}
 
 
 def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
@@ -217,7 +217,7 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
         if record.check is None and not (record.options or {}).get("check_expected"):
             return UNCHECKED
         return _judge_by_check(record)
-    by_name = rewards_of(record).named
+    by_name = rewards_of(record).by_name
     if name is not None:
         return Judgement(None, by_name.get(name))
     verdict, _, error = _judge_by_check(record)
@@ -274,7 +274,7 @@ def ended_by_wrong_answer(record: Record) -> bool:
     return record.status == "errors" and reason.startswith(_WRONG_ANSWER)
 
 
-def is_right_now(record: Record) -> bool:
+def has_passed_later_check(record: Record) -> bool:
     """Whether a conversation ended by a wrong answer that a later check found right."""
     return ended_by_wrong_answer(record) and _judge_by_check(record).verdict is True
 

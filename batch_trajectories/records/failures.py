@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.text import in_a_line, without_values
+from batch_trajectories.basics.text import mask_values, single_line
 from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
+    add_checksum,
     read_object,
     repair_tail,
-    with_checksum,
 )
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.names import FAILURES_FILE
@@ -86,7 +86,7 @@ class FailureFile:
 
     def sync(self) -> None:
         """Make all lines survive a power loss. Raises `StorageError`."""
-        self._file.check_is_there()
+        self._file.check_exists()
         self._file.sync()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class FailureFile:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._count(line)
-        self._file.append(with_checksum(orjson.dumps(line)))
+        self._file.append(add_checksum(orjson.dumps(line)))
 
     def _count(self, line: dict[str, Any]) -> None:
         match line.get("kind"):
@@ -131,11 +131,11 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
             continue
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
             last_line = line["message"].strip().rpartition("\n")[2]
-            last[key] = kind = (line["class"], without_values(last_line))
+            last[key] = kind = (line["class"], mask_values(last_line))
             examples[kind] = line["message"]
     counts = Counter(last.values()).most_common(_MAX_REASONS)
     return [
-        {"class": kind[0], "message": in_a_line(examples[kind]), "count": count}
+        {"class": kind[0], "message": single_line(examples[kind]), "count": count}
         for kind, count in counts
     ]
 

@@ -39,7 +39,6 @@ from batch_trajectories.records.names import (
     FAILURES_FILE,
     INFLIGHT,
     JUDGE_BUDGET_FILE,
-    KEPT_WORKSPACES,
     LABELS_FILE,
     LOCK_FILE,
     LOG_FILE,
@@ -48,6 +47,7 @@ from batch_trajectories.records.names import (
     QUARANTINE,
     RECORDS_FILE,
     RECORDS_INDEX,
+    RETAINED_WORKSPACES,
     RUN_FILE,
     SCORES_FILE,
     SHARED_NOTE,
@@ -82,19 +82,19 @@ class DamagedLine(ValueError):
     """A line differs from what was written."""
 
 
-def with_checksum(line: bytes) -> bytes:
+def add_checksum(line: bytes) -> bytes:
     """Add a checksum to a JSON object, which must not be empty, and a newline."""
     body = line[:-1]
     return b'%b,"crc32":"%08x"}\n' % (body, crc32(body))
 
 
-def without_checksum(line: bytes) -> bytes:
-    """Remove the checksum that `with_checksum` added. A line without one stays as it is."""
+def strip_checksum(line: bytes) -> bytes:
+    """Remove the checksum that `add_checksum` added. A line without one stays as it is."""
     end = _line_end(line) - _TAIL
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
-def check_seal(line: bytes) -> bool:
+def verify_checksum(line: bytes) -> bool:
     """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
     end = len(line) if line.endswith(_CLOSE) else _line_end(line)
     tail = end - _TAIL
@@ -113,7 +113,7 @@ def read_object(line: bytes) -> dict[str, Any]:
 
     Raises `DamagedLine` if the line is not as it was written.
     """
-    has_checksum = check_seal(line)
+    has_checksum = verify_checksum(line)
     try:
         parsed = exact_json.loads(line)
     except exact_json.JSONDecodeError as error:
@@ -171,7 +171,7 @@ _DIRECTORIES = (
     EXPORTS,
     f"{EXPORTS}/dataset",
     QUARANTINE,
-    KEPT_WORKSPACES,
+    RETAINED_WORKSPACES,
     CHECKS,
 )
 
@@ -193,7 +193,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     )
 
 
-def open_own(path: Path, flags: int) -> int:
+def open_no_follow(path: Path, flags: int) -> int:
     """Open a file of a run for writing; return its descriptor.
 
     Raises `RunDirError` for a symbolic link: a run directory from elsewhere could have it write
@@ -233,7 +233,7 @@ class AppendFile:
         self.path = path
         try:
             created = not path.exists()
-            self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._fd = open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 self.size = os.fstat(self._fd).st_size
                 if created:
@@ -278,7 +278,7 @@ class AppendFile:
             raise self._broken from error
         self._synced = size  # what another thread has appended since needs another sync
 
-    def check_is_there(self) -> None:
+    def check_exists(self) -> None:
         """Raise `StorageError` if the file was removed, replaced or cut: its content is lost.
 
         Writes to a file without a name succeed but keep nothing.
@@ -307,7 +307,7 @@ class AppendFile:
         try:
             content = Path(f"/proc/self/fd/{self._fd}").read_bytes()
             replace_file(self.path, content)
-            fd = open_own(self.path, os.O_WRONLY | os.O_APPEND)
+            fd = open_no_follow(self.path, os.O_WRONLY | os.O_APPEND)
             os.dup2(fd, self._fd, inheritable=False)  # a thread may be syncing it
             os.close(fd)
         except OSError as error:
@@ -329,7 +329,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     torn = read_tail(path)
     if not torn:
         return 0
-    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
+    with os.fdopen(open_no_follow(path, os.O_RDWR), "r+b") as file:
         keep = file.seek(0, os.SEEK_END) - len(torn)
         if is_whole(torn):
             file.write(b"\n")
@@ -353,7 +353,9 @@ def read_tail(path: Path) -> bytes:
         return os.pread(file.fileno(), size - keep, keep)
 
 
-def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
+def set_unreadable_aside(
+    path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]
+) -> list[str]:
     """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
     names = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
     readable = []
@@ -440,7 +442,7 @@ def open_temporary(temporary: Path, path: Path) -> BinaryIO:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = 0o600
-    descriptor = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = open_no_follow(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     file = os.fdopen(descriptor, "wb", buffering=1 << 20)
     os.fchmod(file.fileno(), stat.S_IMODE(mode))
     return file
@@ -450,7 +452,7 @@ def refuse_strange_files(run_dir: Path) -> None:
     """Raise `RunDirError` if a file of a run is not a plain file.
 
     Reading a pipe would never end; with a dangling link (a disk that is not mounted) the run
-    would start over. Links are read, but nothing is written through them: see `open_own`.
+    would start over. Links are read, but nothing is written through them: see `open_no_follow`.
     """
     for name in _PLAIN_FILES:
         file = run_dir / name
@@ -468,13 +470,15 @@ def refuse_strange_files(run_dir: Path) -> None:
 def refuse_links(run_dir: Path) -> None:
     """Raise `RunDirError` if a file or directory of a run to be written to is a symbolic link."""
     names = (*_PLAIN_FILES, *_DIRECTORIES)
-    worker_entries = (entry for name in _WORKER_DIRECTORIES for entry in listed(run_dir / name))
+    worker_entries = (
+        entry for name in _WORKER_DIRECTORIES for entry in list_directory(run_dir / name)
+    )
     for path in (*(run_dir / name for name in names), *worker_entries):
         if path.is_symlink():
             raise RunDirError(_link_refusal(path))
 
 
-def link_out_of(run_dir: Path) -> Path | None:
+def find_outward_link(run_dir: Path) -> Path | None:
     """A symbolic link in a run directory that leads out of it; None if there is none.
 
     The author of a run decides where its links lead on the machine of its receiver.
@@ -505,7 +509,7 @@ def lock_for_append(path: Path) -> Iterator[None]:
     Raises `OSError`, and `RunDirError` for a symbolic link.
     """
     while True:
-        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        fd = open_no_follow(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
@@ -526,7 +530,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
         try:
             if not file.size:
                 sync_directory(path.parent)
-            file.append(with_checksum(orjson.dumps(line)))
+            file.append(add_checksum(orjson.dumps(line)))
             file.sync()
             return file.size
         finally:
@@ -534,7 +538,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path, refusal: str) -> Iterator[None]:
+def lock_directory(directory: Path, refusal: str) -> Iterator[None]:
     """Lock `directory`; raise `RunLocked(refusal)` if another process has locked it.
 
     The lock is on the directory itself, because files in it are replaced.
@@ -561,7 +565,7 @@ def is_training_file(dataset: Path, run_dir: Path) -> bool:
     return dataset.exists() and training.exists() and training.samefile(dataset)
 
 
-def link(file: Path, directory: Path) -> None:
+def link_file(file: Path, directory: Path) -> None:
     """Hard-link an immutable file into `directory`; copy it if links do not work."""
     try:
         (directory / file.name).hardlink_to(file)
@@ -571,7 +575,7 @@ def link(file: Path, directory: Path) -> None:
         copyfile(file, directory / file.name)
 
 
-def listed(directory: Path) -> list[Path]:
+def list_directory(directory: Path) -> list[Path]:
     """The entries of a directory, sorted; none if it does not exist."""
     return sorted(directory.iterdir()) if directory.is_dir() else []
 

@@ -22,7 +22,7 @@ from math import isnan, nan
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
-from agent.messages.message import MOST_TOKENS
+from agent.messages.message import MAX_TOKEN_COUNT
 from batch_trajectories.records.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.tasks import task_key
@@ -313,8 +313,8 @@ class Index(Mapping[bytes, IndexEntry]):
             attempt=attempt,
             turns=turns,
             tool_calls=tool_calls,
-            input_tokens=input_tokens if input_tokens < MOST_TOKENS else None,
-            output_tokens=output_tokens if output_tokens < MOST_TOKENS else None,
+            input_tokens=input_tokens if input_tokens < MAX_TOKEN_COUNT else None,
+            output_tokens=output_tokens if output_tokens < MAX_TOKEN_COUNT else None,
             cost_usd=None if isnan(cost_usd) else cost_usd,
             error_class=error_class,
             verdict=verdict,
@@ -331,11 +331,11 @@ class Index(Mapping[bytes, IndexEntry]):
         """Number of all records, including those that a later record replaces."""
         return len(self._view) // ROW_BYTES - 1 - len(self._endings)
 
-    def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
+    def current_entries(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """Yield the record that counts for each task, with the task's key, in file order."""
-        return ((self.key(row), self.entry(row)) for row in self.counting_rows())
+        return ((self.key(row), self.entry(row)) for row in self.current_rows())
 
-    def counting_rows(self) -> array[int]:
+    def current_rows(self) -> array[int]:
         """The rows of the records that count, in file order."""
         replaced = {row for row, _ in self.repeated()}
         rows = enumerate(column_view(self._view, LENGTHS))
@@ -370,10 +370,10 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
         """Whether the records in these rows passed; None for row 0."""
-        for ending, reward in self.judged(rows):
+        for ending, reward in self.judgements(rows):
             yield None if ending is None else has_passed(ending.verdict, reward)
 
-    def judged(self, rows: Iterable[int]) -> Iterator[tuple[Ending | None, float | None]]:
+    def judgements(self, rows: Iterable[int]) -> Iterator[tuple[Ending | None, float | None]]:
         """The endings and rewards of the records in these rows; None for row 0."""
         endings, rewards = column_view(self._view, ENDINGS), column_view(self._view, _REWARDS)
         for row in rows:
@@ -397,11 +397,11 @@ class Index(Mapping[bytes, IndexEntry]):
             sums.tool_calls += sum(values[_CALLS])
             read = _joined(values[_INPUT_HIGH], values[_INPUT_LOW])
             written = _joined(values[_OUTPUT_HIGH], values[_OUTPUT_LOW])
-            sums.input_tokens += sum([number for number in read if number < MOST_TOKENS])
-            sums.output_tokens += sum([number for number in written if number < MOST_TOKENS])
+            sums.input_tokens += sum([number for number in read if number < MAX_TOKEN_COUNT])
+            sums.output_tokens += sum([number for number in written if number < MAX_TOKEN_COUNT])
             sums.tokens_unknown += sum(
                 [
-                    count > 0 and max(in_, out) >= MOST_TOKENS
+                    count > 0 and max(in_, out) >= MAX_TOKEN_COUNT
                     for count, in_, out in zip(turns, read, written, strict=True)
                 ]
             )
@@ -509,7 +509,7 @@ def _ending_text(ending: Ending) -> bytes:
 
 
 def _stored_tokens(tokens: int | None) -> int:
-    return tokens if tokens is not None and 0 <= tokens < MOST_TOKENS else _NO_TOKENS
+    return tokens if tokens is not None and 0 <= tokens < MAX_TOKEN_COUNT else _NO_TOKENS
 
 
 def _joined(high: Sequence[int], low: Sequence[int]) -> list[int]:
@@ -547,7 +547,7 @@ def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[
 # Which bytes of `records.idx` can be trusted; see `records.index` for its rows.
 
 
-def mark_for(size: int, checksum: int) -> bytes:
+def make_mark(size: int, checksum: int) -> bytes:
     """Row 0 of an index whose first `size` bytes, without this row, have this CRC-32."""
     return (b"%b %016x %08x" % (FORMAT, size, checksum)).ljust(ROW_BYTES - 1) + b"\n"
 
@@ -578,7 +578,7 @@ def checked_bytes(content: bytes) -> int:
     except ValueError:
         return 0
     is_valid = (
-        content.startswith(mark_for(size, checksum))
+        content.startswith(make_mark(size, checksum))
         and size <= len(content)
         and crc32(memoryview(content)[ROW_BYTES:size]) == checksum
     )

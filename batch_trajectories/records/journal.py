@@ -34,11 +34,11 @@ from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
     StorageError,
+    add_checksum,
     make_directory,
     read_object,
     set_aside,
     storage_error,
-    with_checksum,
 )
 from batch_trajectories.records.names import MIRROR_NOTE, QUARANTINE
 from batch_trajectories.records.tasks import task_key
@@ -66,7 +66,7 @@ class Journal(Protocol):
         ...
 
     @property
-    def kept(self) -> Callable[[bytes], Awaitable[None]] | None:
+    def wait_persisted(self) -> Callable[[bytes], Awaitable[None]] | None:
         """A function that waits until the replies of the task with a key survive a process kill.
 
         None if they survive as soon as `append` returns.
@@ -165,7 +165,7 @@ class JournalWriter:
         return self._segment
 
     @property
-    def kept(self) -> None:
+    def wait_persisted(self) -> None:
         """None: replies survive as soon as `append` returns."""
         return None
 
@@ -275,7 +275,7 @@ def journal_line(
         line["place"] = place
     if boot:
         line["boot"] = boot
-    return with_checksum(exact_json.dumps(line))
+    return add_checksum(exact_json.dumps(line))
 
 
 @cache
@@ -426,12 +426,12 @@ class Inflight:
             f"{names}; these calls are made again"
         )
 
-    def workspace_place(self, key: bytes) -> str:
+    def workspace_id(self, key: bytes) -> str:
         """The storage that holds the task's workspace; "" for the run directory."""
         last = max(self._positions.get(key, ()), default=None)
         return "" if last is None else str(_read_line(last).get("place", ""))
 
-    def knows_begun(self, key: bytes) -> bool:
+    def has_start_events(self, key: bytes) -> bool:
         """Whether the events of a task include a start event for each call that began.
 
         If not, any call may have begun. Start events may be missing after a power loss, if a line
@@ -576,7 +576,7 @@ def damaged_replies(content: bytes) -> set[bytes]:
     return {line for line in whole if not is_event(line)}
 
 
-def cost_of_damaged(line: bytes) -> float | None:
+def damaged_cost(line: bytes) -> float | None:
     """The cost of the reply in an unreadable line, None if that is unreadable too."""
     cost = _COST.search(line)
     return None if cost is None else float(cost[1])

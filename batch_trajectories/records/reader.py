@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
-from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.console import track_progress
 from batch_trajectories.records.files import DamagedLine, refuse_strange_files
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import RECORDS_FILE
@@ -94,24 +94,24 @@ def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Recor
     """
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
-        counting = index.counting()
+        counting = index.current_entries()
         if doing is not None:
-            counting = watched(counting, doing, total=index.written())
+            counting = track_progress(counting, doing, total=index.written())
         for key, entry in counting:
-            yield scores.added_to(read_record(records, entry.offset, entry.length, key))
+            yield scores.add_to(read_record(records, entry.offset, entry.length, key))
 
 
-class SomeRecords(NamedTuple):
+class RecordPart(NamedTuple):
     """A part of the records of a run, or all of them."""
 
     first: int
     """The number of the first record, from 0."""
     are_all: bool
     few: Iterable[Sequence[Record]]
-    """The records in batches; see `few_of`."""
+    """The records in batches; see `split_by_size`."""
 
 
-def few_of(items: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
+def split_by_size(items: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Split items that stand for records into batches; `length_of` gives the bytes of a record.
 
     Do each step for a whole batch before the next step: that keeps the code of a step in the
@@ -129,9 +129,9 @@ def few_of(items: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T
         yield few
 
 
-def over_records(
+def process_records(
     run_dir: Path,
-    do: Callable[[SomeRecords], R],
+    do: Callable[[RecordPart], R],
     *,
     doing: str,
     meanwhile: Callable[[], object] = lambda: None,
@@ -141,29 +141,29 @@ def over_records(
     Returns the results. Large runs are divided among processes; this one then only calls
     `meanwhile`. `doing` names the work for its progress.
     """
-    from batch_trajectories.basics.parts import in_parts
+    from batch_trajectories.basics.parts import run_in_processes
 
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
-        rows = index.counting_rows()
+        rows = index.current_rows()
         offsets, lengths = index.places(rows[:])
         numbers = range(len(lengths))
 
         def do_part(part: Sequence[int], advance: Advance) -> R:
             return do(
-                SomeRecords(part[0] if part else 0, len(part) == len(lengths), read(part, advance))
+                RecordPart(part[0] if part else 0, len(part) == len(lengths), read(part, advance))
             )
 
         def read_one(number: int) -> Record:
             record = read_record(records, offsets[number], lengths[number], index.key(rows[number]))
-            return scores.added_to(record)
+            return scores.add_to(record)
 
         def read(part: Sequence[int], advance: Advance) -> Iterator[Sequence[Record]]:
-            for few in few_of(part, lengths.__getitem__):
+            for few in split_by_size(part, lengths.__getitem__):
                 yield [*map(read_one, few)]
                 advance(len(few))
 
         size = sum(lengths)
-        return in_parts(
+        return run_in_processes(
             numbers, do_part, doing=doing, enough=ENOUGH_BYTES, amount=size, meanwhile=meanwhile
         )

@@ -20,16 +20,16 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import (
     CHECKSUM_KEY,
     DamagedLine,
-    check_seal,
     read_object,
-    without_checksum,
+    strip_checksum,
+    verify_checksum,
 )
 
 # Small parts of a record, which have no parts of their own; see `record_types`.
 
 Number = int | float
 
-KEPT_OF_STEPS = (
+KEPT_STEP_FIELDS = (
     "timestamp",
     "model_name",
     "reasoning_effort",
@@ -150,7 +150,7 @@ Step = str | int
 Texts = Sequence[tuple[list[Step], list[Step]]]
 
 
-def shared(record: dict[str, Any]) -> dict[str, Any]:
+def share_texts(record: dict[str, Any]) -> dict[str, Any]:
     """The record as it is stored: long texts of its row refer to the same texts in its messages."""
     in_row = dict(_long_texts(record["row"]))
     if not in_row:
@@ -495,7 +495,7 @@ class Record(StoredConversation, kw_only=True):
     tools: Any = msgspec.field(default=None, name="(tools)")
     """The tools that the model was offered, `Tools`; made of `raw_tools`."""
 
-    def spliced(self, members: Mapping[str, bytes]) -> bytes:
+    def splice(self, members: Mapping[str, bytes]) -> bytes:
         """The JSON of the line with this object's scores and check, and with `members`.
 
         The values of `members` are JSON; they replace or add keys. Everything else is copied
@@ -504,7 +504,7 @@ class Record(StoredConversation, kw_only=True):
         given = self._later_scores()
         if not (given or self.row_texts):  # mostly, and then one cut is often enough
             before, key, after = self.line.rpartition(_TOOLS)
-            own_tools, rest = bytes(self.raw_tools), without_checksum(after)
+            own_tools, rest = bytes(self.raw_tools), strip_checksum(after)
             if key not in before and rest.startswith(own_tools) and rest.endswith(_END):
                 new = dict(members)
                 tools, rest = new.pop("tools", own_tools), rest[len(own_tools) : -len(_END)]
@@ -528,7 +528,7 @@ class Record(StoredConversation, kw_only=True):
     def whole_line(self) -> bytes:
         """The line without its checksum and references: the same for the same conversation."""
         if not self.row_texts:
-            return without_checksum(self.line)
+            return strip_checksum(self.line)
         return exact_json.dumps(self._content()) + b"\n"
 
     def _content(self) -> dict[str, Any]:
@@ -551,7 +551,7 @@ _members_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 def decode_record(line: bytes) -> Record:
     """The record of a line of records.jsonl. Raises `DamagedLine`, which names the field."""
-    if not check_seal(line):
+    if not verify_checksum(line):
         read_object(line)  # the parts that are no fields are damaged or whole, too
     try:
         record = _decode(line)

@@ -21,7 +21,7 @@ from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
     StorageError,
-    open_own,
+    open_no_follow,
     repair_tail,
     set_aside,
     storage_error,
@@ -35,7 +35,7 @@ from batch_trajectories.records.index import (
     IndexFields,
     RowMaker,
     index_fields,
-    mark_for,
+    make_mark,
     valid_rows,
 )
 from batch_trajectories.records.names import RECORDS_FILE, RECORDS_INDEX
@@ -74,7 +74,7 @@ class RecordFile:
             raise
         self._rows = bytearray()
 
-    def take_found(self) -> Index:
+    def take_index(self) -> Index:
         """The records of earlier starts. Call it once: a million records take some 70 MB."""
         entries, self._earlier = self._earlier, None
         assert entries is not None
@@ -99,7 +99,7 @@ class RecordFile:
     def sync(self) -> None:
         """Make all appended records survive a power loss. The index can be rebuilt."""
         try:
-            self._records.check_is_there()
+            self._records.check_exists()
         except StorageError:
             self._write_rows()  # the next start reports the loss and does not pay again
             raise
@@ -128,7 +128,7 @@ class _IndexFile:
             self._file = stack.enter_context(closing(AppendFile(path)))
             try:
                 # A descriptor for appending cannot write at the beginning.
-                self._mark_fd = open_own(path, os.O_WRONLY)
+                self._mark_fd = open_no_follow(path, os.O_WRONLY)
             except OSError as error:
                 raise storage_error(path, error) from error
             stack.callback(os.close, self._mark_fd)
@@ -150,7 +150,7 @@ class _IndexFile:
 
     def _write_mark(self) -> None:
         try:
-            os.pwrite(self._mark_fd, mark_for(self._file.size, self._checksum), 0)
+            os.pwrite(self._mark_fd, make_mark(self._file.size, self._checksum), 0)
         except OSError as error:
             raise storage_error(self._file.path, error) from error
 

@@ -79,18 +79,18 @@ class Scores:
         has_labels = only is None and (run_dir / LABELS).exists()
         self._labels = Labels(run_dir) if has_labels else None
 
-    def added_to(self, record: Record) -> Record:
+    def add_to(self, record: Record) -> Record:
         """The record with these scores after its own, and with its labels.
 
         The same object if nothing was given for it.
         """
         if not self._by_source and self._labels is None:
             return record
-        if self._labels is not None and (labels := self._labels.of(score_key(record))):
+        if self._labels is not None and (labels := self._labels.get(score_key(record))):
             record = msgspec.structs.replace(record, labels=labels)
-        return with_scores_at(self._path, record, self.places_of(record))
+        return add_scores_at(self._path, record, self.offsets_of(record))
 
-    def places_of(self, record: Record) -> list[int]:
+    def offsets_of(self, record: Record) -> list[int]:
         """The offsets in scores.jsonl of the scores that count for a record."""
         if not self._by_source:
             return []
@@ -98,7 +98,7 @@ class Scores:
         return [offsets[key] for offsets in self._by_source.values() if key in offsets]
 
 
-def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
+def add_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
     """The record with the scores at these offsets of a scores.jsonl after its own."""
     if not places:
         return record
@@ -133,7 +133,7 @@ def _score_at(file: BinaryIO, offset: int) -> Score:
     return msgspec.convert(read_object(file.readline()), Score)
 
 
-def of_record(record: Record, result: CheckResult) -> dict[str, Any]:
+def later_check_keys(record: Record, result: CheckResult) -> dict[str, Any]:
     """The keys of a score by `check` that `with_later_checks` reads; `result` is the check's.
 
     The record must be as it was stored, without scores that were given later.
@@ -268,9 +268,9 @@ class Labels:
         self._number = 0
         self._by_record: dict[str, dict[str, Label]] = {}
         self._ids: dict[str, str] = {}
-        self.read_on()
+        self.read_new_lines()
 
-    def read_on(self) -> None:
+    def read_new_lines(self) -> None:
         """Read the lines that were added since the last call. Raises `RunDirError`."""
         for offset, content in lines_from(self._path, self._read):
             self._number += 1
@@ -283,14 +283,14 @@ class Labels:
             self._ids[line["id"]] = line["record"]
             self._read = offset + len(content)
 
-    def of(self, record: str) -> list[Label]:
+    def get(self, record: str) -> list[Label]:
         """The labels of the record with this `score_key`, one per reviewer."""
         return list(self._by_record.get(record, {}).values())
 
     def by_record(self) -> Iterator[tuple[str, list[Label]]]:
         """Yield the `score_key` of each record that has labels, with these labels.
 
-        Other threads may call `read_on` meanwhile.
+        Other threads may call `read_new_lines` meanwhile.
         """
         for record, labels in list(self._by_record.items()):
             yield record, list(labels.values())
@@ -298,7 +298,7 @@ class Labels:
     def verdicts(self) -> Iterator[tuple[str, str]]:
         """Yield the id of each record that has a verdict, and the verdict; see `verdict_of`."""
         for id, record in list(self._ids.items()):
-            if (verdict := verdict_of(self.of(record))) is not None:
+            if (verdict := verdict_of(self.get(record))) is not None:
                 yield id, verdict
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 SCHEMA_VERSION = 2
 """Version of records and run.json. Raise it when readers of the old form would misread the new."""
 
-DEATHS_OF_A_SUSPECT = 2
+SUSPECT_DEATHS = 2
 """A task that was in flight at this many worker deaths runs isolated."""
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.console import track_progress
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.fingerprint import stored_meaning
 from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
@@ -35,7 +35,8 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     """
     runs = [stored.identity for stored in (first, second)]
     entries = [
-        dict(watched(stored.entries(), f"reading {stored.path.name}")) for stored in (first, second)
+        dict(track_progress(stored.entries(), f"reading {stored.path.name}"))
+        for stored in (first, second)
     ]
     before, after = entries
     labels = [dict(Labels(stored.path).verdicts()) for stored in (first, second)]

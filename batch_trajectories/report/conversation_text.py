@@ -12,7 +12,7 @@ from agent.messages.message import split_inline_reasoning
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.export.conversation.own_work import first_reply, kind_of_failure
+from batch_trajectories.export.conversation.own_work import failure_kind, first_reply
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.record_types import (
     AgentFacts,
@@ -96,7 +96,7 @@ class _Blocks:
             return
         failure = ""
         if result.is_error:
-            failure = self._paint(f" failed: {plain(kind_of_failure(result.details))}", fg="red")
+            failure = self._paint(f" failed: {plain(failure_kind(result.details))}", fg="red")
         yield self._paint("<--", fg="yellow") + failure
         yield from _values(result.content)
         yield from self._notes(result)

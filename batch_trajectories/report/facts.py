@@ -8,8 +8,8 @@ from typing import Any
 
 from agent.messages.message import USER_TURN, split_inline_reasoning
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.conversation.own_work import AuthoredWork
+from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import (
     cached_share_of,
     cached_tokens_of,
@@ -30,14 +30,14 @@ NOT_OFFERED = "(not offered)"
 """Stands for all tools that models invented: their number has no limit."""
 
 
-def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
+def row_of(record: Record, own: AuthoredWork | None = None) -> dict[str, Any]:
     """One row of the table, JSON-ready and small; `own` is `Own(record)`, if it is known.
 
     `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with kind `reported` for
     failures that a tool reported itself; `duration_s` is that of `seconds_at_work`; `flags` name
     unusual properties of the conversation. `missed_turns` missed the prompt cache.
     """
-    own = own or Own(record)
+    own = own or AuthoredWork(record)
     turns, replies = own.turns, own.messages
     question = _last_content(record.messages[: own.start], "user")
     usage = record.usage or {}
@@ -139,12 +139,12 @@ def flags_of(record: Record) -> list[str]:
 
 def _by_name(record: Record) -> dict[str, float] | None:
     """All rewards by name; None if there is only the one that is shown anyway."""
-    named = rewards_of(record).named
+    named = rewards_of(record).by_name
     return dict(named) if named and named.keys() != {MAIN} else None
 
 
-def _tools(record: Record, own: Own) -> dict[str, tuple[int, int]]:
-    offered = names_of(record.tools)
+def _tools(record: Record, own: AuthoredWork) -> dict[str, tuple[int, int]]:
+    offered = tool_names(record.tools)
     counts: dict[str, tuple[int, int]] = {}
     for stats in own.counts.tools:
         name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
@@ -153,7 +153,7 @@ def _tools(record: Record, own: Own) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def _failures(own: Own) -> dict[str, int]:
+def _failures(own: AuthoredWork) -> dict[str, int]:
     kinds = own.counts.failures
     return {kind: kinds.count(kind) for kind in kinds}
 

@@ -99,10 +99,10 @@ _LEAVE_SCREEN = "\x1b[?1049l\x1b[?25h"
 
 def check_live() -> None:
     """Raise `ConfigError` if the package that draws the view is not installed."""
-    from batch_trajectories.basics.errors import missing
+    from batch_trajectories.basics.errors import missing_extra
 
     if find_spec("rich") is None:
-        raise missing("--live", "live")
+        raise missing_extra("--live", "live")
 
 
 @contextmanager

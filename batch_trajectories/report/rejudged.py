@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.audit.verdicts import how_it_ended
+from batch_trajectories.audit.verdicts import describe_check_end
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.reader import stored_records
@@ -85,4 +85,4 @@ def _how(record: Record) -> str:
         return record.status_reason or record.status
     if "answer" in check:
         return f"the answer {check['answer']!r}"
-    return how_it_ended(check)
+    return describe_check_end(check)

@@ -13,9 +13,9 @@ import orjson
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.basics.text import in_a_line, plural
+from batch_trajectories.basics.text import plural, single_line
 from batch_trajectories.batch_api.batch_log import BatchTotals, compute_batch_totals
-from batch_trajectories.engine.run_dir import holder_of, read_run_json, runs_in
+from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
 from batch_trajectories.engine.run_totals import RunTotals, as_table
 from batch_trajectories.engine.supervisor.progress import describe, state_of
 from batch_trajectories.export.statistics import cache_use
@@ -51,7 +51,7 @@ def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> N
         if every_s is None or status.holder is None:
             return
         time.sleep(every_s)
-        stored = stored.brought_up_to_date()
+        stored = stored.refresh()
 
 
 class Status(NamedTuple):
@@ -197,7 +197,7 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
         *(
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
-            f"{plain(in_a_line(error['message'], max_chars=2 * _LINE_CHARS))}"
+            f"{plain(single_line(error['message'], max_chars=2 * _LINE_CHARS))}"
             for error in errors[:_SHOWN]
         ),
     ]
@@ -243,7 +243,7 @@ def _run(path: Path) -> dict[str, Any]:
         begun = read_run_json(path)["created"]
     except RunDirError:
         return {"name": path.name, "state": "unreadable", **unknown}
-    holder = holder_of(path)
+    holder = read_holder(path)
     stored = read_json(path / SUMMARY_FILE) if holder is None else state_of(path, holder)
     stored = stored or {}
     run = {"name": path.name, "state": "not running" if holder is None else "running"}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from agent.models.client.retrying import Retry
-from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from agent.models.errors import ENDPOINT_FAILURES, ModelError
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.engine.supervisor.progress import Progress
@@ -69,7 +69,7 @@ def stop_if_useless(failures: Iterable[ModelError], *, has_answered: bool) -> No
     `has_answered`: the endpoint has answered before, so it is known to work.
     """
     for failure in failures:
-        is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
+        is_silent = not has_answered and failure.kind in ENDPOINT_FAILURES
         if failure.action == "stop_run" or is_silent:
             raise EnvironmentStop(
                 f"--judge: {failure.kind}: {failure}. Finished scores are saved; fix the problem "

@@ -22,7 +22,7 @@ from agent.models.admission import CostEstimate
 from agent.models.client.endpoint import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
-from agent.models.prices import is_known
+from agent.models.prices import has_known_price
 from agent.models.providers import ONLY_RELAYED
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
@@ -30,7 +30,7 @@ from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, RunDirError, RunError
 from batch_trajectories.basics.text import clip, plural, valid_utf8
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.config.models import settings_of
+from batch_trajectories.config.models import resolve_settings
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.supervisor.budget import BudgetLog
 from batch_trajectories.export.conversation.ending import answer_of
@@ -206,7 +206,7 @@ def score_by_judge(
 
 def _settings(config: RunConfig) -> ModelSettings:
     try:
-        settings = settings_of(config, config.model)
+        settings = resolve_settings(config, config.model)
     except ValueError as error:
         raise ConfigError(f"--judge: {error}") from error
     if settings.api in (SCRIPTED, *ONLY_RELAYED):
@@ -215,7 +215,7 @@ def _settings(config: RunConfig) -> ModelSettings:
         )
     if config.max_run_cost_usd is None:
         return settings
-    if not is_known(settings):
+    if not has_known_price(settings):
         raise ConfigError(
             f"--max_judge_cost_usd: the price of {config.model!r} is unknown; give --prices "
             f'\'{{"{settings.name}": {{"input": ..., "output": ...}}}}\', in dollars per million '

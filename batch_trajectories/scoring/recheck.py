@@ -19,15 +19,15 @@ import msgspec
 import orjson
 
 from batch_trajectories.api.results import write_results
-from batch_trajectories.api.start import exit_of, open_planned
+from batch_trajectories.api.start import explain_exit, open_planned_run
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.audit.audited import without_model
+from batch_trajectories.audit.audited import make_config_without_model
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.console import say, watched
+from batch_trajectories.basics.console import say, track_progress
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.kept_dataset import keep_dataset
+from batch_trajectories.dataset.kept_dataset import take_snapshot
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.scan import scan, task_of
 from batch_trajectories.engine.plan import make_plan, warn
@@ -40,7 +40,7 @@ from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import CHECKS, EXPORTS, MANIFEST_FILE, SCORES_FILE
 from batch_trajectories.records.reader import open_index, read_record
 from batch_trajectories.records.record_types import CheckResult, Record, decode_record
-from batch_trajectories.records.scores import CHECK, Scores, of_record, score_key
+from batch_trajectories.records.scores import CHECK, Scores, later_check_keys, score_key
 from batch_trajectories.records.tasks import task_key
 from batch_trajectories.scoring.rechecks import (
     HARMLESS,
@@ -129,7 +129,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     """
     refuse_held(stored.path)
     directory = _work_directory(stored.path, config, has_new_rows=has_new_rows)
-    config = without_model(
+    config = make_config_without_model(
         config,
         checked_run=stored.path.absolute(),
         max_attempts=_NEVER_LAST,
@@ -151,11 +151,11 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     if count:
         plan = make_plan(config)
         warn(plan, say)
-        with open_planned(plan, fresh=False, accept_config_change=()) as run_dir:
+        with open_planned_run(plan, fresh=False, accept_config_change=()) as run_dir:
             outcome = run_batch(plan, run_dir)
             totals = compute_totals(run_dir.path, plan.scan, plan.config)
         end.failed = totals.reasons
-        end.exit_code, end.reason = exit_of(outcome, totals)
+        end.exit_code, end.reason = explain_exit(outcome, totals)
         if end.reason is not None:
             return end
     with locked(stored.path):
@@ -179,7 +179,7 @@ def _work_directory(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> 
 
 def _scan_new_rows(config: RunConfig) -> NewRows:
     rules = config.row_rules("scripted")
-    dataset = keep_dataset(
+    dataset = take_snapshot(
         config.dataset_file,
         config.run_dir,
         columns=config.columns,
@@ -218,9 +218,9 @@ def _judgings(
 ) -> Iterator[tuple[Record, Judging | LeftOut]]:
     scores = Scores(run_dir, only=CHECK)
     with open_index(run_dir) as (index, records):
-        for key, entry in watched(index.counting(), doing, total=index.written()):
-            record = scores.added_to(read_record(records, entry.offset, entry.length, key))
-            yield record, rechecks.of(record, entry, key)
+        for key, entry in track_progress(index.current_entries(), doing, total=index.written()):
+            record = scores.add_to(read_record(records, entry.offset, entry.length, key))
+            yield record, rechecks.decide(record, entry, key)
 
 
 def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, end: RecheckEnd) -> None:
@@ -281,7 +281,7 @@ def _make_score(
         "error": None,
         "check": checked.check,
         "task": task_key(original.id, original.input_digest).hex(),
-        **of_record(original, result),
+        **later_check_keys(original, result),
         **({} if checked.image is None else {"image": checked.image}),
     }
     return NewScore(score_key(record), record.id, score)

@@ -17,7 +17,7 @@ from batch_trajectories.audit.solving import NotApplied, apply_patch
 from batch_trajectories.engine.worker.task_runner import TaskRunner, Work
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed
 from batch_trajectories.records.files import storage_error
-from batch_trajectories.records.names import KEPT_WORKSPACES
+from batch_trajectories.records.names import RETAINED_WORKSPACES
 from batch_trajectories.records.reader import open_records, read_record
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord
@@ -62,7 +62,7 @@ class RecheckRunner(TaskRunner):
         assert self._config.checked_run is not None
         assert record.workspace is not None
         root, name = work.context.workspace.root, record.workspace["name"]
-        store = self._config.checked_run / KEPT_WORKSPACES
+        store = self._config.checked_run / RETAINED_WORKSPACES
         await asyncio.to_thread(remove_tree, root)
         try:
             await asyncio.to_thread(unpack, store, name, root)

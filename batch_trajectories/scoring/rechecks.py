@@ -20,7 +20,7 @@ from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import image_sandboxes
 from batch_trajectories.dataset.columns import names_of
-from batch_trajectories.dataset.kept_dataset import KeptDataset
+from batch_trajectories.dataset.kept_dataset import DatasetSnapshot
 from batch_trajectories.dataset.lines import read_row_at
 from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.dataset.row_workspace import (
@@ -82,7 +82,7 @@ class LeftOut(NamedTuple):
 class NewRows:
     """Finds the rows of another dataset by the ids or prompts of records."""
 
-    def __init__(self, scan: Scan, dataset: KeptDataset) -> None:
+    def __init__(self, scan: Scan, dataset: DatasetSnapshot) -> None:
         self._dataset = dataset  # a reference, as it may be a temporary file
         self._path = scan.path
         self._by_id: dict[str, int] = {}
@@ -95,7 +95,7 @@ class NewRows:
                 prompt = _prompt_of(task.columns)
                 self._by_prompt[prompt] = None if prompt in self._by_prompt else place
 
-    def of(self, record: Record) -> dict[str, Any] | LeftOut:
+    def find_row(self, record: Record) -> dict[str, Any] | LeftOut:
         """Find the row of a record."""
         place = self._by_id.get(record.prompt_id)
         if place is None and _is_generated(record.prompt_id):
@@ -121,11 +121,11 @@ class Rechecks:
         self._options = {name: options[name] for name in SAME_IN_RUNS}
         self._images: dict[str, str | None] = {}
 
-    def of(self, record: Record, place: IndexEntry, key: bytes) -> Judging | LeftOut:
+    def decide(self, record: Record, place: IndexEntry, key: bytes) -> Judging | LeftOut:
         """Decide how a record is judged; `place` and `key` are its index entry and its task key."""
         if record.status == "failed":
             return LeftOut("failed")
-        row = record.row if self._rows is None else self._rows.of(record)
+        row = record.row if self._rows is None else self._rows.find_row(record)
         if isinstance(row, LeftOut):
             return row
         found = self._by_answer(record, row)

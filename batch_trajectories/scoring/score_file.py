@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.records.files import AppendFile, alone_in, repair_tail, with_checksum
+from batch_trajectories.records.files import AppendFile, add_checksum, lock_directory, repair_tail
 from batch_trajectories.records.names import QUARANTINE, SCORES_FILE
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.record_types import Record
@@ -68,7 +68,7 @@ class ScoreFile:
         """Append scores. They are durable when this returns."""
         at = time.time()
         lines = b"".join(
-            with_checksum(
+            add_checksum(
                 exact_json.dumps(
                     {"record": score.record_key, "id": score.record_id, **score.fields, "at": at}
                 )
@@ -120,7 +120,7 @@ def open_scores(run_dir: Path, wanted: Wanted | None = None) -> Iterator[ScoreFi
     Raises `RunLocked` while another process scores.
     """
     refusal = f"{run_dir / SCORES_FILE}: another `score` works on it; wait until it has ended"
-    with alone_in(run_dir, refusal):
+    with lock_directory(run_dir, refusal):
         repair_tail(run_dir / SCORES_FILE, run_dir / QUARANTINE)
         file = ScoreFile(run_dir, wanted)
         try:

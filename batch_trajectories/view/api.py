@@ -15,7 +15,7 @@ from multidict import MultiMapping
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.engine.control import refuse_strangers, steer
-from batch_trajectories.engine.run_dir import holder_of, read_run_json
+from batch_trajectories.engine.run_dir import read_holder, read_run_json
 from batch_trajectories.records.scores import score_key, verdict_of
 from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view import conversation as live
@@ -170,7 +170,7 @@ def _grouped(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
     labels = run.labels.look()
-    of_row = [] if labels is None else labels.of(row["record"])
+    of_row = [] if labels is None else labels.get(row["record"])
     return {**row, "labels": labels_json(of_row), "verdict": verdict_of(of_row)}
 
 
@@ -194,7 +194,7 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
     around = [None if place < 0 else _id_at(table, ordered, at) for at in (place - 1, place + 1)]
     return {
         "row": _with_labels(run, row),
-        "record": orjson.Fragment(stored.spliced({})),
+        "record": orjson.Fragment(stored.splice({})),
         "form": orjson.Fragment(form_of(run.place, stored)),
         "requests": requests_of(stored),
         "around": {
@@ -314,7 +314,7 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
     except (ValueError, msgspec.ValidationError) as error:
         raise BadRequest(str(error)) from error
     now = run.labels.look()
-    of_record = [] if now is None else now.of(score_key(found))
+    of_record = [] if now is None else now.get(score_key(found))
     return {
         "labels": labels_json(of_record),
         "verdict": verdict_of(of_record),
@@ -335,7 +335,7 @@ def steer_run(state: State, query: Query, body: Any) -> dict[str, Any]:
     values = {name: given[name] for name in _STEERS[do] if given.get(name) is not None}
     if do == "stop":
         values["id"] = _text(given, "id")
-    return {"answer": steer(run.path, holder_of(run.path), do, **values)}
+    return {"answer": steer(run.path, read_holder(run.path), do, **values)}
 
 
 def _object(body: Any) -> Mapping[str, Any]:

@@ -12,22 +12,22 @@ import orjson
 
 from agent.messages.message import Message
 from agent.state.trajectory import Trajectory
-from batch_trajectories.api.stored_run import states_in
+from batch_trajectories.api.stored_run import describe_conversations
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.dataset.scan import tasks
 from batch_trajectories.engine.run_dir import read_run_json
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.segments import View, parts_of
-from batch_trajectories.export.training_files import style_of_run
+from batch_trajectories.export.segments import CallView, views_by_conversation
+from batch_trajectories.export.training_files import run_style
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Inflight, segments
 from batch_trajectories.records.names import INFLIGHT, SCORES_FILE
 from batch_trajectories.records.reader import open_records, read_record
 from batch_trajectories.records.record_types import Record, StoredMessage
-from batch_trajectories.records.scores import Labels, score_key, with_scores_at
+from batch_trajectories.records.scores import Labels, add_scores_at, score_key
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
 from batch_trajectories.view.index.filters import in_keys
 from batch_trajectories.view.index.table import RowPlace, Table
@@ -60,10 +60,10 @@ def read_found(run: RunPlace, table: Table, found: RowPlace, labels: Labels | No
     )
     with open_records(run.path) as records:
         record = read_record(records, offset, length, key)
-    record = with_scores_at(run.path / SCORES_FILE, record, places)
+    record = add_scores_at(run.path / SCORES_FILE, record, places)
     if labels is None:
         return record
-    return msgspec.structs.replace(record, labels=labels.of(score_key(record)))
+    return msgspec.structs.replace(record, labels=labels.get(score_key(record)))
 
 
 def form_of(run: RunPlace, record: Record) -> bytes:
@@ -71,9 +71,11 @@ def form_of(run: RunPlace, record: Record) -> bytes:
 
     A function of the user that masks turns is not called: the run may be anybody's.
     """
-    style = style_of_run(read_run_json(run.path)["config"])
+    style = run_style(read_run_json(run.path)["config"])
     masks = masks_of_dataset(run.path, calls_functions=False)
-    return dumps_row(training_form(record, Own(record), style=style, masks=masks, key_of=str))
+    return dumps_row(
+        training_form(record, AuthoredWork(record), style=style, masks=masks, key_of=str)
+    )
 
 
 def requests_of(record: Record) -> list[dict[str, Any]]:
@@ -92,13 +94,13 @@ def requests_of(record: Record) -> list[dict[str, Any]]:
                 for view in part.views
             ],
         }
-        for part in parts_of(record)
+        for part in views_by_conversation(record)
     ]
 
 
 def request_of(record: Record, part: str, turn: int) -> dict[str, Any]:
     """The request that a turn answered. Raises `NoSuchRecord` if the record does not say it."""
-    for shown in parts_of(record):
+    for shown in views_by_conversation(record):
         if shown.name == part and (view := _view_of(shown.views, turn)) is not None:
             return {
                 "messages": _json(list(view.messages)),
@@ -108,7 +110,7 @@ def request_of(record: Record, part: str, turn: int) -> dict[str, Any]:
     raise NoSuchRecord(f"{record.id!r}: the record does not say what turn {turn} of {part} saw")
 
 
-def _view_of(views: Sequence[View], turn: int) -> View | None:
+def _view_of(views: Sequence[CallView], turn: int) -> CallView | None:
     return next((view for view in views if view.turn.turn == turn), None)
 
 
@@ -141,7 +143,7 @@ def verdict_in(labels: Labels | None, record: str) -> str | None:
     """The verdict of the reviewers of a record."""
     from batch_trajectories.records.scores import verdict_of
 
-    return None if labels is None else verdict_of(labels.of(record))
+    return None if labels is None else verdict_of(labels.get(record))
 
 
 def _steps(record: Record) -> Iterator[tuple[Any, ...]]:
@@ -183,7 +185,7 @@ def _read(run: RunPlace, table: Table) -> tuple[Inflight, list[bytes]]:
 def in_flight(run: RunPlace, table: Table) -> list[dict[str, Any]]:
     """See `StoredRun.in_flight`."""
     journals, keys = _read(run, table)
-    return states_in(journals, keys, now=time.time())
+    return describe_conversations(journals, keys, now=time.time())
 
 
 def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:

@@ -54,7 +54,7 @@ class RunLabels:
                 ):
                     self._labels = Labels(self._run_dir)
                 else:
-                    self._labels.read_on()
+                    self._labels.read_new_lines()
                 self.error = None
             except RunDirError as error:
                 self._labels, self.error = None, str(error)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
 from batch_trajectories.basics.validation import is_url
-from batch_trajectories.engine.run_dir import holder_of, read_run_json, runs_in
+from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
 from batch_trajectories.engine.supervisor.progress import describe, state_of
 from batch_trajectories.records.files import read_json, refuse_strange_files
 from batch_trajectories.records.names import (
@@ -178,7 +178,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
 def _found(run: RunPlace) -> dict[str, Any]:
     refuse_strange_files(run.path)
     identity = read_run_json(run.path)
-    holder = run.stored().holder if run.url else holder_of(run.path)
+    holder = run.stored().holder if run.url else read_holder(run.path)
     config = identity["config"]
     own = run.url is None and is_own(run.path)
     found: dict[str, Any] = {
@@ -265,14 +265,14 @@ def _of_index(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
         index = load_index(path, lenient=True)
     except (OSError, RunError):
         return {}
-    sums = index.sums(index.counting_rows())
+    sums = index.sums(index.current_rows())
     ended = sums.endings
     failed = sum(count for ending, count in ended.items() if ending.status == "failed")
     config = identity["config"]
     is_fixed = config.get("until_passed") is None
     tasks = identity["dataset"]["rows"] * config["num_samples"] if is_fixed else None
     done = ended.total() - failed
-    judged = [verdict for verdict in index.passed(index.counting_rows()) if verdict is not None]
+    judged = [verdict for verdict in index.passed(index.current_rows()) if verdict is not None]
     return {
         "tasks": tasks,
         "done": done,

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_trajectories.basics.errors import RunError
-from batch_trajectories.engine.run_dir import holder_of
+from batch_trajectories.engine.run_dir import read_holder
 from batch_trajectories.records.files import refuse_strange_files
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record
@@ -212,7 +212,7 @@ class HealthKeeper:
             if not 0 < size <= _MOST_CHECKED_BYTES or (run.key, size) in self._tried:
                 return None
             refuse_strange_files(run.path)
-            if not is_own(run.path) or (run.url is None and holder_of(run.path) is not None):
+            if not is_own(run.path) or (run.url is None and read_holder(run.path) is not None):
                 return None
             known = known_cache_of(run.path)
             if known is not None and read_facts(known, run.path)[0] is not None:

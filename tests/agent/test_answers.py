@@ -10,9 +10,9 @@ from agent.loop.answers import (
     are_equal,
     choices_in,
     describe_rule,
-    expected_in,
+    extract_expected,
     matches,
-    number_of,
+    parse_number,
     rule_for,
 )
 
@@ -333,7 +333,7 @@ def test_each_way_of_comparing(match: str, answer: str, expected: str, is_right:
 
 def test_whole_numbers_are_equal_or_not() -> None:
     """A relative tolerance alone would take 1,346,268 for 1,346,269."""
-    one, other = number_of("1346269"), number_of("1,346,268")
+    one, other = parse_number("1346269"), parse_number("1,346,268")
     assert one is not None
     assert other is not None
     assert not are_equal(one, other)
@@ -349,7 +349,7 @@ def test_whole_numbers_are_equal_or_not() -> None:
 )
 def test_the_answer_of_a_whole_solution_is_found(column: str, answer: str) -> None:
     """The columns of GSM8K and MATH work as they are."""
-    assert expected_in(column) == answer
+    assert extract_expected(column) == answer
 
 
 def test_a_rule_is_said_in_a_sentence() -> None:

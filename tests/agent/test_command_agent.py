@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agent.gateway.command_agent import CommandAgent, fill
+from agent.gateway.command_agent import CommandAgent, fill_placeholders
 
 VALUES = {
     "prompt": "Say {gateway} and {x}",
@@ -25,7 +25,7 @@ def agent(**fields: Any) -> CommandAgent:
 
 
 def test_placeholders_are_filled_once_and_other_braces_stay() -> None:
-    assert fill('{"m": {model}} {home} {prompt}', VALUES) == (
+    assert fill_placeholders('{"m": {model}} {home} {prompt}', VALUES) == (
         '{"m": m} /home/user Say {gateway} and {x}'
     )
 
@@ -71,14 +71,14 @@ def test_a_mistake_is_named(fields: dict[str, Any], place: tuple[Any, ...], mess
 
 def test_a_row_changes_its_own_agent() -> None:
     """Variables and files are added to those of the run; the rest is replaced."""
-    base = agent(env={"A": "1"}, files={"f": "1"}).with_found("1.2")
-    own = base.of_row({"env": {"B": "2"}, "stdin": "{prompt}", "command": ["other"]})
+    base = agent(env={"A": "1"}, files={"f": "1"}).with_version("1.2")
+    own = base.with_row({"env": {"B": "2"}, "stdin": "{prompt}", "command": ["other"]})
     assert own.env == {"A": "1", "B": "2"}
     assert own.files == {"f": "1"}
     assert own.command == ("other",)
-    assert own.found is None  # of another program
-    assert base.of_row({"env": {"B": "2"}}).found == "1.2"
-    assert base.of_row(None) is base
+    assert own.found_version is None  # of another program
+    assert base.with_row({"env": {"B": "2"}}).found_version == "1.2"
+    assert base.with_row(None) is base
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_a_row_changes_its_own_agent() -> None:
 )
 def test_a_row_cannot_change_everything(own: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("{", "\\{").replace(".", "\\.")):
-        agent().of_row(own)
+        agent().with_row(own)
 
 
 def test_what_affects_the_data_is_in_its_meaning() -> None:
-    base = agent().with_found("1.2")
-    assert base.meaning() != base.with_found("1.3").meaning()
-    assert base.meaning() != agent(env={"A": "1"}).with_found("1.2").meaning()
-    assert base.meaning() == agent(memory_mb=100).with_found("1.2").meaning()
-    assert base.meaning() == agent(volatile={"texts": ["a"]}).with_found("1.2").meaning()
+    base = agent().with_version("1.2")
+    assert base.data_fields() != base.with_version("1.3").data_fields()
+    assert base.data_fields() != agent(env={"A": "1"}).with_version("1.2").data_fields()
+    assert base.data_fields() == agent(memory_mb=100).with_version("1.2").data_fields()
+    assert base.data_fields() == agent(volatile={"texts": ["a"]}).with_version("1.2").data_fields()

@@ -10,8 +10,8 @@ import pytest
 
 from agent.messages.leaked_calls import (
     FORMATS,
-    holds_thought,
-    leaked_call,
+    find_leaked_call,
+    has_stray_thought,
     may_leak,
     parser_remedy,
 )
@@ -70,7 +70,7 @@ SAMPLES = {
 
 
 def found(text: str, *, reasoning: str | None = None, tools: Any = OFFERED, **more: Any) -> Any:
-    leak = leaked_call(text, reasoning, has_calls=more.get("has_calls", False), tools=tools)
+    leak = find_leaked_call(text, reasoning, has_calls=more.get("has_calls", False), tools=tools)
     return leak and (leak.format.models, leak.place)
 
 
@@ -187,7 +187,7 @@ def test_the_text_within_a_call_of_messages_is_judged_too() -> None:
     ],
 )
 def test_a_thought_that_nobody_split_off(text: str, holds: bool) -> None:
-    assert holds_thought(text) is holds
+    assert has_stray_thought(text) is holds
 
 
 # In the loop
@@ -241,7 +241,7 @@ def test_no_message_of_the_user_follows_it(tmp_path: Path) -> None:
 
 def test_a_call_of_llama_with_an_object_for_its_function_is_known() -> None:
     said = '{"type": "function", "function": {"name": "echo", "parameters": {"text": "x"}}}'
-    assert leaked_call(said, None, has_calls=False, tools=OFFERED) is not None
+    assert find_leaked_call(said, None, has_calls=False, tools=OFFERED) is not None
     for text in (said, '{"name": "echo", "parameters": {"text": "x"}}'):
         told = f"{text}\nThat is how a call looks."
-        assert leaked_call(told, None, has_calls=False, tools=OFFERED) is None
+        assert find_leaked_call(told, None, has_calls=False, tools=OFFERED) is None

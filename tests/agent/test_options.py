@@ -12,9 +12,9 @@ import pytest
 
 from agent.loop.acceptance import repair_names
 from agent.messages.message import Message
-from agent.options import LIMITS, AgentOptions, inherited_from, of_row
+from agent.options import LIMITS, AgentOptions, inherit_options, row_options
 from agent.setup import set_up
-from agent.views.views import compact, compacted_from
+from agent.views.views import compact, first_compacted_reply
 from batch_trajectories.basics.text import clip
 from run_agent import AIAgent
 from tests.helpers.answering import JSON, answering
@@ -296,9 +296,9 @@ class TestViews:
         messages = [USER, signed, USER, later, USER, later]
         assert "provider_blocks" not in compact(messages, 1)[1]
         assert "provider_blocks" in signed
-        assert compacted_from(messages, 1) == 5
-        assert compacted_from(messages[:4], 1) == 4, "the last reply did not see it"
-        assert compacted_from(messages, 0) == 6
+        assert first_compacted_reply(messages, 1) == 5
+        assert first_compacted_reply(messages[:4], 1) == 4, "the last reply did not see it"
+        assert first_compacted_reply(messages, 0) == 6
 
 
 class TestSummary:
@@ -599,7 +599,7 @@ class TestSubagents:
         assert played.trajectory.spent_tokens == 400, "the reply that went beyond was the last"
 
     def test_every_limit_holds_for_inner_conversations(self) -> None:
-        inherited = inherited_from(AgentOptions(max_turns=7), max_turns=1).model_fields_set
+        inherited = inherit_options(AgentOptions(max_turns=7), max_turns=1).model_fields_set
         assert set(LIMITS) <= inherited
 
 
@@ -648,9 +648,9 @@ class TestRowOptions:
 
     def test_a_row_sets_its_own(self) -> None:
         run = AgentOptions(max_turns=5, plan=True)
-        own = of_row(run, {"agent_options": {"max_turns": 2}})
+        own = row_options(run, {"agent_options": {"max_turns": 2}})
         assert (own.max_turns, own.plan) == (2, True)
-        assert of_row(run, {}) is run
+        assert row_options(run, {}) is run
 
     @pytest.mark.parametrize(
         ("own", "message"),
@@ -671,5 +671,5 @@ class TestRowOptions:
     def test_a_wrong_one_is_named(self, own: Any, message: str) -> None:
         run = AgentOptions(ephemeral_system_prompt="canary")
         with pytest.raises(ValueError, match=message) as refused:
-            of_row(run, {"agent_options": own})
+            row_options(run, {"agent_options": own})
         assert "canary" not in str(refused.value), "what the run says may be for no file"

@@ -818,7 +818,7 @@ def test_every_conversation_ends_with_a_known_status_and_a_reason(
         is_over = conversation.unpriced > 0 or conversation.spent_usd > budget
         assert not is_over or played.status in ("budget", "failed")
         assert played.status != "budget" or is_over or conversation.spent_usd == budget
-    assert played.status != "awaiting_input" or conversation.finish() is None
+    assert played.status != "awaiting_input" or conversation.final_call() is None
 
 
 # 7

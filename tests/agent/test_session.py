@@ -19,8 +19,8 @@ from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions
 from agent.session import AgentSession
 from agent.setup import set_up
-from agent.state.history import check_history, completed_history
-from agent.views.views import with_views
+from agent.state.history import check_history, complete_history
+from agent.views.views import add_views
 from batch_trajectories.basics.errors import HostError
 from run_agent import AIAgent
 from tests.fakes.fake_endpoint import FakeEndpoint
@@ -297,7 +297,7 @@ def test_max_turns_is_stated_beside_an_ephemeral_prompt() -> None:
     result = talking.run_conversation("go")
     assert result["messages"][0]["content"] == "You have at most 20 replies for this task."
     model = Watched(ScriptedModel(parse_script([say("x")])), requests, Price(0.0, 0))
-    shown = with_views(model, AgentOptions(ephemeral_system_prompt="secret"))
+    shown = add_views(model, AgentOptions(ephemeral_system_prompt="secret"))
     asyncio.run(shown.complete(Request(result["messages"][:2])))
     assert requests[0].messages[0]["content"].startswith("secret\n\nYou have at most 20")
 
@@ -468,7 +468,7 @@ def test_a_history_may_hold_text_parts_and_a_developer() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
         {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
     ]
-    assert [(m["role"], m["content"]) for m in completed_history(history)] == [
+    assert [(m["role"], m["content"]) for m in complete_history(history)] == [
         ("system", "Be brief."),
         ("user", "Hi"),
         ("assistant", "Hello."),

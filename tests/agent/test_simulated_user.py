@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agent.gateway.command_agent import CommandAgent
-from agent.loop.simulated_user import UsersModel
+from agent.loop.simulated_user import SimulatedUserModel
 from agent.messages.message import Event, Message
-from agent.messages.tokens import Sampled
+from agent.messages.tokens import SampledTokens
 from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
@@ -75,7 +75,7 @@ def test_an_answer_at_the_turn_limit_is_not_asked_for_again(
 def test_the_last_answer_is_compared(tmp_path: Path) -> None:
     given: dict[str, Any] = {"check_expected": True, "expected": "42", "user_turns": ["And?"]}
     played = play(tmp_path, [say("41"), say("42")], **given)
-    assert (played.status, played.trajectory.notes_of("expected")) == ("completed", 0)
+    assert (played.status, played.trajectory.count_notes("expected")) == ("completed", 0)
 
 
 def test_a_model_plays_the_user_until_it_writes_its_word(tmp_path: Path) -> None:
@@ -133,18 +133,18 @@ def test_a_conversation_whose_user_stored_all_that_it_saw_continues(tmp_path: Pa
 
 
 def test_the_ids_of_what_the_user_saw_are_not_stored() -> None:
-    sampled = Sampled(prompt=b"1234" * 9, completion=b"1234", logprobs=b"5678")
+    sampled = SampledTokens(prompt=b"1234" * 9, completion=b"1234", logprobs=b"5678")
 
     class Sampling(ScriptedModel):
         async def complete(self, request: Request) -> Completion:
             return replace(await super().complete(request), tokens=sampled)
 
     async def ask() -> Completion:
-        model = UsersModel(Sampling(parse_script([say("Green.")])), OPENING)
+        model = SimulatedUserModel(Sampling(parse_script([say("Green.")])), OPENING)
         return await model.complete(Request([]))
 
     completion = asyncio.run(ask())
-    assert completion.tokens == Sampled(completion=b"1234", logprobs=b"5678")
+    assert completion.tokens == SampledTokens(completion=b"1234", logprobs=b"5678")
 
 
 def test_an_answer_that_was_cut_and_continued_is_one(tmp_path: Path) -> None:

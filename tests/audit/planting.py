@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batch_trajectories.audit.audited import samples_of
+from batch_trajectories.audit.audited import samples_per_row
 from tests.dataset.test_harbor import write_task
 from tests.helpers.running import command, kill_session, lines, started, wait_until
 
@@ -193,7 +193,7 @@ def audit_with_kills(cwd: Path, kills: int, **options: Any) -> tuple[int, str]:
     code, said = audit(cwd, **options)
     assert not kills or records.read_bytes().startswith(finished), said
     steps = [(line["prompt_id"], line["sample"]) for line in lines(records)]
-    assert len(steps) == len({*steps}) == count * samples_of(options.get("repeats", 3)), said
+    assert len(steps) == len({*steps}) == count * samples_per_row(options.get("repeats", 3)), said
     assert not [*(directory / "workspaces").iterdir()]
     return code, said
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.audit.leaks import says
+from batch_trajectories.audit.leaks import reveals_answer
 from batch_trajectories.audit.reference import Reference, read_reference
 
 PATCH = """\
@@ -85,7 +85,7 @@ def test_the_columns_of_a_row(columns: dict[str, Any], expected: Reference | Non
     ],
 )
 def test_a_prompt_that_holds_its_expected_answer(prompt: str, expected: str, is_said: bool) -> None:
-    assert says(prompt, expected) is is_said
+    assert reveals_answer(prompt, expected) is is_said
 
 
 def test_the_files_of_a_commit() -> None:

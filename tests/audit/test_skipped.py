@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batch_trajectories.audit.verdicts import why_hollow
+from batch_trajectories.audit.verdicts import explain_hollow_pass
 
 HOLLOW = {
     "pytest, none": "collected 0 items\n\n==== no tests ran in 0.01s ====",
@@ -33,13 +33,13 @@ TESTED = {
 
 @pytest.mark.parametrize("output", HOLLOW.values(), ids=HOLLOW)
 def test_a_pass_without_a_test_is_hollow(output: str) -> None:
-    assert why_hollow({"stdout": output, "stderr": ""})
-    assert why_hollow({"stdout": "", "stderr": output})
+    assert explain_hollow_pass({"stdout": output, "stderr": ""})
+    assert explain_hollow_pass({"stdout": "", "stderr": output})
 
 
 @pytest.mark.parametrize("output", TESTED.values(), ids=TESTED)
 def test_a_pass_with_a_test_is_not(output: str) -> None:
-    assert why_hollow({"stdout": output, "stderr": ""}) is None
+    assert explain_hollow_pass({"stdout": output, "stderr": ""}) is None
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_a_pass_with_a_test_is_not(output: str) -> None:
 )
 def test_a_program_that_runs_in_place_of_pytest_decides(command: str, is_hollow: bool) -> None:
     none = {"stdout": "==== no tests ran in 0.01s ====", "stderr": ""}
-    assert (why_hollow(none, command) is not None) == is_hollow
+    assert (explain_hollow_pass(none, command) is not None) == is_hollow
     skipped = {"stdout": "2 skipped in 0.01s", "stderr": ""}
-    assert why_hollow(skipped, command)
+    assert explain_hollow_pass(skipped, command)
 
 
 def test_statuses_of_named_tests_count_before_the_output() -> None:
     tests = {"statuses": {"SKIPPED": 2}}
-    assert why_hollow({"tests": tests, "stdout": "2 passed in 0.01s"})
+    assert explain_hollow_pass({"tests": tests, "stdout": "2 passed in 0.01s"})
     tests["statuses"] = {"SKIPPED": 2, "PASSED": 1}
-    assert why_hollow({"tests": tests, "stdout": "no tests ran in 0.01s"}) is None
+    assert explain_hollow_pass({"tests": tests, "stdout": "no tests ran in 0.01s"}) is None

@@ -14,7 +14,7 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.batches.base import LostBatch, Undecided
-from agent.models.batches.calls import body_of, open_batches, read_reply
+from agent.models.batches.calls import live_body, open_batches, read_reply
 from agent.models.client.endpoint import open_model
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings, Request
@@ -33,7 +33,12 @@ from batch_trajectories.batch_api.delivery import BatchDelivery
 from batch_trajectories.batch_api.model import BatchAnswer, BatchApiClient, BatchApiModel, items_in
 from batch_trajectories.batch_api.service import BatchCollector, CollectorLimits
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.engine.messages import CollectCall, item_id, name_of, task_of
+from batch_trajectories.engine.messages import (
+    CollectCall,
+    make_call_id,
+    model_label,
+    parse_task_key,
+)
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter
 from batch_trajectories.records.tasks import task_key
@@ -70,7 +75,7 @@ class Desks:
     async def ask(self, prompt: str, nth: int = 0) -> BatchAnswer:
         """Have one call made for the task that is called like its prompt."""
         id, body = self.call(prompt, nth)
-        self.asking.add(task_of(id))
+        self.asking.add(parse_task_key(id))
         while True:
             answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
 
@@ -79,16 +84,16 @@ class Desks:
             ) -> None:
                 answer.set_result(BatchAnswer(how, reply))
 
-            self.office.ask(id, name_of(self.settings), body, on_answer)
+            self.office.ask(id, model_label(self.settings), body, on_answer)
             found = await answer
             if found.how != "again":
-                self.asking.discard(task_of(id))
+                self.asking.discard(parse_task_key(id))
                 return found
 
     def call(self, prompt: str, nth: int = 0) -> tuple[str, bytes]:
         request = Request([Message(role="user", content=prompt)])
-        id = item_id(task_key(prompt, ""), prompt.encode(), nth)
-        return id, body_of(request, self.settings)
+        id = make_call_id(task_key(prompt, ""), prompt.encode(), nth)
+        return id, live_body(request, self.settings)
 
     async def tick_on(self) -> None:
         while not self.problems:
@@ -145,7 +150,7 @@ async def office(
     one = BatchCollector(
         ledger,
         jobs,
-        {name_of(settings): courier},
+        {model_label(settings): courier},
         CollectorLimits(wait_s=60, max_requests=limit),
         on_problem=problems.append,
     )
@@ -504,8 +509,8 @@ def test_a_call_cancelled_before_its_batch_is_not_sent(tmp_path: Path) -> None:
         with FakeBatches() as api:
             async with office(tmp_path, api) as desks:
                 id, body = desks.call("gone")
-                desks.office.ask(id, name_of(desks.settings), body, lambda *_: None)
-                desks.office.leave(task_of(id))
+                desks.office.ask(id, model_label(desks.settings), body, lambda *_: None)
+                desks.office.leave(parse_task_key(id))
                 assert [answer.how for answer in await all_of(desks, ["a"])] == ["reply"]
             assert api.paid.total() == 1
 
@@ -526,7 +531,7 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
 
 
 def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
-    id = item_id(task_key("t", ""), b"asked", 0)
+    id = make_call_id(task_key("t", ""), b"asked", 0)
     job = BatchJob("w", "m", [id], reserves=[[0.5, 7]])
     ledger = BatchLog(tmp_path, tmp_path / "quarantine")
     steps: list[tuple[State, dict[str, Any]]] = [
@@ -539,8 +544,8 @@ def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> No
         if step == "gathered":
             continue
         assert not free_unsent(tmp_path, tmp_path / "quarantine")
-        assert held_in(tmp_path, ()) == {task_of(id): {id: Cost(0.5, 7)}}
-        assert not held_in(tmp_path, {task_of(id)}), "its conversation has ended"
+        assert held_in(tmp_path, ()) == {parse_task_key(id): {id: Cost(0.5, 7)}}
+        assert not held_in(tmp_path, {parse_task_key(id)}), "its conversation has ended"
     counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
     ledger.note(job, "collected", replies=1, failed=0, **counts)
     assert not held_in(tmp_path, ())

@@ -34,7 +34,7 @@ from agent.models.model import ModelSettings
 from agent.models.resolve import read_key
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup, set_up
+from agent.setup import AgentServices, Setup, set_up
 from agent.state.trajectory import Trajectory
 from batch_trajectories.engine.messages import TaskFinished, encode
 from batch_trajectories.engine.record import Provenance, as_stored, make_record
@@ -93,7 +93,9 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
         opening = [Message(role="system", content=SYSTEM)]
         opening.append(Message(role="user", content=columns["prompt"]))
         trajectory = Trajectory(opening)
-        home = Home(setup, ToolContext(Workspace(directory / "w")), pool, call_timeout_s=300.0)
+        home = AgentServices(
+            setup, ToolContext(Workspace(directory / "w")), pool, call_timeout_s=300.0
+        )
 
         def keep(event: Event, task: Task = task, trajectory: Trajectory = trajectory) -> None:
             position = len(trajectory.messages)
@@ -105,8 +107,8 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
             model=home.model((), start=0),
             toolbox=home.toolbox(),
             journal=keep,
-            host=home,
-            notes_begin=True,
+            services=home,
+            records_starts=True,
         )
         end = await conversation.run()
         record = make_record(

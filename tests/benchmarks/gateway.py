@@ -34,7 +34,7 @@ from agent.gateway.server import Gateway
 from agent.messages.message import Event, Message
 from agent.models.client.endpoint import open_model
 from agent.models.client.retrying import RetryingModel
-from agent.models.model import ModelSettings, Request, ignored
+from agent.models.model import ModelSettings, Request, ignore_event
 from agent.state.events import Clock, reply_event, result_event
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.process import collect_garbage_rarely
@@ -254,7 +254,7 @@ class Bench:
         record = partial(self._record, t, f"o{n}")
         for _ in range(calls):
             clock = Clock()
-            on_delta = ignored if self._is_stream else None
+            on_delta = ignore_event if self._is_stream else None
             completion = await model.complete(Request(t.messages, tools, on_delta=on_delta))
             record(reply_event(t.turns + 1, completion, clock, discarded=None))
             (call,) = t.last_calls()

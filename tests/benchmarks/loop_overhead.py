@@ -27,7 +27,7 @@ from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup, set_up
+from agent.setup import AgentServices, Setup, set_up
 from agent.state.trajectory import Trajectory
 from toolsets.context import ToolContext
 from toolsets.tool import tool
@@ -76,7 +76,7 @@ async def bare(turns: list[ScriptedTurn], toolbox: Toolbox) -> None:
             await toolbox.call(call["function"]["name"], call["function"]["arguments"])
 
 
-async def looped(turns: list[ScriptedTurn], home: Home, options: AgentOptions) -> None:
+async def looped(turns: list[ScriptedTurn], home: AgentServices, options: AgentOptions) -> None:
     """The same through the loop, its events kept in memory."""
     events: list[Any] = []
     trajectory = Trajectory([Message(role="user", content="go")])
@@ -86,7 +86,7 @@ async def looped(turns: list[ScriptedTurn], home: Home, options: AgentOptions) -
         model=ScriptedModel(turns),
         toolbox=home.toolbox(),
         journal=events.append,
-        host=home,
+        services=home,
     )
     end = await conversation.run()
     if end.status != "completed" or trajectory.turns != len(turns):
@@ -121,7 +121,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as root:
         context = ToolContext(Workspace(Path(root)))
-        home = Home(common, context, ModelPool(key_of=read_key, on_retry=print), 300.0)
+        home = AgentServices(common, context, ModelPool(key_of=read_key, on_retry=print), 300.0)
         plays: dict[str, Callable[[], Awaitable[None]]] = {
             "client and tool alone": lambda: bare(turns, home.toolbox()),
             "with the loop": lambda: looped(turns, home, plain),

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from agent.models.model import ModelSettings
-from agent.wires.reading import cut
+from agent.wires.reading import remove_matches
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import CONFIGS, presets
-from batch_trajectories.config.agents import model_asked
+from batch_trajectories.config.agents import find_model
 from batch_trajectories.config.fingerprint import (
     digest_of,
+    fill_defaults,
     meaning_of,
     stored_meaning,
-    with_defaults,
 )
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.models import set_up_models
@@ -92,7 +92,7 @@ def test_a_preset_knows_what_its_agent_makes_anew_with_each_start(name: str, tex
     """Texts that the agents were seen to write."""
     agent = config(agent=name).agent
     assert agent is not None
-    left = {cut(text.format(n=n), agent.what_varies.texts) for n in range(10)}
+    left = {remove_matches(text.format(n=n), agent.volatile_values.texts) for n in range(10)}
     assert len(left) == 1
 
 
@@ -102,15 +102,15 @@ def test_files_that_another_subagent_adds_are_no_other_call(name: str) -> None:
     assert agent is not None
     listed = ("(empty directory)", "└── a.log", "├── a.log\n├── b\n│   └── c\n└── d")
     texts = [f"{LISTING}\n```\n{files}\n```\n\n# Project" for files in listed]
-    assert len({cut(text, agent.what_varies.texts) for text in texts}) == 1
+    assert len({remove_matches(text, agent.volatile_values.texts) for text in texts}) == 1
 
 
 def test_a_run_continues_where_its_preset_knows_more() -> None:
     meaning = meaning_of(config())
     then = {**meaning, "agent": {**meaning["agent"], "volatile": {"fields": [], "texts": ["a"]}}}
-    assert with_defaults(then) == with_defaults(meaning)
+    assert fill_defaults(then) == fill_defaults(meaning)
     other = {**meaning, "agent": {**meaning["agent"], "command": ["bash"]}}
-    assert with_defaults(other) != with_defaults(meaning)
+    assert fill_defaults(other) != fill_defaults(meaning)
 
 
 def test_a_run_continues_where_its_agent_is_described_as_before_and_not_by_another_protocol() -> (
@@ -249,7 +249,7 @@ def test_aliases_are_models_of_the_run() -> None:
 
     def asked(name: str) -> ModelSettings | None:
         assert run.agent is not None
-        return model_asked(run.agent, setup.settings, setup.aliases, name)
+        return find_model(run.agent, setup.settings, setup.aliases, name)
 
     assert [one and one.name for one in map(asked, ("m", "small-2", "unknown"))] == [
         "m",
@@ -258,7 +258,7 @@ def test_aliases_are_models_of_the_run() -> None:
     ]
     without = config()
     assert without.agent is not None
-    assert model_asked(without.agent, setup.settings, {}, "unknown") is None
+    assert find_model(without.agent, setup.settings, {}, "unknown") is None
 
 
 def test_an_alias_needs_a_price_where_there_is_a_budget() -> None:
@@ -280,7 +280,7 @@ def test_the_version_is_read_in_the_sandbox_and_fixed_for_the_run(tmp_path: Path
     agent = {**AGENT, "command": [str(path), "{prompt}"]}
     first = with_checked_agent(config(agent=agent))
     assert first.agent is not None
-    assert first.agent.found == "1.2.3"
+    assert first.agent.found_version == "1.2.3"
     program(path, "1.2.4")
     second = with_checked_agent(config(agent=agent))
     assert digest_of(meaning_of(first)) != digest_of(meaning_of(second))
@@ -293,7 +293,7 @@ def test_a_version_may_be_printed_as_errors_are(tmp_path: Path) -> None:
     path.chmod(0o755)
     agent = with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]})).agent
     assert agent is not None
-    assert agent.found == "0.73.1"
+    assert agent.found_version == "0.73.1"
 
 
 @needs_bwrap

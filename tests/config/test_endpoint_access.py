@@ -20,7 +20,7 @@ from agent.models.resolve import MissingKey, read_key
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.endpoint_config import EndpointConfig
 from batch_trajectories.config.loading import load_config
-from batch_trajectories.config.models import called_models, limits_of, set_up_models
+from batch_trajectories.config.models import called_models, endpoint_limits, set_up_models
 from batch_trajectories.config.run_config import RunConfig
 from tests.helpers.answering import Handler, listening
 from tests.helpers.running import run, write_prompts
@@ -430,7 +430,7 @@ def test_accounts_at_one_url_have_limits_of_their_own(monkeypatch: pytest.Monkey
             },
         },
     )
-    bounds = limits_of(given, set_up_models(given))
+    bounds = endpoint_limits(given, set_up_models(given))
     assert [one.rpm for one in bounds.values()] == [60, 30]
 
 

@@ -13,14 +13,14 @@ import yaml
 
 from agent.models.resolve import read_key
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.config.fingerprint import in_todays_words, meaning_of
+from batch_trajectories.config.fingerprint import meaning_of, update_names
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.models import (
-    beside,
     called_models,
-    limits_of,
+    endpoint_limits,
     set_up_models,
     setup_of_task,
+    sibling_options,
 )
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.records.tasks import Task
@@ -145,14 +145,14 @@ class TestBounds:
                 "b": {"base_url": "http://127.0.0.1:8001/v1", "rpm": 60},
             },
         )
-        a, b = limits_of(given, set_up_models(given)).values()
+        a, b = endpoint_limits(given, set_up_models(given)).values()
         assert (a.ceiling, a.start, a.rpm, a.tpm) == (8, 8, 600, 1000)
         assert (b.ceiling, b.start, b.rpm, b.tpm) == (50, 50, 60, None)
 
     def test_a_slash_at_the_end_makes_no_other_endpoint(self) -> None:
         slash = {"base_url": LOCAL["base_url"] + "/"}
         given = config(models={"a:m": 1, "b:n": 1}, endpoints={"a": LOCAL, "b": slash})
-        assert len(limits_of(given, set_up_models(given))) == 1
+        assert len(endpoint_limits(given, set_up_models(given))) == 1
 
     def test_an_endpoint_that_nothing_asks_means_nothing(self) -> None:
         options = config(model="a:m", endpoints={"a": LOCAL})
@@ -164,7 +164,7 @@ class TestBounds:
             models={"a:m": 1, "b:n": 1},
             endpoints={"a": {**LOCAL, "rpm": 60}, "b": {**LOCAL, "rpm": 30, "max_in_flight": 3}},
         )
-        [only] = limits_of(given, set_up_models(given)).values()
+        [only] = endpoint_limits(given, set_up_models(given)).values()
         assert (only.rpm, only.ceiling) == (30, 3)
 
 
@@ -282,7 +282,7 @@ def test_the_endpoint_of_a_simulated_user_is_fixed_for_the_run() -> None:
 def test_a_judge_without_a_provider_of_its_own_is_asked_at_the_runs_endpoint(
     of_run: dict[str, Any], name: str, means: Any
 ) -> None:
-    found = beside(config(**of_run), name)
+    found = sibling_options(config(**of_run), name)
     expected = {"model": name, "base_url": "http://h/v1", "key_env": "K"}
     given = {key: value for key, value in found.items() if value is not None}
     assert given == (expected if means == "own" else {"model": name} | means)
@@ -290,13 +290,13 @@ def test_a_judge_without_a_provider_of_its_own_is_asked_at_the_runs_endpoint(
 
 def test_models_of_earlier_versions_are_named_in_full() -> None:
     """A bare name was one of OpenRouter, unless there was a base URL."""
-    assert in_todays_words({"model": "a/b"}, None) == {"model": "openrouter:a/b"}
-    assert in_todays_words({"model": "a/b:free"}, None) == {"model": "openrouter:a/b:free"}
-    assert in_todays_words({"model": "a/b"}, "http://h/v1") == {"model": "a/b"}
+    assert update_names({"model": "a/b"}, None) == {"model": "openrouter:a/b"}
+    assert update_names({"model": "a/b:free"}, None) == {"model": "openrouter:a/b:free"}
+    assert update_names({"model": "a/b"}, "http://h/v1") == {"model": "a/b"}
     for name in ("scripted", "openai:m"):
-        assert in_todays_words({"model": name}, None) == {"model": name}
+        assert update_names({"model": name}, None) == {"model": name}
     several = {"model": "a/b", "models": {"c": 1, "openai:m": 2}}
-    assert in_todays_words(several, None) == {"models": {"openrouter:c": 1, "openai:m": 2}}
+    assert update_names(several, None) == {"models": {"openrouter:c": 1, "openai:m": 2}}
 
 
 def test_a_slash_means_the_same_as_a_colon_unless_there_is_a_base_url() -> None:

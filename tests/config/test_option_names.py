@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agent.options import AgentOptions, of_row
+from agent.options import AgentOptions, row_options
 from batch_runner import main
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.basics.option_names import FIXED, FORMER, unknown, with_todays_names
+from batch_trajectories.basics.option_names import FIXED, FORMER, describe_unknown, rename_former
 from batch_trajectories.config.fingerprint import (
-    in_todays_words,
+    fill_defaults,
     meaning_of,
     stored_meaning,
-    with_defaults,
+    update_names,
 )
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.run_config import RunConfig
@@ -54,10 +54,13 @@ def test_a_name_that_is_gone_is_refused_with_what_to_do(tmp_path: Path, name: st
 def test_rows_and_python_are_told_too() -> None:
     advice = "no longer an option; a step of a plan has 5 replies"
     with pytest.raises(ValueError, match=f"`agent_options.plan_step_turns`: {advice}"):
-        of_row(AgentOptions(), {"agent_options": {"plan_step_turns": 5}})
+        row_options(AgentOptions(), {"agent_options": {"plan_step_turns": 5}})
     with pytest.raises(ValueError, match=f"plan_step_turns: {advice}"):
         AIAgent(model="scripted", script=[], enabled_toolsets=["none"], plan_step_turns=5)
-    assert unknown("max_turn", ["max_turns"], "") == "unknown option; did you mean 'max_turns'?"
+    assert (
+        describe_unknown("max_turn", ["max_turns"], "")
+        == "unknown option; did you mean 'max_turns'?"
+    )
 
 
 def test_names_of_other_programs_are_accepted(tmp_path: Path) -> None:
@@ -85,16 +88,16 @@ def test_names_of_other_programs_are_accepted(tmp_path: Path) -> None:
 )
 def test_stored_runs_mean_what_they_meant(former: dict[str, Any], today: dict[str, Any]) -> None:
     run = json.loads(json.dumps(stored(**former)))
-    now = with_defaults(meaning_of(load_config(None, {**FLAGS, **today})))
+    now = fill_defaults(meaning_of(load_config(None, {**FLAGS, **today})))
     assert stored_meaning(run) == json.loads(json.dumps(now))
-    read = RunConfig.model_validate(in_todays_words(run["config"], None))
+    read = RunConfig.model_validate(update_names(run["config"], None))
     assert read.reasoning_effort == today.get("reasoning_effort")
     assert read.prefill_messages == ()
 
 
 def test_a_run_with_another_value_of_what_is_fixed_now_differs() -> None:
     run = stored(plan_step_turns=7)
-    now = with_defaults(meaning_of(load_config(None, FLAGS)))
+    now = fill_defaults(meaning_of(load_config(None, FLAGS)))
     differing = {name for name in now if stored_meaning(run).get(name) != now[name]}
     assert differing == {"plan_step_turns"}
     assert now["plan_step_turns"] == FIXED["plan_step_turns"] == 5
@@ -102,8 +105,8 @@ def test_a_run_with_another_value_of_what_is_fixed_now_differs() -> None:
 
 def test_what_the_user_gives_now_is_not_mixed_with_what_is_gone() -> None:
     given = {"web_search_url": "x", "api_key_env": "A"}
-    assert with_todays_names(given) == {"web_search_url": "x", "key_env": "A"}
-    assert with_todays_names(given, is_stored=True) == {"key_env": "A"}
+    assert rename_former(given) == {"web_search_url": "x", "key_env": "A"}
+    assert rename_former(given, is_stored=True) == {"key_env": "A"}
 
 
 @pytest.mark.parametrize("flag", ["--compact_after=1", "--result_references"])

@@ -14,14 +14,14 @@ import pytest
 
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.presets import presets
-from batch_trajectories.config.agents import agent_of
+from batch_trajectories.config.agents import read_agent
 from batch_trajectories.dataset.columns import Executable, RowLimits
 from batch_trajectories.dataset.harbor import HarborTask, tasks_in
-from batch_trajectories.dataset.kept_dataset import keep_dataset, rows_of_source
+from batch_trajectories.dataset.kept_dataset import rows_of_source, take_snapshot
 from batch_trajectories.dataset.row import RowRules, RowTask
-from batch_trajectories.dataset.row_workspace import Artifact, Check, Collect, add_asked
+from batch_trajectories.dataset.row_workspace import Artifact, Check, Collect, count_requests
 from batch_trajectories.dataset.rows_file import load_rows_file
-from batch_trajectories.dataset.source import source_of
+from batch_trajectories.dataset.source import parse_source
 from tests.helpers.running import run
 from toolsets.sandbox.base import ImageSpec
 
@@ -342,7 +342,7 @@ def test_files_that_a_task_would_keep_are_counted(tmp_path: Path) -> None:
     for n, task in enumerate(['artifacts = ["/app"]\n' + SIMPLE, SIMPLE]):
         row = load_rows_file("harbor").row(HarborTask(write_task(tmp_path / f"{n}", task)).row())
         largest: dict[str, int] = {}
-        add_asked(largest, row)
+        count_requests(largest, row)
         assert largest == {"network": 1, "check.network": 1, **({"artifacts": 1} if n < 1 else {})}
 
 
@@ -383,7 +383,7 @@ class TestServers:
     """MCP servers of a task, in the files of the agent."""
 
     def files_of(self, tmp_path: Path, agent: str, task: str = SERVERS) -> dict[str, str]:
-        rules = replace(INSIDE, agent=agent_of(agent))
+        rules = replace(INSIDE, agent=read_agent(agent))
         read_task = read(write_task(tmp_path / "t", task), rules)
         assert read_task.agent is not None
         return read_task.agent.files
@@ -524,11 +524,11 @@ class TestDataset:
         return tasks
 
     def test_its_rows_are_the_tasks_by_name(self, tmp_path: Path) -> None:
-        source = source_of(self.write(tmp_path))
+        source = parse_source(self.write(tmp_path))
         rows: list[Any] = list(rows_of_source(source, set()))
         assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
         assert len(rows) == 12
-        single = source_of(tmp_path / "tasks" / "good-1")
+        single = parse_source(tmp_path / "tasks" / "good-1")
         assert [task.path.name for task in single.tasks] == ["good-1"]
 
     def test_tasks_are_found_in_directories(self, tmp_path: Path) -> None:
@@ -542,7 +542,7 @@ class TestDataset:
         (tasks / "a" / "around").symlink_to(tasks)
         write_task(tmp_path / "elsewhere" / "far")
         (tasks / "org" / "zone").symlink_to(tmp_path / "elsewhere")
-        rows: list[Any] = list(rows_of_source(source_of(tasks), set()))
+        rows: list[Any] = list(rows_of_source(parse_source(tasks), set()))
         found = ["a/b/c/d/deep", "one", "org/one", "org/set/two", "org/zone/far"]
         assert [row["id"] for row in rows] == found
         assert rows[3]["row_error"].startswith("org/set/two/task.toml:3: environment.gpus")
@@ -550,7 +550,7 @@ class TestDataset:
 
     def test_it_needs_to_be_named_as_what_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=r"holds Harbor tasks; add --rows=harbor"):
-            keep_dataset(
+            take_snapshot(
                 self.write(tmp_path),
                 tmp_path / "r",
                 columns={},
@@ -565,7 +565,7 @@ class TestDataset:
         tasks = self.write(tmp_path)
 
         def kept() -> Path:
-            return keep_dataset(
+            return take_snapshot(
                 tasks,
                 tmp_path / "r",
                 columns={},
@@ -594,7 +594,7 @@ class TestDataset:
         tasks = self.write(tmp_path)
 
         def kept(**more: Any) -> Path:
-            return keep_dataset(
+            return take_snapshot(
                 tasks,
                 tmp_path / "r",
                 columns={},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.basics.text import in_a_line
+from batch_trajectories.basics.text import single_line
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.row_workspace import Check, RowSetup, read_row_setup
 from tests.helpers.playing import call, calls, say
@@ -197,7 +197,7 @@ def test_why_a_set_up_failed_is_one_line_wherever_there_is_only_one(tmp_path: Pa
 )
 def test_a_message_in_a_line(message: str, line: str) -> None:
     """The first line, and as many of the last as fit."""
-    assert in_a_line(message, max_chars=32) == line
+    assert single_line(message, max_chars=32) == line
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from click.testing import CliRunner
 from batch_runner import main
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.dataset import file_rows
-from batch_trajectories.dataset.kept_dataset import KeptDataset, keep_dataset, rows_of_source
+from batch_trajectories.dataset.kept_dataset import DatasetSnapshot, rows_of_source, take_snapshot
 from batch_trajectories.dataset.lines import TOO_LONG, columns_in
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.source import source_of
+from batch_trajectories.dataset.source import parse_source
 from batch_trajectories.engine.run_dir import stale_files_of
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.fake_hub import REPOSITORY, REVISION, fake_hub
@@ -106,11 +106,11 @@ every_source = pytest.mark.parametrize("name", SOURCES)
 
 def read(path: Path) -> list[Any]:
     """The rows of a source, read."""
-    rows = rows_of_source(source_of(path), set())
+    rows = rows_of_source(parse_source(path), set())
     return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
 
 
-def keep(source: Path, run_dir: Path, **options: Any) -> KeptDataset:
+def keep(source: Path, run_dir: Path, **options: Any) -> DatasetSnapshot:
     given: dict[str, Any] = {
         "columns": {},
         "rows": None,
@@ -119,7 +119,7 @@ def keep(source: Path, run_dir: Path, **options: Any) -> KeptDataset:
         "writes": True,
         "say": print,
     }
-    return keep_dataset(source, run_dir, **{**given, **options})
+    return take_snapshot(source, run_dir, **{**given, **options})
 
 
 @every_source
@@ -202,7 +202,7 @@ def test_a_row_with_torn_json_is_named_and_the_others_are_read(tmp_path: Path) -
     """As a torn line of JSONL is: the row keeps its position."""
     column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1}', "{", "7"]))
     pq.write_table(pa.table({"files": column}), tmp_path / "p.parquet")
-    first, torn, last = rows_of_source(source_of(tmp_path / "p.parquet"), set())
+    first, torn, last = rows_of_source(parse_source(tmp_path / "p.parquet"), set())
     assert (first, last) == ({"files": {"a": 1}}, {"files": 7})
     assert isinstance(torn, bytes)
     with pytest.raises(ValueError, match="column 'files': its type is JSON, but its text is not"):
@@ -236,7 +236,7 @@ def test_a_json_list_is_read_across_the_borders_of_blocks(
 
 def test_a_json_list_keeps_long_integers_and_elements_that_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('[{"n": 123456789012345678901234567890}, 12, "x", []]')
-    rows = list(rows_of_source(source_of(tmp_path / "p.json"), set()))
+    rows = list(rows_of_source(parse_source(tmp_path / "p.json"), set()))
     assert rows == [b'{"n": 123456789012345678901234567890}', b"12", b'"x"', b"[]"]
 
 
@@ -325,7 +325,7 @@ def test_a_line_that_is_too_long_is_one_bad_row_and_not_held(
             stream.write(b"a" * (1 << 20))
         stream.write(b'"}' + ends)
     tracemalloc.start()
-    rows = list(rows_of_source(source_of(path), set()))
+    rows = list(rows_of_source(parse_source(path), set()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert rows == [b'{"prompt": "a"}', TOO_LONG, *([b'{"prompt": "b"}'] if ends[1:] else [])]
@@ -343,7 +343,7 @@ def test_a_line_may_be_as_long_as_its_limit_says(
     line = json.dumps({"prompt": "a" * 4}).replace("aaaa", "a" * (size - 16)).encode() + b"\n"
     assert len(line) == size - 1
     path.write_bytes(gzip.compress(line + b"\n" + line))
-    rows = list(rows_of_source(source_of(path), set()))
+    rows = list(rows_of_source(parse_source(path), set()))
     assert rows == [line.rstrip(), b"", line.rstrip()]
 
 
@@ -364,7 +364,7 @@ def test_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "shards").mkdir()
     os.mkfifo(tmp_path / name)
     with pytest.raises(DatasetError, match=f"{Path(name).name} is a pipe or device"):
-        source_of(tmp_path / name.partition("/")[0])
+        parse_source(tmp_path / name.partition("/")[0])
 
 
 class TestDirectories:
@@ -397,13 +397,13 @@ class TestDirectories:
 
         monkeypatch.setattr(os, "scandir", refuse)
         with pytest.raises(DatasetError, match="more: cannot read the dataset: Permission denied"):
-            source_of(tmp_path)
+            parse_source(tmp_path)
 
 
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DatasetError, match="no dataset in this directory"):
-        source_of(tmp_path)
+        parse_source(tmp_path)
 
 
 def test_values_that_json_does_not_have(tmp_path: Path) -> None:
@@ -733,7 +733,7 @@ class TestTheHub:
     @pytest.mark.parametrize("name", ["hf:", "hf:org", "hf:a/b:train[:10]", "hf:a/b@", "hf:../b:"])
     def test_a_name_that_is_none_is_refused(self, name: str) -> None:
         with pytest.raises(DatasetError, match=r"hf:ORG/NAME|name of a split"):
-            source_of(Path(name))
+            parse_source(Path(name))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.gateway.relay import free
+from agent.gateway.relay import read_free_reply
 from agent.messages.message import Message
 from agent.models.admission import CostEstimate
 from agent.models.client.relayed import RelayRequest
@@ -118,7 +118,9 @@ class TestClaim:
 
         def relayed(body: Any) -> CostEstimate:
             content = json.dumps(body).encode()
-            asked = RelayRequest(path="", body=content, headers={}, max_tokens=1000, read=free)
+            asked = RelayRequest(
+                path="", body=content, headers={}, max_tokens=1000, read=read_free_reply
+            )
             claim = estimate_cost(asked, self.SETTINGS)
             assert claim.tokens is not None
             assert claim.usd is not None

@@ -12,7 +12,7 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics import console
-from batch_trajectories.basics.console import PLAIN_EVERY_S, LongWork, silenced, watched
+from batch_trajectories.basics.console import PLAIN_EVERY_S, LongWork, hide_progress, track_progress
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import SCRIPTED, run, write_rows
 
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def work_for(clock: Clock, seconds: float, *, total: int | None = None) -> str:
     """What ten steps that take so long in all say."""
     with redirect_stderr(io.StringIO()) as said:
-        for _ in watched(range(10), "verify", total=total):
+        for _ in track_progress(range(10), "verify", total=total):
             clock.now += seconds / 10
     return said.getvalue()
 
@@ -73,7 +73,7 @@ def test_bytes_are_told_in_millions(clock: Clock) -> None:
 
 def test_a_terminal_gets_a_line_that_goes_away(clock: Clock) -> None:
     with redirect_stderr(Terminal()) as said:
-        for _ in watched(range(10), "verify", total=10):
+        for _ in track_progress(range(10), "verify", total=10):
             clock.now += 1
     assert "verify:  20%|" in said.getvalue()
     assert said.getvalue().endswith("\r")
@@ -81,20 +81,20 @@ def test_a_terminal_gets_a_line_that_goes_away(clock: Clock) -> None:
 
 def test_only_the_outer_of_two_works_is_shown(clock: Clock) -> None:
     with redirect_stderr(io.StringIO()) as said, LongWork("outer") as outer:
-        for _ in watched(range(3), "inner"):
+        for _ in track_progress(range(3), "inner"):
             clock.now += 3
         outer.advance(3)
     assert said.getvalue() == "outer: 3 records in 9 s\n"
-    with redirect_stderr(io.StringIO()) as said, silenced():
+    with redirect_stderr(io.StringIO()) as said, hide_progress():
         work_for(clock, 30.0)
         assert said.getvalue() == ""
 
 
 def test_work_that_is_left_in_the_middle_does_not_hide_the_next(clock: Clock) -> None:
-    for _ in watched(range(3), "left"):
+    for _ in track_progress(range(3), "left"):
         break
     with pytest.raises(ZeroDivisionError):
-        print([1 // n for n in watched(range(3), "failed")])
+        print([1 // n for n in track_progress(range(3), "failed")])
     assert work_for(clock, 5.0).startswith("verify: ")
 
 
@@ -105,9 +105,9 @@ def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     class IPython:
         get_ipython = staticmethod(Shell)
 
-    assert not console.in_notebook()
+    assert not console.is_notebook()
     monkeypatch.setitem(sys.modules, "IPython", IPython)
-    assert console.draws_lines()
+    assert console.is_interactive()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from agent.messages.message import Message, Usage
 from agent.models.model import Completion, ModelSettings, Price, Request
-from agent.models.prices import estimate_cost, is_known, price, priced
+from agent.models.prices import add_cost, estimate_cost, has_known_price, price
 from agent.models.resolve import resolve_sibling
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.endpoints import PriceConfig
@@ -76,8 +76,8 @@ class TestWhatACallCosts:
 
     def test_it_wins_over_the_table_and_over_what_the_endpoint_says(self) -> None:
         said = reply(cost_usd=7.0, input_tokens=1_000_000, output_tokens=0)
-        assert priced(said, self.OWN).cost_usd == 2.0
-        assert priced(said, self.KNOWN).cost_usd == 7.0
+        assert add_cost(said, self.OWN).cost_usd == 2.0
+        assert add_cost(said, self.KNOWN).cost_usd == 7.0
 
     def test_a_claim_counts_the_dearest_kind_of_input(self) -> None:
         request = Request([Message(role="user", content="x" * 1000)])
@@ -144,7 +144,7 @@ class TestWhoseTheyAre:
 
     def test_a_free_model_has_a_known_price(self) -> None:
         model = settings(model="m", base_url="http://h/v1", prices={"m": {"input": 0, "output": 0}})
-        assert is_known(model)
+        assert has_known_price(model)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.basics.text import without_controls
-from batch_trajectories.records.files import with_checksum
+from batch_trajectories.basics.text import escape_controls
+from batch_trajectories.records.files import add_checksum
 from tests.helpers.running import SCRIPTED, run, write_rows
 
 LOOK = {"tool_calls": [{"name": "read_file", "arguments": {"path": "a.txt"}}]}
@@ -77,7 +77,7 @@ def change_records(run_dir: Path, change: Callable[[dict[str, Any]], object]) ->
         record = orjson.loads(line)
         record.pop("crc32", None)
         change(record)
-        lines.append(with_checksum(orjson.dumps(record)))
+        lines.append(add_checksum(orjson.dumps(record)))
     (run_dir / "records.jsonl").write_bytes(b"".join(lines))
     (run_dir / "records.idx").unlink()
 
@@ -301,7 +301,7 @@ class TestRecipesOfTheirs:
 
 
 def test_controls_are_escaped_and_json_stays_json() -> None:
-    assert without_controls("a\tb\nc") == "a\tb\nc"
+    assert escape_controls("a\tb\nc") == "a\tb\nc"
     text = json.dumps({"a": ESCAPES + "\x7f"}, ensure_ascii=False)
-    assert json.loads(without_controls(text)) == json.loads(text)
-    assert without_controls("\x1b[2J\u202e") == "\\u001b[2J\\u202e"
+    assert json.loads(escape_controls(text)) == json.loads(text)
+    assert escape_controls("\x1b[2J\u202e") == "\\u001b[2J\\u202e"

@@ -151,7 +151,7 @@ class TestRewardsOfARecord:
     def test_are_those_of_the_check_then_those_of_functions(self) -> None:
         later = {**SCORE, "rewards": {"style": 3.0, "f": 1.0}, "turn_rewards": {"f": [0, 1]}}
         record = worked(check=CHECK, scores=[FAILED, later])
-        assert rewards_of(stored(record)).named == {"reward": 0.25, "style": 3.0, "f": 1.0}
+        assert rewards_of(stored(record)).by_name == {"reward": 0.25, "style": 3.0, "f": 1.0}
         assert rewards_of(stored(record)).by_turn == {"f": [0, 1]}
         assert judgement_of(stored(record)) == Judgement(False, 0.25)
         assert judgement_of(stored(record), "f") == Judgement(None, 1.0)

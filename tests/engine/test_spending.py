@@ -16,7 +16,7 @@ from agent.models.dialects.dialect import DIALECTS, read_reply
 from agent.models.errors import ModelError
 from batch_trajectories.engine.run_totals import Spent, spent_by, spent_by_judges
 from batch_trajectories.records.failures import NO_LIMIT
-from batch_trajectories.records.files import set_aside, with_checksum
+from batch_trajectories.records.files import add_checksum, set_aside
 from tests.agent.models.by_dialect import SAMPLES
 from tests.helpers.answering import JSON, answering
 from tests.helpers.running import (
@@ -166,7 +166,7 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
         "error": None,
     }
     verdict |= {"model": "j", "usage": None, "cost_usd": 2500.0, "at": 1.5}
-    (run_dir / "verdicts.jsonl").write_bytes(with_checksum(orjson.dumps(verdict)))
+    (run_dir / "verdicts.jsonl").write_bytes(add_checksum(orjson.dumps(verdict)))
     compared = run(tmp_path, "compare", "r", "r")
     assert re.search(r"total spent +\$1,?500", compared.stdout), compared.stdout
     assert re.search(r"judges +\$2,?500", compared.stdout), compared.stdout
@@ -231,10 +231,10 @@ def test_what_judges_were_paid_counts_where_its_price_can_be_read(tmp_path: Path
         {"source": "m:f", "rewards": {"cost_usd": 32.0}, "error": None, "at": 1.5},
     ]
     scores, verdicts = (tmp_path / name for name in ("scores.jsonl", "verdicts.jsonl"))
-    whole = b"".join(with_checksum(orjson.dumps(line)) for line in paid)
+    whole = b"".join(add_checksum(orjson.dumps(line)) for line in paid)
     scores.write_bytes(whole + whole[:-20])
     verdicts.write_bytes(
-        with_checksum(orjson.dumps({"key": "k", "reply": "yes", "cost_usd": 1.0, "at": 1.5}))
+        add_checksum(orjson.dumps({"key": "k", "reply": "yes", "cost_usd": 1.0, "at": 1.5}))
     )
     assert spent_by_judges(tmp_path) == Spent(1.5, 2)
     set_aside(tmp_path / "quarantine", "scores.jsonl.line2", b'{"source" "j","cost_usd":8.0,"at":')

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.models.model import Price
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.statistics.cache_use import (
     CAUSES,
     CacheUse,
@@ -88,7 +88,7 @@ def of_line(record: Mapping[str, Any], number: int = 0) -> Record:
 def health_of(*records: Mapping[str, Any], price: Price | None = None) -> list[dict[str, Any]]:
     health = Health(1)
     for number, one in enumerate(records):
-        health.add(read := of_line(one, number), Own(read))
+        health.add(read := of_line(one, number), AuthoredWork(read))
     return health.to_json(lambda _: price)
 
 

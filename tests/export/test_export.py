@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from batch_trajectories.dataset.scan import scan, tasks
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.statistics.counts import Statistics
-from batch_trajectories.export.training_files import export_run, route
+from batch_trajectories.export.training_files import export_run, route_record
 from tests.export.test_hermes import (
     OFFERED,
     TEMP,
@@ -38,7 +38,7 @@ def statistics_of(*records: dict[str, Any]) -> dict[str, Any]:
     statistics = Statistics()
     for record in records:
         kept = stored(record)
-        statistics.add(kept, Own(kept))
+        statistics.add(kept, AuthoredWork(kept))
     return statistics.to_json()
 
 
@@ -104,12 +104,12 @@ class TestRequireReasoning:
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
         )
-        assert route(stored(record), style=Style(require_reasoning=True)).place == "training"
+        assert route_record(stored(record), style=Style(require_reasoning=True)).file == "training"
 
     def test_a_row_that_breaks_a_rule_is_rejected_for_that(self) -> None:
         """Rows with invented tools are rejected with the reason, counted."""
         assert (
-            route(stored(BROKEN), style=Style(require_reasoning=True)).reason
+            route_record(stored(BROKEN), style=Style(require_reasoning=True)).reason
             == "arguments_not_json"
         )
 
@@ -357,7 +357,7 @@ class TestStatistics:
                     tools=[TEMP, *OFFERED],
                 )
                 kept = stored(record)
-                statistics.add(kept, Own(kept))
+                statistics.add(kept, AuthoredWork(kept))
             return len(pickle.dumps(statistics))
 
         assert size(1000) - size(10) < 50

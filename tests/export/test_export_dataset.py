@@ -17,10 +17,14 @@ import yaml
 
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunLocked
 from batch_trajectories.dataset.scan import scan
-from batch_trajectories.export.dataset.checking import findings
-from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
+from batch_trajectories.export.dataset.checking import find_problems
+from batch_trajectories.export.dataset.directory import (
+    derive_manifest,
+    export_dataset,
+    listed_files,
+)
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.record_order import RecordOrder, Seen
+from batch_trajectories.export.record_order import DuplicateTable, RecordOrder
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from batch_trajectories.records.files import StorageError
@@ -478,7 +482,7 @@ class TestManifest:
         source = make_run(tmp_path, worked(), worked(), worked(), samples=1, pending=1)
         kept = write_rows(tmp_path / "p.jsonl", *lines(tmp_path / "p.jsonl")[1:])
         shorter = replace(source, scan=scan(kept, max_samples=None))
-        manifest = derive(shorter, Recipe.model_validate({"formats": "openai"}))
+        manifest = derive_manifest(shorter, Recipe.model_validate({"formats": "openai"}))
         assert (manifest["tasks"], manifest["gone"], manifest["pending"]) == (3, 1, 1)
 
     def test_samples_of_a_prompt_stay_together_although_one_is_missing(
@@ -492,8 +496,8 @@ class TestManifest:
         order = RecordOrder(source.run_dir, source.scan, num_samples=2)
         assert list(order.groups(by_prompt=True)) == [[[0, 1], [3], [5]]]
         assert list(order.groups(by_prompt=False)) == [[[0], [1], [3], [5]]]
-        assert list(order.without_record()) == [2, 4]
-        with order.reading() as read:
+        assert list(order.tasks_without_record()) == [2, 4]
+        with order.open_reader() as read:
             assert read(5).line == content[5]
         with pytest.raises(ValueError, match="scan is for 2 samples"):
             RecordOrder(source.run_dir, source.scan, num_samples=1)
@@ -530,7 +534,7 @@ class TestManifest:
             exported(source, formats="openai")
 
     def test_equal_hashes_are_compared(self) -> None:
-        seen = Seen(3)
+        seen = DuplicateTable(3)
         compared: list[int] = []
 
         def differs(earlier: int) -> bool:
@@ -582,7 +586,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         source = make_run(folder, *[said(f"{n} " + "x" * 500) for n in range(count)])
         recipe = Recipe(formats=("openai", "hermes"), splits={"train": 0.5, "test": 0.5})
         tracemalloc.start()
-        derive(source, recipe)
+        derive_manifest(source, recipe)
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return peak_bytes
@@ -596,7 +600,7 @@ def test_memory_does_not_grow_with_the_samples_that_are_left_out(tmp_path: Path)
     long = worked("x" * 200_000, status="max_turns")
     source = make_run(tmp_path, worked(), *[long] * 60, samples=61)
     tracemalloc.start()
-    manifest = derive(source, Recipe(formats=("raw",), filters=Filters(best_n=1)))
+    manifest = derive_manifest(source, Recipe(formats=("raw",), filters=Filters(best_n=1)))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (manifest["selected"], manifest["rejected"]) == (1, 60)
@@ -676,7 +680,7 @@ class TestDirectory:
         RecordFile(source.run_dir, tmp_path / "quarantine").close()
         order = RecordOrder(source.run_dir, source.scan, num_samples=1)
         (source.run_dir / "records.jsonl").unlink()
-        with pytest.raises(EnvironmentStop), order.reading() as read:
+        with pytest.raises(EnvironmentStop), order.open_reader() as read:
             read(0)
         assert (source.run_dir / "records.idx").exists()
 
@@ -689,11 +693,11 @@ class TestDirectory:
         (directory / "openai" / "train.jsonl" / "in_the_way").mkdir(parents=True)
         with pytest.raises(StorageError, match="records are safe"):
             exported(source, formats="openai,hermes")
-        assert ["interrupted" in one for one in findings(source, directory)] == [True]
+        assert ["interrupted" in one for one in find_problems(source, directory)] == [True]
         (directory / "openai" / "train.jsonl" / "in_the_way").rmdir()
         (directory / "openai" / "train.jsonl").rmdir()
         exported(source, formats="atif")
-        assert list(findings(source, directory)) == []
+        assert list(find_problems(source, directory)) == []
 
     def test_two_exports_do_not_mix(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
@@ -739,13 +743,13 @@ class TestDirectory:
                 process.kill()
         recipe = Recipe(formats=("hermes",))
         manifest = export_dataset(source, recipe, tmp_path / "out")
-        assert list(findings(source, tmp_path / "out")) == []
-        assert derive(source, recipe) == manifest
+        assert list(find_problems(source, tmp_path / "out")) == []
+        assert derive_manifest(source, recipe) == manifest
 
 
 class TestCheck:
     def check(self, source: Source) -> list[str]:
-        return list(findings(source, source.run_dir.parent / "out"))
+        return list(find_problems(source, source.run_dir.parent / "out"))
 
     def test_finds_nothing_in_what_was_just_written(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), EARLY, samples=3)

@@ -14,8 +14,8 @@ from batch_trajectories.export.conversation.tolerance import Tolerance
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.masking import Mask
 from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
-from batch_trajectories.export.rows.format import Format, named
-from batch_trajectories.export.rows.format_names import names
+from batch_trajectories.export.rows.format import Format, load_kind
+from batch_trajectories.export.rows.format_names import format_names
 from batch_trajectories.export.rows.recipe import Card, Preference, Recipe, load_recipe
 from tests.helpers.running import ROOT
 
@@ -24,7 +24,7 @@ RECIPE = DOCS.partition("## Recipe")[2].split("```")[1].removeprefix("yaml\n")
 
 
 def test_every_format_is_named() -> None:
-    for name in names():
+    for name in format_names():
         assert re.search(rf"^`{name}`(, `\w+`)* \|", DOCS, re.MULTILINE), name
 
 
@@ -32,7 +32,7 @@ def test_every_format_is_named() -> None:
 def test_the_formats_that_keep_a_flaw_are_named(reason: str) -> None:
     line = re.search(rf"^[^|\n]*`{reason}`.*\| (.*)$", DOCS, re.MULTILINE)
     assert line is not None
-    formats = [one for one in map(named, names()) if isinstance(one, Format)]
+    formats = [one for one in map(load_kind, format_names()) if isinstance(one, Format)]
     keeping = {one.name for one in formats if reason in one.holds - one.accepts}
     if line[1] == "all":
         assert all(reason in one.holds for one in formats if one.shows_messages)

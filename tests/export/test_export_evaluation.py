@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.filters.contamination import _Runs
+from batch_trajectories.export.filters.contamination import _RunTable
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
@@ -155,7 +155,7 @@ def test_rows_of_a_benchmarks_repositories_and_commits_are_left_out(tmp_path: Pa
     card = (directory / "README.md").read_text()
     assert "in all texts; columns `instance_id`, `repo`, `base_commit`" in card
     assert "left out: 1 by base_commit, 1 by instance_id, 3 by repo" in card
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
 
 
 def test_only_some_columns_of_a_benchmark_hold_questions(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_an_export_without_benchmarks_says_nothing_of_them(tmp_path: Path) -> No
 
 def test_runs_are_found_in_a_table_that_has_grown() -> None:
     """Also those whose slots collide: the low bits of these are the same."""
-    runs = _Runs()
+    runs = _RunTable()
     hashes = [n << 24 | 1 for n in range(1, 500)] + [-n for n in range(1, 50_000)]
     for question, one in enumerate(hashes):
         runs.add(one, question)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.rows.format import format_named
+from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.messages import messages_of
 from batch_trajectories.records.checks import judgement_of
 from tests.export.test_hermes import (
@@ -575,7 +575,7 @@ CONTROL = [
 MARKUP = ["<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<pad>", "<unk>"]
 """Structure to the tokenizers of some models alone."""
 
-TEXT_FORMATS = [name for name in ROW_FORMATS if not format_named(name).accepts]
+TEXT_FORMATS = [name for name in ROW_FORMATS if not load_format(name).accepts]
 """What is tokenized."""
 
 
@@ -697,5 +697,5 @@ def test_rendering_a_conversation_does_not_change_it() -> None:
     conversation: Conversation = read_conversation(stored(PARALLEL))
     before = messages_of(conversation, Style())
     for style in (Style(reasoning="none"), Style(parallel_calls="split"), Style(max_tool_chars=1)):
-        styled(conversation, style)
+        apply_style(conversation, style)
     assert messages_of(conversation, Style()) == before

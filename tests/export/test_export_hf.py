@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.files import LateKeys
@@ -62,7 +62,7 @@ def test_holds_the_rows_of_the_json_lines_in_every_format(source: Source, tmp_pa
         assert rows == written(tmp_path / "d", name)
         assert rows["train"]
         assert rows["test"]
-    assert list(findings(source, tmp_path / "d")) == []
+    assert list(find_problems(source, tmp_path / "d")) == []
 
 
 def test_alone_it_holds_rows_of_openai_in_shards(source: Source, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.formats.openai import row_of
 from batch_trajectories.export.masking import Mask, Masks
@@ -59,7 +59,7 @@ def looped(**changes: Any) -> dict[str, Any]:
 
 def masked(record: dict[str, Any], **mask: Any) -> dict[int, tuple[str, ...]]:
     """The reasons by turn."""
-    return dict(Masks(Mask.model_validate(mask), threshold=0.5).of(stored(record)))
+    return dict(Masks(Mask.model_validate(mask), threshold=0.5).masked_turns(stored(record)))
 
 
 def learnt(row: dict[str, Any]) -> list[str]:
@@ -238,7 +238,7 @@ def test_rows_with_marks_hold_all_turns_and_mark_the_masked(tmp_path: Path) -> N
         "by_reason": {"failed_call": 3, "bad_arguments": 1, "repeated_call": 1},
     }
     assert [part["masked"] for part in manifest["formats"]] == [counts, counts]
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
 
 
 def test_rows_per_turn_leave_masked_turns_out_but_for_the_context(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_mask_of_bad_arguments_keeps_the_row_where_the_format_can_hold_them(
     marks = [m.get("weight") for m in row["messages"] if m["role"] == "assistant"]
     assert marks == [0, None, None]
     assert json.loads(row["metadata"])["masked"] == [{"turn": 1, "reasons": ["bad_arguments"]}]
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
     # All arguments in Parquet can be read as JSON.
     (twin,) = parquet.read_table(directory / "openai_parquet" / "train.parquet").to_pylist()
     calls = [
@@ -398,7 +398,7 @@ def test_failures_are_rows_by_choice_masked_and_with_their_provenance(tmp_path: 
     assert part["not_passed"] == 2
     assert part["masked"] == {"turns": 1, "of": 7, "by_reason": {"wrong_answer": 1}}
     assert manifest["rejected_by_reason"] == {"failed": 1}
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
 
 
 def planted(folder: Path) -> Any:
@@ -550,7 +550,7 @@ def test_exactly_the_masked_turns_are_marked(kinds: list[str], brought: int) -> 
     record = record_of(*messages, assistant("End."))
     del record["turns"][:brought]
     mask = Mask(failed_call=True, interrupted_result=True)
-    conversation = Masks(mask, threshold=0.5).applied(read_conversation(stored(record)))
+    conversation = Masks(mask, threshold=0.5).apply(read_conversation(stored(record)))
     good = [f"A{n}" for n, kind in enumerate(kinds) if kind == "good"]
     assert learnt(row_of(conversation, Style())) == [*good, "End."]
 

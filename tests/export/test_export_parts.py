@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from agent.messages.message import kind_of_part
+from agent.messages.message import part_kind
 from agent.wires.wires import WIRES
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
+from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.rl import rows_of
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
@@ -103,7 +103,7 @@ def record(recording: Recording) -> JSON:
 
 
 def row(record: JSON, name: str, *accepts: str) -> JSON:
-    return row_in(name, stored(record), Style(tolerance=Tolerance(accepted(accepts))))
+    return row_in(name, stored(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -180,7 +180,7 @@ def test_a_conversation_whose_beginning_is_unknown_is_always_rejected(name: str)
 
 
 def test_parts_are_told_apart() -> None:
-    kinds = [kind_of_part(part_of(api)) for api in TALKS]
+    kinds = [part_kind(part_of(api)) for api in TALKS]
     assert kinds == ["image"] * len(TALKS)
-    assert kind_of_part({"type": "input_audio"}) == kind_of_part({}) == "file"
-    assert kind_of_part({"type": "computer_screenshot"}) == "image"
+    assert part_kind({"type": "input_audio"}) == part_kind({}) == "file"
+    assert part_kind({"type": "computer_screenshot"}) == "image"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Turn
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.formats.openai import row_of
 from batch_trajectories.export.rows.files import cut_by_turn
@@ -245,7 +245,7 @@ def test_such_a_dataset_is_checked_and_says_how_to_learn_it(tmp_path: Path) -> N
     source = source_of(tmp_path, asked_twice(), worked())
     directory, manifest = exported(source, formats="openai,llamafactory", per_turn=True)
     assert [part["rows"] for part in manifest["formats"]] == [6, 6]
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
     assert "only the last turn of a row is to be learnt" in (directory / "README.md").read_text()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects
@@ -69,7 +69,7 @@ def test_a_prompt_with_a_token_of_templates_is_rejected_by_name(tmp_path: Path) 
 def test_the_file_can_be_checked_and_hides_no_others_from_the_card(tmp_path: Path) -> None:
     source = make_run(tmp_path, asked("Q", 1.0), asked("R", 1.0))
     directory, _ = exported(source, formats="openai,prompts")
-    assert [*findings(source, directory)] == []
+    assert [*find_problems(source, directory)] == []
     header = yaml.safe_load((directory / "README.md").read_text().split("---")[1])
     assert [config["config_name"] for config in header["configs"]] == ["openai"]
     assert header["configs"][0]["data_files"][0]["path"] == "openai/train.jsonl"

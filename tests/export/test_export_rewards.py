@@ -12,7 +12,7 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import load_recipe
-from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.scores import read_scores, score_key
 from tests.helpers.exporting import judged, make_run, rejects, rows, worked
@@ -30,7 +30,7 @@ def add_scores(source: Source, *scores: dict[str, Any] | None) -> Path:
         for stored, given in zip(stored_records(source.run_dir), scores, strict=True):
             if given is not None:
                 line = {"record": score_key(stored), "id": stored.id, **given}
-                file.write(with_checksum(orjson.dumps(line)))
+                file.write(add_checksum(orjson.dumps(line)))
     return path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages.tokens import Sampled, pack_ids, pack_logprobs, to_stored
+from agent.messages.tokens import SampledTokens, encode_tokens, pack_ids, pack_logprobs
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.formats.rl import rows_of
 from tests.export.test_hermes import assistant, call, record_of, result, user
@@ -39,8 +39,8 @@ def played(
         if one is not None:
             prompt, completion = map(pack_ids, one)
             values = [-float(id) for id in one[1]]
-            sampled = Sampled(prompt, completion, pack_logprobs(values) if logprobs else None)
-            turn["tokens"] = to_stored(sampled, given[:number])
+            sampled = SampledTokens(prompt, completion, pack_logprobs(values) if logprobs else None)
+            turn["tokens"] = encode_tokens(sampled, given[:number])
     return record
 
 
@@ -134,7 +134,9 @@ def test_the_version_of_the_weights_wins_over_the_name_of_the_model() -> None:
 def test_logprobs_are_those_of_the_record_to_the_last_bit() -> None:
     record = played(FIRST)
     packed = pack_logprobs([-0.1, -1e-7])
-    record["turns"][0]["tokens"] = to_stored(Sampled(pack_ids([1]), pack_ids([2, 3]), packed), [])
+    record["turns"][0]["tokens"] = encode_tokens(
+        SampledTokens(pack_ids([1]), pack_ids([2, 3]), packed), []
+    )
     (row,) = rows_of(stored(record))
     assert pack_logprobs(row["logprobs"]) == packed
     assert row["logprobs"] == [-0.100000001, -1.00000001e-07]
@@ -191,8 +193,8 @@ def with_discarded(**changes: Any) -> JSON:
         del reply["tokens"]
         if ids is not None:
             logprobs = pack_logprobs([-1.5] * len(ids))
-            sampled = Sampled(pack_ids([1, 2, 3, 4, 5]), pack_ids(ids), logprobs)
-            reply["tokens"] = to_stored(sampled, record["turns"][:1])
+            sampled = SampledTokens(pack_ids([1, 2, 3, 4, 5]), pack_ids(ids), logprobs)
+            reply["tokens"] = encode_tokens(sampled, record["turns"][:1])
         record.setdefault("discarded", []).append(reply)
     return record
 

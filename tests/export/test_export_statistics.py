@@ -16,7 +16,7 @@ from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.statistics.funnel import funnel_of
 from batch_trajectories.export.statistics.run import statistics_of
-from batch_trajectories.export.training_files import left_out
+from batch_trajectories.export.training_files import read_left_out_ids
 from tests.export.test_hermes import assistant, record_of, user
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import ROOT, SCRIPTED, run, write_rows
@@ -150,7 +150,7 @@ def test_what_is_kept_is_known_from_an_export_only_while_that_is_current(tmp_pat
     write_rows(tmp_path / "p.jsonl", *rows)
     assert run(tmp_path, **SCRIPTED).returncode == 0
     run_dir = tmp_path / "trajectories" / "r"
-    assert left_out(run_dir) == frozenset({"p1"})
+    assert read_left_out_ids(run_dir) == frozenset({"p1"})
     statistics = StoredRun(run_dir).statistics()
     assert statistics["kept"] == 2
     assert statistics == statistics_of(run_dir, style=Style())
@@ -159,13 +159,13 @@ def test_what_is_kept_is_known_from_an_export_only_while_that_is_current(tmp_pat
     for name in ("records.jsonl", "run.json", "exports/rejects.jsonl"):
         after = manifest.stat().st_mtime_ns
         os.utime(run_dir / name, ns=(after, after))
-        assert left_out(run_dir) is None
+        assert read_left_out_ids(run_dir) is None
         os.utime(run_dir / name, ns=(0, 0))
-        assert left_out(run_dir) == frozenset({"p1"})
+        assert read_left_out_ids(run_dir) == frozenset({"p1"})
     for content in ("", "{}", '{"gone": 1}'):
         manifest.write_text(content)
-        assert left_out(run_dir) is None
+        assert read_left_out_ids(run_dir) is None
     manifest.write_text('{"gone": 0}')
     (run_dir / "scores.jsonl").touch()
-    assert left_out(run_dir) is None
+    assert read_left_out_ids(run_dir) is None
     assert StoredRun(run_dir).statistics()["kept"] == 2

@@ -13,12 +13,12 @@ from batch_trajectories.config.option_types import RowFlaw
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance
 from batch_trajectories.export.conversation.validity import Reason
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.formats.hermes import to_conversations
-from batch_trajectories.export.rows.format import Format, format_named, named
-from batch_trajectories.export.rows.format_names import names
+from batch_trajectories.export.rows.format import Format, load_format, load_kind
+from batch_trajectories.export.rows.format_names import format_names
 from batch_trajectories.export.statistics.run import statistics_of
-from batch_trajectories.export.training_files import style_of_run
+from batch_trajectories.export.training_files import run_style
 from batch_trajectories.records.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
 from tests.export.test_hermes import assistant, call, record_of, result, user
@@ -212,7 +212,7 @@ def test_documents_hold_all_but_calls_without_an_object(tmp_path: Path) -> None:
 
 def test_every_reason_of_accept_rows_is_supported_by_some_format() -> None:
     """And the format that a reject names can."""
-    formats = [format for name in names() if isinstance(format := named(name), Format)]
+    formats = [format for name in format_names() if isinstance(format := load_kind(name), Format)]
     assert {reason for format in formats for reason in format.holds} == set(get_args(RowFlaw))
     for format in formats:
         assert format.accepts <= format.holds, format.name
@@ -224,7 +224,7 @@ def test_every_reason_of_accept_rows_is_supported_by_some_format() -> None:
                 tolerance=Tolerance(frozenset({Reason(reason)})),
                 arguments="text" if "--arguments=text" in how else "objects",
             )
-            limited = (format_named(other[1]) if other else format).limit(told)
+            limited = (load_format(other[1]) if other else format).limit(told)
             assert reason in limited.tolerance.accepts, (format.name, reason)
 
 
@@ -232,7 +232,7 @@ def test_a_dataset_with_accepted_rows_checks_itself(tmp_path: Path) -> None:
     source = make_run(tmp_path, INVENTED, BROKEN, TOKEN, PLAIN)
     accept = "unknown_tool,arguments_not_json"
     directory, _ = exported(source, formats="hermes,openai", accept_rows=accept)
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
 
 
 def test_a_dataset_of_an_older_program_still_checks(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_dataset_of_an_older_program_still_checks(tmp_path: Path) -> None:
     for key in ("control_tokens", "hidden_reasoning", "shortened_views", "max_interrupted_calls"):
         del manifest["recipe"]["filters"][key]
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
 
 
 def test_the_training_file_of_a_run_can_have_them_too(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_the_training_file_of_a_run_can_have_them_too(tmp_path: Path) -> None:
     done = run(tmp_path, **SCRIPTED, accept_rows="unknown_tool")
     assert done.returncode == 0, done.stderr
     assert len(lines(training)) == 1
-    accepting = style_of_run({"accept_rows": ["unknown_tool"]})
+    accepting = run_style({"accept_rows": ["unknown_tool"]})
     assert statistics_of(run_dir, style=accepting)["kept"] == 1
     refused = run(tmp_path, **SCRIPTED, accept_rows="unfinished")
     assert refused.returncode == 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agent.messages.message import Message
 from agent.options import AgentOptions
 from agent.runner import was_compacted
-from agent.views.views import compact, compacted_from
+from agent.views.views import compact, first_compacted_reply
 from batch_trajectories.export.conversation.validity import Rejected
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
@@ -69,7 +69,7 @@ def test_the_place_from_which_they_did_is_that_of_the_view(
         text = "x" if has_text else " "
         messages.append({"role": "user", "content": "go"})
         messages.append({"role": "assistant", "content": text, "reasoning": LONG * is_long})
-    first = compacted_from(messages, after)
+    first = first_compacted_reply(messages, after)
     for place in range(1, len(messages), 2):
         before = messages[:place]
         in_short = any(a is not b for a, b in zip(compact(before, after), before, strict=True))

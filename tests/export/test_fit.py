@@ -10,9 +10,9 @@ import jinja2
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.dataset.checking import findings
-from batch_trajectories.export.templates.parity import judge
-from batch_trajectories.export.templates.rendering import find
+from batch_trajectories.export.dataset.checking import find_problems
+from batch_trajectories.export.templates.parity import judge_templates
+from batch_trajectories.export.templates.rendering import find_templates
 from tests.export.test_hermes import assistant, record_of, user
 from tests.export.test_parity import ASKED_TWICE, DROPPED, KEPT, template
 from tests.helpers.exporting import exported, make_run
@@ -47,9 +47,9 @@ def test_turns_in_another_context_lose_their_loss_and_nothing_differs_then(tmp_p
     assert learnt(row) == ["Look.", "A2"]
     (part,) = manifest["formats"]
     assert (part["fit"]["turns"], part["fit"]["masked_turns"]) == (3, 1)
-    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert (found["turns"], found["same"]) == (2, 2)
-    assert [*findings(source, directory)] == []
+    assert [*find_problems(source, directory)] == []
 
 
 def test_a_dataset_of_which_no_turn_is_shown_so_has_no_rows(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_lengths_are_those_of_a_byte_level_tokenizer_that_was_trained(tmp_path: 
     lengths = sorted(ours.values())
     assert len({*lengths}) == 20
     above = lengths[-4]
-    (found,) = judge(directory, manifest, find(str(place)), max_length=above)
+    (found,) = judge_templates(directory, manifest, find_templates(str(place)), max_length=above)
     said = found["lengths"]
     assert (said["p50"], said["max"], said["above"]) == (lengths[round(9.5)], lengths[-1], 3)
     assert {*said["rows_above"]} == {id for id, length in ours.items() if length > above}

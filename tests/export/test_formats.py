@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from batch_runner import main
-from batch_trajectories.export.rows.format import Format, format_named, named
-from batch_trajectories.export.rows.format_names import OTHER_NAMES, names, summaries
+from batch_trajectories.export.rows.format import Format, load_format, load_kind
+from batch_trajectories.export.rows.format_names import OTHER_NAMES, format_names, format_summaries
 from tests.helpers.exporting import exported, judged, make_run
 from tests.helpers.running import ROOT, lines
 
-FORMATS = [one for one in map(named, names()) if isinstance(one, Format)]
+FORMATS = [one for one in map(load_kind, format_names()) if isinstance(one, Format)]
 
 LOADED = """
 import sys
@@ -27,16 +27,16 @@ print(*sorted(name.removeprefix(prefix) for name in sys.modules if name.startswi
 """
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", format_names())
 def test_a_module_holds_the_format_of_its_name(name: str) -> None:
-    assert named(name).name == name
+    assert load_kind(name).name == name
     assert OTHER_NAMES.keys().isdisjoint([name])
 
 
 def test_the_help_of_export_says_what_each_format_is() -> None:
     done = CliRunner().invoke(main, ["export", "--help"], terminal_width=100)
     told = " ".join(done.output.partition("\nFormats:\n")[2].split())
-    for name, summary in summaries().items():
+    for name, summary in format_summaries().items():
         assert len(summary) <= 81
         assert summary.endswith(".")
         assert f"{name} {summary}" in told
@@ -74,7 +74,7 @@ def _last_line(code: str) -> str:
 def test_rows_have_the_columns_of_their_format(tmp_path: Path, name: str) -> None:
     source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
     directory, _ = exported(source, formats=name)
-    columns = list(format_named(name).columns)
+    columns = list(load_format(name).columns)
     assert (columns[0], columns[-1]) == ("id", "metadata")
     entries = lines(directory / name / "train.jsonl")
     assert entries

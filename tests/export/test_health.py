@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.statistics.health import (
     HEALTH_CHECKS,
     Health,
@@ -50,8 +50,8 @@ def results(
     whole = Health(samples)
     first, second = Health(samples), Health(samples)
     for place, one in enumerate(read):
-        whole.add(one, Own(one))
-        (first if place < len(read) // 3 else second).add(one, Own(one))
+        whole.add(one, AuthoredWork(one))
+        (first if place < len(read) // 3 else second).add(one, AuthoredWork(one))
     first.merge(second)
     for health in (whole, first):
         health.add_failures(failures)

@@ -12,7 +12,7 @@ from agent.models.dialects import anthropic_messages, openai_chat, openai_respon
 from agent.models.model import Completion
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.statistics.run import as_text, statistics_of
-from batch_trajectories.export.training_files import route
+from batch_trajectories.export.training_files import route_record
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
@@ -160,7 +160,9 @@ def test_other_formats_say_nothing_and_count_it(tmp_path: Path, name: str) -> No
 
 def test_hidden_reasoning_does_not_satisfy_a_reasoning_filter(tmp_path: Path) -> None:
     record = record_with(HIDDEN["counted"])
-    assert route(stored(record), style=Style(require_reasoning=True)).reason == "no_reasoning"
+    assert (
+        route_record(stored(record), style=Style(require_reasoning=True)).reason == "no_reasoning"
+    )
     source = make_run(tmp_path, record, record_with(chat()), record_with(chat(reasoning="Hm.")))
     left_out = rejects(source, formats="openai", filters={"min_reasoning": 1})
     assert left_out == dict.fromkeys(("t0", "t1"), "min_reasoning")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agent.messages.leaked_calls import FORMATS
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import read_conversation, usual_entries
-from batch_trajectories.export.training_files import route
+from batch_trajectories.export.conversation.own_work import AuthoredWork
+from batch_trajectories.export.conversation.reading import read_conversation, read_usual_entries
+from batch_trajectories.export.training_files import route_record
 from tests.agent.test_leaked_calls import SAMPLES
 from tests.export.test_export_formats import refused, row
 from tests.export.test_export_rl import FIRST, SECOND, played
@@ -31,15 +31,15 @@ def ended(text: str, **more: Any) -> dict[str, Any]:
 def test_every_form_is_rejected_by_its_own_reason(models: str) -> None:
     """Also of records that were made before such conversations ended as `leaked_call`."""
     for record in (ended(f"I look.\n{LEAKS[models]}"), ended("Ok.", reasoning=LEAKS[models])):
-        routed = route(stored(record))
-        assert (routed.place, routed.reason) == ("rejects", "leaked_call")
+        routed = route_record(stored(record))
+        assert (routed.file, routed.reason) == ("rejects", "leaked_call")
         assert models in routed.row["detail"]
         assert routed.row["detail"].endswith("--accept_rows=leaked_call keeps such rows")
         assert read_conversation(stored(record)).flaws[0].reason == "leaked_call"
     at_once = record_of(user(), assistant(LEAKS[models]), status="leaked_call")
-    assert route(stored(at_once)).reason == "leaked_call"
+    assert route_record(stored(at_once)).reason == "leaked_call"
     within = record_of(user(), assistant(LEAKS[models], call()), result("9"), assistant("Ok."))
-    assert route(stored(within)).reason == "leaked_call"
+    assert route_record(stored(within)).reason == "leaked_call"
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -63,9 +63,11 @@ def test_token_ids_of_it_are_no_rows_either(tmp_path: Path) -> None:
 def test_the_quick_reader_finds_what_the_other_finds(form: str) -> None:
     """Texts without angles are read by the quick one."""
     for record in (ended(LEAKS[form]), ended("Ok.", reasoning=LEAKS[form])):
-        assert usual_entries(stored(record), Own(stored(record))) is None
+        assert read_usual_entries(stored(record), AuthoredWork(stored(record))) is None
     told = stored(ended('Its `functions.other:0` is [1, f(2)] of {"name": "x"}.'))
-    assert usual_entries(told, Own(told)) is not None, "signs alone cost no second reading"
+    assert read_usual_entries(told, AuthoredWork(told)) is not None, (
+        "signs alone cost no second reading"
+    )
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -78,7 +80,7 @@ def test_an_answer_that_explains_a_format_is_a_row(name: str) -> None:
 
 @pytest.mark.parametrize("text", ["[THINK]So.[/THINK]Hello.", "So.</thinking>\nHello."])
 def test_a_thought_in_a_text_is_rejected_whatever_ends_it(text: str) -> None:
-    assert route(stored(ended(text))).reason == "marker_in_text"
+    assert route_record(stored(ended(text))).reason == "marker_in_text"
 
 
 def test_statistics_and_funnel_name_the_ending(tmp_path: Path) -> None:

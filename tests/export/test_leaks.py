@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.reading import leaks_in
+from batch_trajectories.export.conversation.reading import find_rewarded_leaks
 from batch_trajectories.records.record_types import Record
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from tests.helpers.stored import stored
@@ -166,7 +166,7 @@ def test_a_rewarded_leak_that_did_not_fail_is_a_flaw(
     result: dict[str, Any], verdict: dict[str, Any], is_flaw: bool
 ) -> None:
     record = conversation("git show v2.0:a.py", results=[result], verdict=verdict)
-    assert bool(leaks_in(record)) is is_flaw
+    assert bool(find_rewarded_leaks(record)) is is_flaw
     assert len(leaks_of(record)) == 1
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.export.dataset.checking import findings
-from batch_trajectories.export.dataset.choice import kept_by_run
+from batch_trajectories.export.dataset.checking import find_problems
+from batch_trajectories.export.dataset.choice import run_limits
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.dataset.splits import JoinedSplits
-from batch_trajectories.export.rows.files import Loaded
+from batch_trajectories.export.rows.files import Candidate
 from batch_trajectories.export.rows.recipe import Recipe, RunShare, load_recipe
 from tests.export.test_hermes import assistant, record_of, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
@@ -226,7 +226,7 @@ class TestMixes:
             manifest = export_dataset(mixed(*order), recipe, out)
             files = sorted(path for path in out.rglob("*") if path.is_file())
             contents.add(tuple((path.relative_to(out), path.read_bytes()) for path in files))
-            assert list(findings(mixed(*order), out)) == []
+            assert list(find_problems(mixed(*order), out)) == []
         assert len(contents) == 1
         assert manifest["tasks"] == 5 * 24
         assert manifest["rejected_by_reason"] == {"evaluation_files": 5, "exact_duplicates": 4}
@@ -270,9 +270,9 @@ class TestMixes:
 
     def test_weights_divide_what_the_scarcest_run_allows(self) -> None:
         shares = {"a": RunShare(weight=0.6), "b": RunShare(weight=0.4), "c": RunShare(count=9)}
-        assert kept_by_run(shares, {"a": 300, "b": 1000, "c": 5}) == {"a": 300, "b": 200, "c": 5}
+        assert run_limits(shares, {"a": 300, "b": 1000, "c": 5}) == {"a": 300, "b": 200, "c": 5}
         with pytest.raises(ConfigError, match=r"runs\.b: no conversation of it is left"):
-            kept_by_run(shares, {"a": 300, "b": 0, "c": 5})
+            run_limits(shares, {"a": 300, "b": 0, "c": 5})
 
     def test_the_same_id_in_two_runs(self, tmp_path: Path) -> None:
         """Samples are compared within a run, so each run has its pair."""
@@ -315,7 +315,7 @@ def test_every_order_of_joins_gives_the_same_groups(tmp_path: Path) -> None:
     for order in itertools.permutations(range(5), 5):
         splits = JoinedSplits({"train": 0.5, "test": 0.5}, ["repo"], seed=0)
         loaded = [
-            Loaded(stored({"id": f"{n}", "row": {"prompt": links[n][0], "repo": links[n][1]}}))
+            Candidate(stored({"id": f"{n}", "row": {"prompt": links[n][0], "repo": links[n][1]}}))
             for n in order
         ]
         for one in loaded:

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.directory import add_parity
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates import parity as judging
-from batch_trajectories.export.templates.parity import check, judge, summary
-from batch_trajectories.export.templates.rendering import find
+from batch_trajectories.export.templates.parity import (
+    check_parity_options,
+    describe_judgements,
+    judge_templates,
+)
+from batch_trajectories.export.templates.rendering import find_templates
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run
 from tests.helpers.running import run
@@ -55,7 +59,7 @@ def judged(folder: Path, text: str, **recipe: Any) -> dict[str, Any]:
     file.write_text(text)
     source = make_run(folder, record_of(*ASKED_TWICE))
     directory, manifest = exported(source, formats="openai", **recipe)
-    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     return found
 
 
@@ -78,7 +82,7 @@ def test_reasoning_that_is_dropped_changes_contexts_and_is_mended(tmp_path: Path
     assert found["reasoning_lost"] == 2
     assert found["mend"] == "--segments --reasoning since_user"
     assert found["mended"]["same"] == found["mended"]["turns"] == 3
-    assert "mended by --segments" in "\n".join(summary([found]))
+    assert "mended by --segments" in "\n".join(describe_judgements([found]))
 
 
 @pytest.mark.parametrize(
@@ -110,13 +114,13 @@ def test_a_template_that_takes_one_call_per_turn_is_refused_and_mended(tmp_path:
         assistant("Done."),
     )
     directory, manifest = exported(make_run(tmp_path, record_of(*said)), formats="openai")
-    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert found["refused"] == {"one call": 1}
     assert found["mend"] == "--parallel_calls split"
     directory, manifest = exported(
         make_run(tmp_path, record_of(*said)), formats="openai", parallel_calls="split"
     )
-    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert found["is_proved"]
 
 
@@ -152,7 +156,7 @@ def test_a_hostile_template_is_bounded(
     found = judged(tmp_path, text)
     assert why in found["failed"]
     assert not found["is_proved"]
-    assert "not judged" in next(summary([found]))
+    assert "not judged" in next(describe_judgements([found]))
 
 
 def _waits(*_: object) -> str:
@@ -185,14 +189,19 @@ def test_manifest_and_card_say_what_was_proved_and_the_check_knows_it(tmp_path: 
     recipe = Recipe.model_validate({"formats": "openai", "filters": {"exact_duplicates": False}})
     for name, thought in (("keeps", KEPT), ("drops", DROPPED)):
         (tmp_path / f"{name}.jinja").write_text(template(thought))
-    templates = find(f"{tmp_path}/keeps.jinja,{tmp_path}/drops.jinja")
-    check(recipe, templates, None)
+    templates = find_templates(f"{tmp_path}/keeps.jinja,{tmp_path}/drops.jinja")
+    check_parity_options(recipe, templates, None)
     directory, manifest = exported(source, formats="openai")
-    add_parity(directory, manifest, recipe, judge(directory, manifest, templates, max_length=None))
+    add_parity(
+        directory,
+        manifest,
+        recipe,
+        judge_templates(directory, manifest, templates, max_length=None),
+    )
     card = (directory / "README.md").read_text()
     assert "in 1 of them every turn is learnt in the context that inference has: `keeps`" in card
     assert "| drops | 3 | 1 | 2 | 0 | --segments --reasoning since_user |" in card
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
 
 
 def test_the_command_says_it(tmp_path: Path) -> None:
@@ -209,12 +218,12 @@ def test_the_command_says_it(tmp_path: Path) -> None:
 def test_a_directory_of_a_tokenizer_or_of_files_is_read(tmp_path: Path) -> None:
     (tmp_path / "b.jinja").write_text("b")
     (tmp_path / "a.jinja").write_text("a")
-    assert [one.name for one in find(str(tmp_path))] == ["a", "b"]
+    assert [one.name for one in find_templates(str(tmp_path))] == ["a", "b"]
     student = tmp_path / "student"
     student.mkdir()
     (student / "chat_template.jinja").write_text("x")
     (student / "tokenizer.json").write_text("{}")
-    (one,) = find(str(student))
+    (one,) = find_templates(str(student))
     assert (one.name, one.tokenizer) == ("student", student / "tokenizer.json")
 
 
@@ -232,12 +241,12 @@ def test_what_cannot_be_judged_is_refused(
     (tmp_path / "t.jinja").write_text("x")
     made = Recipe.model_validate({"formats": "openai", **recipe})
     with pytest.raises(ConfigError, match=why):
-        check(made, find(f"{tmp_path}/t.jinja"), max_length)
+        check_parity_options(made, find_templates(f"{tmp_path}/t.jinja"), max_length)
 
 
 def test_an_unknown_name_says_where_names_come_from() -> None:
     with pytest.raises(ConfigError, match="--parity"):
-        find("no-such-template")
+        find_templates("no-such-template")
 
 
 @pytest.mark.parametrize(
@@ -267,10 +276,10 @@ def test_options_that_mend_leave_no_difference_where_an_export_applies_them(
     said = (*ASKED_TWICE[:4], user("Q2"), assistant("A2"))
     source = make_run(tmp_path, record_of(*said))
     directory, manifest = exported(source, formats="openai")
-    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert (found["mend"], found["is_proved"]) == (options, False)
     directory, manifest = exported(source, formats="openai", **recipe)
-    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert found["is_proved"], found
 
 
@@ -282,4 +291,4 @@ def test_what_no_option_mends_is_said_with_its_reason(tmp_path: Path) -> None:
         "it shows no reasoning in 2 answers",
         "it shows no reasoning in 1 turns with calls",
     ]
-    assert "what is left" in "\n".join(summary([dropped]))
+    assert "what is left" in "\n".join(describe_judgements([dropped]))

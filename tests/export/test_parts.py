@@ -17,10 +17,10 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import EnvironmentStop
-from batch_trajectories.basics.parts import in_parts
+from batch_trajectories.basics.parts import run_in_processes
 from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export import training_files
-from batch_trajectories.export.conversation.row_json import Repeated, dumps_row
+from batch_trajectories.export.conversation.row_json import SharedText, dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.maintenance import verify
@@ -86,7 +86,7 @@ def test_training_files_are_the_same_in_parts(
 
 
 def test_texts_of_many_rows_pass_between_processes() -> None:
-    text = Repeated("<tools>")
+    text = SharedText("<tools>")
     dumps_row({"text": text})
     assert pickle.loads(pickle.dumps(text)) == text
 
@@ -156,7 +156,7 @@ def test_damage_is_found_in_every_part(tmp_path: Path, monkeypatch: pytest.Monke
     path = groups(tmp_path)
     use_processes(monkeypatch, 2)
     with open_index(path) as (index, _):
-        places = [entry.offset for _, entry in index.counting()]
+        places = [entry.offset for _, entry in index.current_entries()]
     with (path / "records.jsonl").open("r+b") as records:
         records.seek(places[6] + 10)
         records.write(b"!")
@@ -176,11 +176,13 @@ def test_parts_are_in_order_and_in_other_processes(monkeypatch: pytest.MonkeyPat
             advance(1)
         return os.getpid(), list(items)
 
-    found = in_parts(range(1000), work, doing="count", enough=10)
+    found = run_in_processes(range(1000), work, doing="count", enough=10)
     assert [n for _, part in found for n in part] == [*range(1000)]
     assert len({pid for pid, _ in found} | {os.getpid()}) == 4
-    assert in_parts(range(9), work, doing="count", enough=10) == [(os.getpid(), [*range(9)])]
-    found = in_parts(range(9), work, doing="count", enough=10, amount=29)  # few, but large
+    assert run_in_processes(range(9), work, doing="count", enough=10) == [
+        (os.getpid(), [*range(9)])
+    ]
+    found = run_in_processes(range(9), work, doing="count", enough=10, amount=29)  # few, but large
     assert [part for _, part in found] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
 
 
@@ -197,7 +199,7 @@ def test_this_process_does_its_own_work_meanwhile(
     def begin() -> None:
         os.write(writes, b"ab")
 
-    found = in_parts(range(9), wait, doing="wait", enough=enough, meanwhile=begin)
+    found = run_in_processes(range(9), wait, doing="wait", enough=enough, meanwhile=begin)
     assert sorted(found) == ([b"a", b"b"] if enough == 1 else [b"a"])
 
     def fail() -> None:
@@ -205,7 +207,7 @@ def test_this_process_does_its_own_work_meanwhile(
         raise LookupError
 
     with pytest.raises(LookupError):
-        in_parts(range(9), wait, doing="wait", enough=enough, meanwhile=fail)
+        run_in_processes(range(9), wait, doing="wait", enough=enough, meanwhile=fail)
 
 
 def test_a_part_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +219,7 @@ def test_a_part_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         os._exit(9)
 
     with pytest.raises(EnvironmentStop, match="has ended"):
-        in_parts(range(9), die, doing="die", enough=1)
+        run_in_processes(range(9), die, doing="die", enough=1)
 
 
 def test_verify_trusts_the_kept_scan_unless_it_reads_the_data(tmp_path: Path) -> None:

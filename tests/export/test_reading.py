@@ -12,11 +12,11 @@ import pytest
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation import reading
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import read_conversation, usual_entries
+from batch_trajectories.export.conversation.own_work import AuthoredWork
+from batch_trajectories.export.conversation.reading import read_conversation, read_usual_entries
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.records.files import DamagedLine, with_checksum
+from batch_trajectories.records.files import DamagedLine, add_checksum
 from batch_trajectories.records.record_types import decode_record
 from batch_trajectories.records.records import RecordFile, UnreadableRecord
 from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
@@ -153,14 +153,14 @@ UNUSUAL: dict[str, Callable[[Record], object]] = {
 
 
 def line_of(record: Record) -> bytes:
-    return with_checksum(exact_json.dumps(whole(record)))
+    return add_checksum(exact_json.dumps(whole(record)))
 
 
 def ending(record: Record) -> str:
     """How reading ends; `Damaged` for another type than a field has."""
     try:
         stored = decode_record(line_of(record))
-        own = Own(stored)
+        own = AuthoredWork(stored)
         assert own.counts.replies <= len(own.turns)
         assert read_conversation(stored).num_turns == len(own.turns)
     except DamagedLine as damage:
@@ -173,9 +173,9 @@ def ending(record: Record) -> str:
 def check_usual(record: Record) -> bool:
     """Whether a record has the usual shape; then both ways of reading give the same."""
     stored = decode_record(line_of(record))
-    own, same = Own(stored), Own(stored)
+    own, same = AuthoredWork(stored), AuthoredWork(stored)
     happened = reading.find_run_flaws(stored)
-    usual = usual_entries(stored, own)
+    usual = read_usual_entries(stored, own)
     if usual is None or happened or stored.status != "completed":
         return False
     general = reading._read_any(stored, same, happened)
@@ -267,6 +267,6 @@ def test_equal_conversations_are_found(tmp_path: Path) -> None:
 def sealed(source: Source) -> Source:
     """The same run; its records have checksums, as real ones do."""
     path = source.run_dir / "records.jsonl"
-    path.write_bytes(b"".join(map(with_checksum, path.read_bytes().splitlines())))
+    path.write_bytes(b"".join(map(add_checksum, path.read_bytes().splitlines())))
     RecordFile(source.run_dir, source.run_dir / "quarantine").close()
     return source

@@ -22,7 +22,7 @@ import yaml
 
 from batch_trajectories.engine.run_dir import write_run_json
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.scoring.asking import ask_all
 from tests.cli.test_looking import on_terminal
@@ -362,7 +362,7 @@ class TestAJudge:
                 ("15c1b00ee726a66ba685b195dc8b18ed", None),
             )
         ]
-        content = b"".join(with_checksum(orjson.dumps(line)) for line in verdicts)
+        content = b"".join(add_checksum(orjson.dumps(line)) for line in verdicts)
         (source.run_dir / "verdicts.jsonl").write_bytes(content)
         options: dict[str, Any] = {
             "judge": "j",

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from agent.options import AgentOptions
 from agent.runner import was_compacted
-from agent.setup import schemas_of_inner, set_up
+from agent.setup import inner_schemas, set_up
 from agent.wires.wires import WIRES
-from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.segments import Segment, parts_of, segments_of
+from batch_trajectories.export.segments import Segment, segments_of, views_by_conversation
 from batch_trajectories.records.record_types import Record
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
 from tests.agent.test_options import ANSWER, echo
@@ -38,7 +38,7 @@ def record_from(played: Played, **options: Any) -> dict[str, Any]:
     offered = [{"type": "function", "function": {"name": "echo", "parameters": {}}}]
     setup = set_up(given, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
     names = {inner.name for inner in played.trajectory.inner.values()}
-    inside = {name: schemas_of_inner(setup, given, name) for name in names}
+    inside = {name: inner_schemas(setup, given, name) for name in names}
     return record_of(user()) | {
         **played.trajectory.to_record(),
         "inner_tools": {name: tools for name, tools in inside.items() if tools is not None},
@@ -65,7 +65,9 @@ def said_in(messages: Sequence[Any]) -> list[Any]:
 
 def segments(record: Record, *, since_user: bool = False) -> list[Segment]:
     return [
-        segment for part in parts_of(record, since_user=since_user) for segment in segments_of(part)
+        segment
+        for part in views_by_conversation(record, since_user=since_user)
+        for segment in segments_of(part)
     ]
 
 
@@ -273,7 +275,7 @@ def test_a_dataset_of_segments_is_made_again_from_the_records(tmp_path: Path) ->
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
     source = make_run(tmp_path, record)
     directory, manifest = exported(source, formats="openai,hermes,llamafactory", segments=True)
-    assert list(findings(source, directory)) == []
+    assert list(find_problems(source, directory)) == []
     assert manifest["formats"][0]["segments"]["begun"] == {"messages": 1, "start": 2}
     card = (directory / "README.md").read_text()
     assert "rows of `openai` show messages as the model saw them: 2 of main, 1 of summary" in card

@@ -15,7 +15,7 @@ import orjson
 from batch_trajectories.api.results import write_results
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.run_dir import read_run_json
-from batch_trajectories.maintenance.upkeep import Checked, check
+from batch_trajectories.maintenance.upkeep import VerifyResult, check
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.running import run, session_of, wait_until
 
@@ -42,7 +42,7 @@ KNOWN = {
 """All that a finished run may hold; the last two must be empty."""
 
 
-def check_run(run_dir: Path) -> Checked:
+def check_run(run_dir: Path) -> VerifyResult:
     """What `verify --read_data` finds, without a process of its own."""
     identity = read_run_json(run_dir)
     config = RunConfig.model_validate(identity["config"])

@@ -9,18 +9,18 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages.message import MOST_TOKENS
+from agent.messages.message import MAX_TOKEN_COUNT
 from agent.models.usage import count_or_none
-from batch_trajectories.api.start import exit_of
+from batch_trajectories.api.start import explain_exit
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.run import Outcome
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.records.files import (
     DamagedLine,
+    add_checksum,
     read_object,
-    with_checksum,
-    without_checksum,
+    strip_checksum,
 )
 from tests.export.test_hermes import assistant, record_of, user
 from tests.fakes.bit_flips import FOUND, attack, flips, make_run
@@ -39,7 +39,7 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 
 def test_every_flip_of_a_line_is_found() -> None:
-    line = with_checksum(orjson.dumps(LINE))
+    line = add_checksum(orjson.dumps(LINE))
     for bit in range(8 * len(line)):
         with pytest.raises(DamagedLine):
             read_object(flipped(line, bit))
@@ -47,8 +47,8 @@ def test_every_flip_of_a_line_is_found() -> None:
 
 def test_a_line_is_read_with_and_without_checksum_and_newline() -> None:
     old = orjson.dumps(LINE) + b"\n"
-    line = with_checksum(old[:-1])
-    assert without_checksum(line) == without_checksum(old) == old
+    line = add_checksum(old[:-1])
+    assert strip_checksum(line) == strip_checksum(old) == old
     for whole in (line, line[:-1], line[:-1] + b"\r\n", old, old[:-1]):
         assert read_object(whole) == LINE
     # Laid out in another way it is no line that this program wrote.
@@ -145,15 +145,15 @@ def totals_of(folder: Path, *records: dict[str, Any], pending: int = 0) -> RunTo
 def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> None:
     """However their records were lost."""
     totals = totals_of(tmp_path, said("Hi."), pending=3)
-    code, reason = exit_of(Outcome(), totals)
+    code, reason = explain_exit(Outcome(), totals)
     assert code == 4
     assert "3 tasks without a record although the run has ended" in str(reason)
-    assert exit_of(Outcome(), totals, is_all=False) == (0, None)
+    assert explain_exit(Outcome(), totals, is_all=False) == (0, None)
 
 
 def test_impossible_token_counts_are_unknown(tmp_path: Path) -> None:
     assert count_or_none(2**63 - 1) is None
-    assert count_or_none(MOST_TOKENS - 1) == MOST_TOKENS - 1
+    assert count_or_none(MAX_TOKEN_COUNT - 1) == MAX_TOKEN_COUNT - 1
     # As earlier versions recorded them: three of them fit no 64 bits.
     huge = {"input_tokens": 2**63 - 1, "output_tokens": 5}
     totals = totals_of(tmp_path, *[said("Hi.", usage=huge)] * 3)

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.engine.run_dir import holder_of
+from batch_trajectories.engine.run_dir import read_holder
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
 from tests.faults.test_disk import scripted_rows
@@ -53,7 +53,7 @@ def test_the_content_of_a_lock_file_locks_nothing(tmp_path: Path) -> None:
     claims: list[object] = [{"pid": 1, "host": "elsewhere"}, {"pid": os.getpid()}, []]
     for said in claims:
         (tmp_path / "trajectories" / "r" / "lock").write_bytes(orjson.dumps(said))
-        assert holder_of(tmp_path / "trajectories" / "r") is None
+        assert read_holder(tmp_path / "trajectories" / "r") is None
     resume_and_judge(tmp_path, SCRIPTED, tasks=1)
 
 

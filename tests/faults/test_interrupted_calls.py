@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from agent.messages.message import failure_of
-from batch_trajectories.records.files import with_checksum, without_checksum
+from agent.messages.message import call_failure
+from batch_trajectories.records.files import add_checksum, strip_checksum
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir
 from tests.faults.test_group_kills import wait_for
@@ -214,7 +214,7 @@ def rebuilds(record: dict[str, Any]) -> int:
 
 
 def interrupted(record: dict[str, Any]) -> int:
-    return sum(failure_of(message) == "interrupted" for message in record["messages"])
+    return sum(call_failure(message) == "interrupted" for message in record["messages"])
 
 
 @pytest.mark.slow
@@ -384,12 +384,12 @@ def change_journals(run_dir: Path, cut: Callable[[list[bytes]], None]) -> None:
         if not (content := journal.read_bytes()):
             continue  # a kill can leave one without a line
         first, *later = content.splitlines(keepends=True)
-        entry = orjson.loads(without_checksum(first))
+        entry = orjson.loads(strip_checksum(first))
         if entry["boot"] == "another":
             continue  # of an earlier start: it was synced long ago
         entry["boot"] = "another"
         cut(later)
-        journal.write_bytes(b"".join([with_checksum(orjson.dumps(entry)), *later]))
+        journal.write_bytes(b"".join([add_checksum(orjson.dumps(entry)), *later]))
 
 
 LATE = '''

@@ -21,7 +21,7 @@ from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup, replies_played, set_up
+from agent.setup import AgentServices, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
@@ -196,12 +196,12 @@ async def _play(
     trajectory = Trajectory(opening, events)
     workspace = Workspace(root)
     context = ToolContext(workspace, make_sandbox("local", workspace, Limits()))
-    home = Home(
+    home = AgentServices(
         setup,
         context,
         ModelPool(key_of=read_key, on_retry=print),
         30.0,
-        gate=lambda m: Watched(m, requests, price),
+        wrap_model=lambda m: Watched(m, requests, price),
     )
     model = ScriptedModel(parse_script(script), start=replies_played(trajectory, setup))
     conversation = ConversationRunner(
@@ -210,11 +210,11 @@ async def _play(
         model=Watched(model, requests, price),
         toolbox=home.toolbox(),
         journal=lambda event: events.append(copy.deepcopy(event)),
-        host=home,
+        services=home,
         subagents=spec.options.subagents,
         on_event=reports.append,
-        notes_begin=True,
-        knows_begun=knows_begun,
+        records_starts=True,
+        has_start_events=knows_begun,
         conversation="the conversation",
     )
     end = await conversation.run(taken_up=past is not None)

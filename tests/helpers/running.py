@@ -20,8 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 import batch_runner
-from batch_trajectories.basics.process import settings_restored
-from batch_trajectories.records.files import without_checksum
+from batch_trajectories.basics.process import restore_settings
+from batch_trajectories.records.files import strip_checksum
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.prefork import Forked, can_fork
 
@@ -164,7 +164,7 @@ def _run_here(cwd: Path, given: list[str]) -> subprocess.CompletedProcess[str]:
         patch.setattr(sys, "path", [str(ROOT), *sys.path])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             stack.callback(signal.signal, number, signal.getsignal(number))
-        stack.enter_context(settings_restored())
+        stack.enter_context(restore_settings())
         output, errors, _ = stack.enter_context(CliRunner().isolation())
         before = set(sys.modules)
         with pytest.raises(SystemExit) as ended:
@@ -287,7 +287,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """All lines of a JSONL file, without their checksums; fails on any that is not whole JSON."""
     content = path.read_bytes()
     assert content.endswith(b"\n") or not content
-    return [json.loads(without_checksum(line)) for line in content.splitlines()]
+    return [json.loads(strip_checksum(line)) for line in content.splitlines()]
 
 
 def ids(path: Path) -> Sequence[str]:

@@ -10,13 +10,13 @@ import msgspec
 from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.export.conversation.reading import read_conversation
-from batch_trajectories.export.conversation.style import Style, styled
-from batch_trajectories.export.rows.format import RowFormat, named
-from batch_trajectories.export.rows.format_names import names
+from batch_trajectories.export.conversation.style import Style, apply_style
+from batch_trajectories.export.rows.format import RowFormat, load_kind
+from batch_trajectories.export.rows.format_names import format_names
 from batch_trajectories.records.record_types import Record, StoredTurn
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 
-ROW_FORMATS = [name for name in names() if isinstance(named(name), RowFormat)]
+ROW_FORMATS = [name for name in format_names() if isinstance(load_kind(name), RowFormat)]
 """Formats with one row per conversation."""
 
 _PLAIN = Style()
@@ -75,10 +75,10 @@ def stored(record: Mapping[str, Any]) -> Record:
 
 def row_in(name: str, record: Record, style: Style = _PLAIN) -> dict[str, Any]:
     """The row of a record in a format with one row per conversation; raises Rejected."""
-    format = named(name)
+    format = load_kind(name)
     assert isinstance(format, RowFormat)
     style = format.limit(style)
-    return format.row_of(styled(read_conversation(record), style), style)
+    return format.row_of(apply_style(read_conversation(record), style), style)
 
 
 def to_row(record: Record) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def test_a_run_works_in_images_of_a_bucket(
         objects = Bucket(url, of_files=True)
         layout = [path for path in (images / "shell").rglob("*") if path.is_file()]
         for path in layout:
-            objects.send(f"shell/{path.relative_to(images / 'shell')}", path)
+            objects.upload(f"shell/{path.relative_to(images / 'shell')}", path)
         options: dict[str, Any] = {**OPTIONS, "images": url}
         done = run(tmp_path, **options)
         assert done.returncode == 0, done.stderr
@@ -45,8 +45,8 @@ def test_a_run_works_in_images_of_a_bucket(
         assert read() == before
 
         # An image that is gone from the bucket is gone here.
-        objects.remove([file.name for file in objects.files()])
-        objects.send("other.txt", b"")
+        objects.remove([file.name for file in objects.list_files()])
+        objects.upload("other.txt", b"")
         gone = run(tmp_path, "--dry_run", **options)
         assert gone.returncode == 2
         assert "holds no image" in gone.stderr

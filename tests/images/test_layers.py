@@ -18,7 +18,7 @@ from tests.helpers.running import PATIENCE_S
 from toolsets.images import layers as layers_module
 from toolsets.images.archives import images_in
 from toolsets.images.names import ImageError
-from toolsets.images.store import ImageStore, UnpackedImage, user_of
+from toolsets.images.store import ImageStore, UnpackedImage, find_user
 from toolsets.workspace.removal import remove_tree
 
 
@@ -376,11 +376,11 @@ def test_the_users_of_an_image(tmp_path: Path) -> None:
         Entry("etc/group", b"root:x:0:\nwheel:x:9:\n"),
     ]
     image = ImageStore(unpacked(tmp_path, tables).parents[2]).unpack("made:1")
-    assert user_of(image, None) == ("root", 0, 0, "/root")
-    assert user_of(image, "me") == ("me", 70, 71, "/home/me")
-    assert user_of(image, "70:wheel") == ("me", 70, 9, "/home/me")
-    assert user_of(image, "5:6") == ("5", 5, 6, "/")
+    assert find_user(image, None) == ("root", 0, 0, "/root")
+    assert find_user(image, "me") == ("me", 70, 71, "/home/me")
+    assert find_user(image, "70:wheel") == ("me", 70, 9, "/home/me")
+    assert find_user(image, "5:6") == ("5", 5, 6, "/")
     with pytest.raises(ImageError, match="'you' is not in /etc/passwd"):
-        user_of(image, "you")
+        find_user(image, "you")
     with pytest.raises(ImageError, match="group 'none'"):
-        user_of(image, "me:none")
+        find_user(image, "me:none")

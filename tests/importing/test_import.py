@@ -18,13 +18,13 @@ from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.importing.conversation import Foreign, time_of
+from batch_trajectories.importing.conversation import SourceConversation, parse_time
 from batch_trajectories.importing.importing import (
     ImportEnd,
     digest_of_messages,
     import_conversations,
 )
-from batch_trajectories.importing.sources import conversations_in
+from batch_trajectories.importing.sources import read_conversations
 from batch_trajectories.records.reader import stored_records
 from tests.fakes.fake_hub import REPOSITORY, fake_hub
 from tests.helpers.running import ids, lines, run, write_rows
@@ -174,8 +174,8 @@ def test_a_time_without_a_zone_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "XST-5")
     time.tzset()
     try:
-        assert time_of("1970-01-01T00:01:00", "here") == 60
-        assert time_of("1970-01-01T00:01:00+00:01", "here") == 0
+        assert parse_time("1970-01-01T00:01:00", "here") == 60
+        assert parse_time("1970-01-01T00:01:00+00:01", "here") == 0
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -914,9 +914,9 @@ def test_rows_of_an_earlier_version_are_known_by_their_places(tmp_path: Path) ->
     """Their digests took no marks and columns."""
     write_rows(tmp_path / "a.jsonl", _answer("A.", score=1), _answer("B.", weight=0))
     _, run_dir = take(tmp_path, tmp_path / "a.jsonl")
-    found = [read for _, read in conversations_in(tmp_path / "a.jsonl", None)]
+    found = [read for _, read in read_conversations(tmp_path / "a.jsonl", None)]
     path = run_dir / "imported/conversations.jsonl"
-    digests = [digest_of_messages(read) for read in found if isinstance(read, Foreign)]
+    digests = [digest_of_messages(read) for read in found if isinstance(read, SourceConversation)]
     old = [
         {**row, "imported_digest": digest} for row, digest in zip(lines(path), digests, strict=True)
     ]

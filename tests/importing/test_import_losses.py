@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.importing import claude_code_fields, codex_fields
-from batch_trajectories.importing.conversation import Foreign, SourceRow, Unreadable
+from batch_trajectories.importing.conversation import SourceConversation, SourceRow, Unreadable
 from batch_trajectories.importing.readers import atif, claude_code, codex, openai, sharegpt
 from tests.helpers.running import ROOT
 
@@ -28,10 +28,10 @@ Rows = list[dict[str, Any]]
 At = tuple[str | int, ...]
 
 
-def session_of(reader: Any, name: str) -> Callable[[Path, Rows], Foreign]:
-    def read(directory: Path, rows: Rows) -> Foreign:
+def session_of(reader: Any, name: str) -> Callable[[Path, Rows], SourceConversation]:
+    def read(directory: Path, rows: Rows) -> SourceConversation:
         path = directory / f"{name}.jsonl"
-        found: Foreign = reader.READER.session(
+        found: SourceConversation = reader.READER.session(
             path, [SourceRow(*one) for one in enumerate(rows, 1)]
         )
         return found
@@ -39,16 +39,16 @@ def session_of(reader: Any, name: str) -> Callable[[Path, Rows], Foreign]:
     return read
 
 
-def row_of(reader: Any) -> Callable[[Path, Rows], Foreign]:
-    def read(directory: Path, rows: Rows) -> Foreign:
+def row_of(reader: Any) -> Callable[[Path, Rows], SourceConversation]:
+    def read(directory: Path, rows: Rows) -> SourceConversation:
         del directory
-        found: Foreign = reader.READER.row(rows[0])
+        found: SourceConversation = reader.READER.row(rows[0])
         return found
 
     return read
 
 
-def recorded(found: Foreign) -> str:
+def recorded(found: SourceConversation) -> str:
     """All that a record says of it, and what was left out and named."""
     content = [found.conversation.stored(0.0), found.tools, found.facts, found.columns]
     return json.dumps([content, found.imported, found.agent, found.id, [*map(str, found.problems)]])
@@ -369,7 +369,7 @@ SHAREGPT: Rows = [
     }
 ]
 
-FORMATS: Mapping[str, tuple[Callable[[Path, Rows], Foreign], Rows, Sequence[str]]] = {
+FORMATS: Mapping[str, tuple[Callable[[Path, Rows], SourceConversation], Rows, Sequence[str]]] = {
     "claude_code": (
         session_of(claude_code, "s"),
         CLAUDE_CODE,
@@ -475,7 +475,7 @@ def test_a_field_that_no_session_has_is_recorded_or_refused_by_name(
     assert not lost, "\n".join(lost)
 
 
-def contents(found: Foreign) -> list[str]:
+def contents(found: SourceConversation) -> list[str]:
     return [message["content"] for message in found.conversation.messages]
 
 
@@ -982,7 +982,7 @@ def test_reasoning_that_mini_swe_agent_stores_with_a_response_is_read(
 
 
 def test_a_thought_of_swe_agent_that_its_reply_lacks_is_refused(tmp_path: Path) -> None:
-    def read(thought: str) -> Foreign:
+    def read(thought: str) -> SourceConversation:
         reply = {"role": "assistant", "content": 'First.\nThen:\n{"a": "b\\"c"}'}
         reply |= {"message_type": "action", "action": "ls", "agent": "main", "thought": thought}
         messages = [{"role": "user", "content": "Hi"}, reply]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.importing.conversation import Foreign, Unreadable
+from batch_trajectories.importing.conversation import SourceConversation, Unreadable
 from batch_trajectories.importing.readers import openai, sharegpt
-from batch_trajectories.importing.row_columns import METADATA, kind_of_media
+from batch_trajectories.importing.row_columns import METADATA, media_kind
 from batch_trajectories.records.tasks import Task
 
 MARKER = "zebra-7131"
@@ -209,13 +209,13 @@ VALUES: dict[str, Any] = {
 }
 
 
-def read(row: dict[str, Any]) -> Foreign:
+def read(row: dict[str, Any]) -> SourceConversation:
     reader = openai.READER if "messages" in row else sharegpt.READER
     assert reader.row is not None
     return reader.row(row)
 
 
-def written(found: Foreign) -> str:
+def written(found: SourceConversation) -> str:
     """All that a record says of a row, as text."""
     task = Task(
         id="i",
@@ -312,7 +312,7 @@ def test_each_added_key_of_a_row_is_read_or_named(name: str) -> None:
 def test_each_column_is_read_or_named(column: str, kind: str) -> None:
     for row in ROWS.values():
         made = {**row, column: VALUES[kind]}
-        if kind_of_media(column) is not None:
+        if media_kind(column) is not None:
             (first, *_) = [m for m in read(made).conversation.messages if m["role"] == "user"]
             assert first["provider_blocks"]["blocks"]  # export rejects the row by their names
         else:

@@ -12,12 +12,12 @@ import pytest
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.engine.record import as_stored
-from batch_trajectories.export.conversation.reading import read_conversation, system_of
+from batch_trajectories.export.conversation.reading import joined_system_prompt, read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Entry, Turn
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.importing.conversation import Foreign
+from batch_trajectories.importing.conversation import SourceConversation
 from batch_trajectories.importing.importing import import_conversations
 from batch_trajectories.importing.readers import atif, openai, sharegpt
 from batch_trajectories.records.reader import stored_records
@@ -157,13 +157,13 @@ READERS = {"atif": atif.READER, "openai": openai.READER, "hermes": sharegpt.READ
 READERS["llamafactory"] = sharegpt.READER
 
 
-def read(name: str, row: dict[str, Any]) -> Foreign:
+def read(name: str, row: dict[str, Any]) -> SourceConversation:
     reader = READERS[name]
     assert reader.row is not None
     return reader.row(exact_json.loads(dumps_row(row)))
 
 
-def again(found: Foreign) -> Record:
+def again(found: SourceConversation) -> Record:
     columns = {"id": found.id, "prompt": found.prompt()}
     task = Task(
         id=str(found.id), prompt_id=str(found.id), sample=0, input_digest="d", columns=columns
@@ -246,7 +246,7 @@ def test_conversations_come_back_equal(number: int) -> None:
         if style in (Style(), STYLES[5][1]):
             assert told(found, name) == told(record, name)
         if name == "openai" or style.system == "saved":
-            assert system_of(found.messages) == system_of(record.messages)
+            assert joined_system_prompt(found.messages) == joined_system_prompt(record.messages)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.importing.conversation import Foreign, Unreadable
+from batch_trajectories.importing.conversation import SourceConversation, Unreadable
 from batch_trajectories.importing.readers import openai, sharegpt
 
 LOOK = {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}}
@@ -16,7 +16,7 @@ WRAPPED = {"type": "function", "function": LOOK}
 CALL = {"name": "look", "arguments": {"q": "a", "n": [1, None]}}
 
 
-def read(**row: Any) -> Foreign:
+def read(**row: Any) -> SourceConversation:
     reader = openai.READER if "messages" in row else sharegpt.READER
     assert reader.row is not None
     return reader.row(row)
@@ -32,7 +32,7 @@ def chat(*pairs: tuple[str, Any], **of_last: Any) -> list[dict[str, Any]]:
     return made
 
 
-def seen(found: Foreign) -> list[tuple[str, str]]:
+def seen(found: SourceConversation) -> list[tuple[str, str]]:
     """Roles and texts; of replies with calls also these, of results their calls."""
     shown: list[tuple[str, str]] = []
     for message in found.conversation.messages:
@@ -46,7 +46,7 @@ def seen(found: Foreign) -> list[tuple[str, str]]:
     return shown
 
 
-def names(found: Foreign) -> list[str] | None:
+def names(found: SourceConversation) -> list[str] | None:
     return None if found.tools is None else [tool["function"]["name"] for tool in found.tools]
 
 

@@ -23,10 +23,15 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.fork import chosen_records
 from batch_trajectories.config.models import set_up_models, setup_of_task
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.toolsets import catalog_of
+from batch_trajectories.config.toolsets import build_catalog
 from batch_trajectories.dataset.row_fork import read_fork
 from batch_trajectories.engine.run_dir import locked, read_run_json
-from batch_trajectories.maintenance.fork import NotForkable, events_until, forked_config, paid_for
+from batch_trajectories.maintenance.fork import (
+    NotForkable,
+    events_until,
+    forked_config,
+    inherited_cost,
+)
 from batch_trajectories.records.tasks import Task
 from batch_trajectories.report.facts import row_of
 from tests.agent.test_properties import CALM, Scene, Stage, record_of, scenes, stage, terms_of
@@ -375,7 +380,7 @@ def test_a_branch_draws_what_its_parent_drew(tmp_path: Path) -> None:
     config = RunConfig(
         dataset_file=tmp_path, run_name="b", model="scripted", distribution="balanced", forks=True
     )
-    setups = set_up_models(config, catalog_of(config))
+    setups = set_up_models(config, build_catalog(config))
     plain = config.model_copy(update={"forks": False})
 
     def drawn(config: RunConfig, task_id: str, **columns: Any) -> list[str]:
@@ -383,7 +388,7 @@ def test_a_branch_draws_what_its_parent_drew(tmp_path: Path) -> None:
             setups,
             config,
             Task(id=task_id, prompt_id=task_id, sample=0, input_digest="d", columns=columns),
-        ).names()
+        ).toolset_names()
 
     parents = [drawn(plain, f"p{n}") for n in range(20)]
     branches = [drawn(config, f"fork.p{n}@1", fork={"drawn_as": f"p{n}"}) for n in range(20)]
@@ -447,7 +452,7 @@ def test_the_parent_s_cost_is_not_counted_in_a_branch(tmp_path: Path) -> None:
     branch = Trajectory(OPENING, events)
     assert branch.turns == 2
     assert (branch.spent_usd, branch.spent_tokens, branch.cost_usd()) == (0, 0, None)
-    paid = paid_for(events)
+    paid = inherited_cost(events)
     assert (paid["api_calls"], paid["cost_usd"], paid["usage"]["input_tokens"]) == (2, 0.5, 14)
 
 

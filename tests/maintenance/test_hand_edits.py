@@ -12,9 +12,9 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.rows.format_names import names
+from batch_trajectories.export.rows.format_names import format_names
 from batch_trajectories.maintenance.fork import write_forks
-from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.report.page.writer import write_report
 from tests.helpers.exporting import exported
@@ -83,9 +83,9 @@ def edited(whole_run: Source, folder: Path, place: str, *, keeps_size: bool = Tr
     else:
         holder[last] = EDITS[place][0]
     if keeps_size and place != "row":
-        longer = len(with_checksum(orjson.dumps(record))) - len(lines[1])
+        longer = len(add_checksum(orjson.dumps(record))) - len(lines[1])
         record["row"]["pad"] = "x" * (800 - longer)
-    lines[1] = with_checksum(orjson.dumps(record))
+    lines[1] = add_checksum(orjson.dumps(record))
     (run_dir / "records.jsonl").write_bytes(b"".join(lines))
     return Source(run_dir, whole_run.scan, whole_run.num_samples)
 
@@ -99,7 +99,7 @@ def test_an_edited_field_is_named_by_each_format(
     tmp_path: Path, whole_run: Source, place: str
 ) -> None:
     source = edited(whole_run, tmp_path, place)
-    for name in names():
+    for name in format_names():
         with pytest.raises(UnreadableRecord, match=re.escape(described(place))):
             exported(source, formats=name)
 

@@ -14,7 +14,7 @@ import pytest
 
 from batch_trajectories.engine.run_dir import runs_in
 from batch_trajectories.maintenance.merge import common_config
-from batch_trajectories.records.files import read_object, with_checksum
+from batch_trajectories.records.files import add_checksum, read_object
 from tests.faults.oracle import check_run, finished_lines, resume_and_judge
 from tests.helpers.running import SCRIPTED, ids, run, write_rows
 
@@ -89,7 +89,7 @@ def test_equal_records_are_taken_once_and_different_ones_refuse_all(cwd: Path) -
     records = cwd / "trajectories" / "twin" / "records.jsonl"
     first, *rest = records.read_bytes().splitlines(keepends=True)
     changed = orjson.dumps(read_object(first)).replace(b'"y"', b'"z"', 1)
-    records.write_bytes(b"".join([with_checksum(changed), *rest]))
+    records.write_bytes(b"".join([add_checksum(changed), *rest]))
     refused = run(cwd, "merge", "a", "twin", into="n")
     assert refused.returncode == 2
     assert "1 tasks have different records in two runs: p" in refused.stderr

@@ -19,9 +19,9 @@ from batch_trajectories.api.results import write_results
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.run_dir import locked, read_run_json
-from batch_trajectories.maintenance.upkeep import Checked, check
-from batch_trajectories.records.files import read_object, with_checksum
-from batch_trajectories.records.index import ROW_BYTES, mark_for
+from batch_trajectories.maintenance.upkeep import VerifyResult, check
+from batch_trajectories.records.files import add_checksum, read_object
+from batch_trajectories.records.index import ROW_BYTES, make_mark
 from batch_trajectories.records.tasks import task_key
 from tests.helpers.running import SCRIPTED, ids, lines, run, write_rows
 
@@ -51,7 +51,7 @@ def path(whole: Path, tmp_path: Path) -> Path:
     return tmp_path / "trajectories" / "r"
 
 
-def checked(path: Path, *, read_data: bool = True, repair: bool = False) -> Checked:
+def checked(path: Path, *, read_data: bool = True, repair: bool = False) -> VerifyResult:
     identity = read_run_json(path)
     config = RunConfig.model_validate(identity["config"])
     return check(path, identity, config, read_data=read_data, repair=repair, make=write_results)
@@ -65,7 +65,7 @@ def edit(file: Path, change: Callable[[list[bytes]], Any]) -> None:
 
 
 def without(line: bytes, **changes: Any) -> bytes:
-    return with_checksum(orjson.dumps({**read_object(line), **changes}))
+    return add_checksum(orjson.dumps({**read_object(line), **changes}))
 
 
 def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
@@ -75,7 +75,7 @@ def put(number: int, line: bytes) -> Callable[[list[bytes]], Any]:
 def edit_last_row(index: Path, *, turns: int) -> None:
     content = bytearray(index.read_bytes())
     content[32 - ROW_BYTES : 36 - ROW_BYTES] = turns.to_bytes(4, sys.byteorder)
-    content[:ROW_BYTES] = mark_for(len(content), crc32(content[ROW_BYTES:]))
+    content[:ROW_BYTES] = make_mark(len(content), crc32(content[ROW_BYTES:]))
     index.write_bytes(content)
 
 
@@ -151,8 +151,8 @@ def all_of(*damages: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return do
 
 
-LOAN = with_checksum(orjson.dumps({"kind": "lent", "usd": 1.5, "tokens": 0}))
-VERDICT = with_checksum(orjson.dumps({"key": "k", "reply": "right", "error": None}))
+LOAN = add_checksum(orjson.dumps({"kind": "lent", "usd": 1.5, "tokens": 0}))
+VERDICT = add_checksum(orjson.dumps({"key": "k", "reply": "right", "error": None}))
 RESULT = orjson.dumps({"id": f"{UNFINISHED}-0a", "reply": {}}) + b"\n"
 ALL_STEPS = ("gathered", "sending", "created", "collected")
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
-from batch_trajectories.mirror.copies import copy_of
+from batch_trajectories.mirror.copies import update_copy
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import finished_lines, judge_run_dir
 from tests.faults.test_concurrency import fake_clock
@@ -56,7 +56,7 @@ def bucket(
 
 def records_of(bucket: Emulated) -> Path:
     """The records that the mirror has."""
-    return copy_of(f"{bucket.url}/r") / "records.jsonl"
+    return update_copy(f"{bucket.url}/r") / "records.jsonl"
 
 
 @pytest.mark.parametrize("bucket", ["s3", "az", "gs"], indirect=True)

@@ -11,7 +11,7 @@ pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
 from batch_trajectories.basics.bucket import Bucket, BucketFailed
 from batch_trajectories.basics.errors import RunLocked
-from batch_trajectories.mirror.copies import copy_of
+from batch_trajectories.mirror.copies import update_copy
 from tests.mirror.emulators import Emulated, emulated, needs_emulators
 from tests.mirror.proxy import Fault
 from tests.mirror.test_lease import LINE, a_run, an_empty_run, content_of, mirrored
@@ -44,9 +44,9 @@ def test_a_bucket_keeps_a_run_and_has_one_writer(bucket_url: str, tmp_path: Path
         file.write(LINE)
     second.close()
     expected = content_of(run_dir) | {"records.jsonl": LINE * 2}
-    assert content_of(copy_of(f"{bucket_url}/r")) == expected
+    assert content_of(update_copy(f"{bucket_url}/r")) == expected
     mirrored(bucket_url, tmp_path / "b/r").close()
-    assert content_of(copy_of(f"{bucket_url}/r")) == expected
+    assert content_of(update_copy(f"{bucket_url}/r")) == expected
 
 
 def test_a_bucket_that_is_not_there_is_named(bucket_url: str) -> None:

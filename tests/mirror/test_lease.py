@@ -19,7 +19,7 @@ pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
 from batch_trajectories.basics.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError, RunDirError, RunLocked
-from batch_trajectories.mirror.copies import Copy, copy_of
+from batch_trajectories.mirror.copies import Copy, update_copy
 from batch_trajectories.mirror.mirror import Mirror
 from batch_trajectories.mirror.tail import DIRECTORY, unpack_part
 from batch_trajectories.records.journal import Inflight, boot_id, journal_line
@@ -81,13 +81,13 @@ def test_a_directory_comes_back_from_its_mirror(tmp_path: Path, url: str) -> Non
     mirror.close()
 
     expected = content_of(run_dir) | {"records.jsonl": LINE * 2, "dataset.jsonl": LINE}
-    assert content_of(copy_of(f"{url}/r")) == expected
+    assert content_of(update_copy(f"{url}/r")) == expected
 
     # What comes later is brought by parts of its own.
     mirror = mirrored(url, run_dir)
     (run_dir / "scores.jsonl").write_bytes(LINE)
     mirror.close()
-    assert content_of(copy_of(f"{url}/r")) == expected | {"scores.jsonl": LINE}
+    assert content_of(update_copy(f"{url}/r")) == expected | {"scores.jsonl": LINE}
 
 
 def test_a_first_start_that_comes_back_may_not_write(tmp_path: Path, url: str) -> None:
@@ -100,7 +100,7 @@ def test_a_first_start_that_comes_back_may_not_write(tmp_path: Path, url: str) -
     with (tmp_path / "b/r/records.jsonl").open("ab") as file:
         file.write(b'{"b":1}\n')
     second.close()
-    assert (copy_of(f"{url}/r") / "records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
+    assert (update_copy(f"{url}/r") / "records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
 
     # Started again, it goes on from the mirror, and keeps what it had not sent.
     mirrored(url, tmp_path / "a/r").close()
@@ -169,7 +169,7 @@ def test_journals_from_a_mirror_do_not_show_which_calls_began(tmp_path: Path, ur
     for place, knows in (("a", True), ("b", False)):
         inflight = Inflight(tmp_path / place / "r/inflight")
         inflight.read(settled=frozenset())
-        assert inflight.knows_begun(key) == knows
+        assert inflight.has_start_events(key) == knows
 
 
 def test_a_damaged_part_is_named(tmp_path: Path, url: str) -> None:
@@ -177,7 +177,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, url: str) -> None:
     part = tmp_path / "bucket/r/parts/000000000002"
     part.write_bytes(part.read_bytes().replace(LINE, b'{"a":2}\n'))
     with pytest.raises(RunDirError, match=r"parts/000000000002: damaged"):
-        copy_of(f"{url}/r")
+        update_copy(f"{url}/r")
 
 
 @pytest.mark.parametrize("name", ["../x", "lock", "inflight/../../x", "/etc/x", "mirror.json"])
@@ -230,7 +230,7 @@ def test_of_two_starts_one_writes_through_stops_and_continues(
 
     writers: dict[int, set[str]] = {}
     fences = []
-    for name, content in Bucket(f"{url}/r").after(DIRECTORY, ""):
+    for name, content in Bucket(f"{url}/r").read_after(DIRECTORY, ""):
         part = unpack_part(content, name)
         writers.setdefault(part.fence, set()).add(part.holder["token"])
         fences.append(part.fence)

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.mirror.copies import copy_of
+from batch_trajectories.mirror.copies import update_copy
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir
 from tests.faults.test_process import asking
@@ -94,7 +94,7 @@ def test_a_call_that_a_lost_machine_cut_off_runs_again_in_a_rebuilt_workspace(
 
     def journaled() -> bytes:
         try:
-            files = copy_of(f"{url}/r").glob("inflight/*")
+            files = update_copy(f"{url}/r").glob("inflight/*")
         except RunDirError:  # nothing has been sent yet
             return b""
         return b"".join(file.read_bytes() for file in files if file.is_file())
@@ -233,5 +233,5 @@ def test_a_bucket_that_refuses_stops_the_run_in_order(
         ended = run(tmp_path, **given, accept_config_change="dataset_file")
         assert ended.returncode == 0, ended.stderr
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    there = (copy_of(f"{url}/r") / "records.jsonl").read_bytes()
+    there = (update_copy(f"{url}/r") / "records.jsonl").read_bytes()
     assert there == finished_lines_of(tmp_path)

@@ -15,7 +15,7 @@ pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
 from batch_trajectories.basics.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.dataset.source import source_of
+from batch_trajectories.dataset.source import parse_source
 from tests.helpers.running import SCRIPTED, ids, run
 from tests.mirror.emulators import Emulated, emulated, needs_emulators
 from tests.mirror.proxy import Fault
@@ -28,7 +28,7 @@ def test_without_the_extra_a_dataset_at_a_url_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"s3://bucket/data.* pip install .*\[mirror\]"):
-        source_of(Path("s3://bucket/data/p.jsonl"))
+        parse_source(Path("s3://bucket/data/p.jsonl"))
 
 
 def test_a_key_in_a_url_is_refused_and_not_shown(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def brought(bucket: Emulated, name: str) -> int:
 def test_a_dataset_is_brought_once_by_version(bucket: Emulated, tmp_path: Path) -> None:
     """One that has changed is treated like a changed file."""
     objects = Bucket(f"{bucket.url}/data")
-    objects.send("a.jsonl", rows_of("a", "b"))
-    objects.send("more/c.jsonl.gz", gzip.compress(rows_of("c")))
-    objects.send("_notes.jsonl", b"no rows")
+    objects.upload("a.jsonl", rows_of("a", "b"))
+    objects.upload("more/c.jsonl.gz", gzip.compress(rows_of("c")))
+    objects.upload("_notes.jsonl", b"no rows")
     given = {**SCRIPTED, "dataset_file": f"{bucket.url}/data"}
     shown = run(tmp_path, "look", f"{bucket.url}/data/a.jsonl")
     assert shown.returncode == 0, shown.stderr
@@ -85,13 +85,13 @@ def test_a_dataset_is_brought_once_by_version(bucket: Emulated, tmp_path: Path) 
     assert f"{bucket.url}/data" in note
     assert SECRET not in note
 
-    objects.send("a.jsonl", rows_of("a", "b", "d"))
+    objects.upload("a.jsonl", rows_of("a", "b", "d"))
     assert run(tmp_path, **given).returncode == 0
     assert ids(training) == ["a", "b", "d", "c"]
-    objects.send("a.jsonl", rows_of("a", "b", "d").replace(b"Say b.", b"Ask b."))
+    objects.upload("a.jsonl", rows_of("a", "b", "d").replace(b"Say b.", b"Ask b."))
     assert run(tmp_path, **given).returncode == 0
     assert b"Ask b." in training.read_bytes()
-    objects.send("a.jsonl", rows_of("a"))
+    objects.upload("a.jsonl", rows_of("a"))
     refused = run(tmp_path, **given)
     assert refused.returncode == 2
     assert "dataset_file" in refused.stderr
@@ -126,14 +126,14 @@ def test_a_dataset_is_exported_to_a_url_with_its_manifest_last(
         if path.is_file()
     }
     there = Bucket(url)
-    assert {file.name: there.read(file.name) for file in there.files()} == local
+    assert {file.name: there.read(file.name) for file in there.list_files()} == local
     sent = [one.path for one in bucket.proxy.requests if one.method == "PUT"]
     assert sent[-1].endswith("manifest.json")
     assert "all files match" in exported("--check")
 
     assert "removed from" in exported(format="openai")
-    assert not [file for file in there.files() if file.name.startswith("hermes/")]
-    Bucket(f"{bucket.url}/sets").send("two/else.txt", b"")
+    assert not [file for file in there.list_files() if file.name.startswith("hermes/")]
+    Bucket(f"{bucket.url}/sets").upload("two/else.txt", b"")
     refused = run(tmp_path, "export", "r", format="openai", output=f"{bucket.url}/sets/two")
     assert refused.returncode == 2
     assert "holds else.txt but no dataset" in refused.stderr
@@ -147,4 +147,4 @@ def test_a_dataset_is_exported_to_a_url_with_its_manifest_last(
     assert manifest is not None
     assert orjson.loads(manifest)["unfinished"]
     assert "removed from" not in exported(format="openai,hermes")
-    assert {file.name: there.read(file.name) for file in there.files()} == local
+    assert {file.name: there.read(file.name) for file in there.list_files()} == local

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from batch_runner import RunConfig, open_run, run
-from batch_trajectories.api.start import exit_of
+from batch_trajectories.api.start import explain_exit
 from batch_trajectories.basics.errors import ConfigError, DatasetError, RunDirError, RunLocked
-from batch_trajectories.basics.process import hide_environment, settings_restored
+from batch_trajectories.basics.process import hide_environment, restore_settings
 from batch_trajectories.engine.run_dir import locked
 from batch_trajectories.engine.supervisor.run import Outcome
 from tests.helpers.answering import JSON, answering
@@ -105,7 +105,7 @@ class TestRun:
     def test_the_budget_is_exit_code_3(self, tmp_path: Path) -> None:
         totals = run(scripted(tmp_path), progress=False).totals
         outcome = Outcome(stopped_by="the budget is spent", is_out_of_budget=True)
-        code, reason = exit_of(outcome, totals)
+        code, reason = explain_exit(outcome, totals)
         assert code == 3
         assert "the budget is spent" in str(reason)
 
@@ -303,7 +303,7 @@ class TestOpenRun:
 def test_settings_come_back_after_an_error() -> None:
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(KeyError), settings_restored():
+    with suppress(KeyError), restore_settings():
         root.addHandler(logging.NullHandler())
         hide_environment()
         raise KeyError

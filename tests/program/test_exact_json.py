@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.flat import extend_session, from_messages, init_session, to_messages
-from agent.loop.tools import resolve
+from agent.loop.tools import resolve_references
 from agent.models.dialects.anthropic_messages import API as ANTHROPIC
 from agent.models.dialects.anthropic_messages import MessagesAssembly, read_reply, to_api_messages
 from agent.state.tally import Tally
@@ -27,7 +27,7 @@ from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.helpers.answering import JSON, answering
 from tests.helpers.exporting import make_run, rows, worked
 from tests.helpers.running import lines, run, write_rows
-from toolsets.catalog.custom import as_toolsets
+from toolsets.catalog.custom import make_toolsets
 
 LONG = 123456789012345678901234
 SMALL = -9223372036854775809
@@ -236,7 +236,7 @@ def test_calls_that_differ_in_one_digit_are_different() -> None:
 
 def test_references_leave_numbers_as_they_are() -> None:
     text = f'{{"n":{LONG},"s":"$$"}}'
-    assert resolve(text, Trajectory(())) == text
+    assert resolve_references(text, Trajectory(())) == text
 
 
 def test_a_flat_session_holds_long_integers() -> None:
@@ -258,7 +258,7 @@ def test_a_schema_may_hold_integers_of_any_size() -> None:
         """Do nothing."""
         return str(n)
 
-    made = as_toolsets([("own", f)])[0].tools[0]
+    made = make_toolsets([("own", f)])[0].tools[0]
     made.parameters["properties"]["n"]["maximum"] = LONG
     from toolsets.catalog.custom import schemas_digest
 

@@ -37,7 +37,7 @@ def is_what_was_sampled(record: dict[str, Any]) -> None:
     for turn, message in zip(turns, said, strict=True):
         assert turn.completion == ids_of(_as_sampled(message))
         assert turn.logprobs is not None
-        assert turn.shared == turn.of
+        assert turn.shared == turn.previous_length
 
 
 def _as_sampled(message: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ def _is_what_was_sampled(record: dict[str, Any]) -> None:
         text += "".join(f"<|call|>{call['name']} {call['arguments']}" for call in calls)
         assert turn.completion == ids_of(text + "<|end|>")
         assert turn.logprobs == [logprob_of(id) for id in turn.completion]
-        assert turn.shared == turn.of
+        assert turn.shared == turn.previous_length
 
 
 def _verbatim(message: dict[str, Any]) -> str:

@@ -58,13 +58,13 @@ def test_a_reply_is_used_only_when_it_is_kept() -> None:
         sent: list[StoreEvents] = []
         journal = RemoteJournal(sent.append, place="there")
         journal.append("p", "d", reply(1), assignment=1, position=0)
-        waiting = asyncio.create_task(journal.kept(KEY))
+        waiting = asyncio.create_task(journal.wait_persisted(KEY))
         await passes()
         assert len(sent) == 1
         assert not waiting.done()
         journal.on_kept(sent[0].number)
         await waiting
-        await journal.kept(task_key("another", "d"))
+        await journal.wait_persisted(task_key("another", "d"))
 
     asyncio.run(work())
 
@@ -118,9 +118,9 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
         writer.close()
     inflight = Inflight(tmp_path)
     inflight.read(settled=())
-    assert inflight.workspace_place(KEY) == "there"
-    assert inflight.workspace_place(task_key("q", "d")) == ""
-    assert inflight.workspace_place(task_key("r", "d")) == ""
+    assert inflight.workspace_id(KEY) == "there"
+    assert inflight.workspace_id(task_key("q", "d")) == ""
+    assert inflight.workspace_id(task_key("r", "d")) == ""
     assert [is_cost_only(event) for event in inflight.events(KEY)] == [False, True]
     assert not errors
 

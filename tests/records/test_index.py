@@ -231,7 +231,7 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     assert len(index) == len(expected)
     assert sorted(entry.offset for _, entry in index.records())[0] == 0
     counting = sorted(expected.items(), key=lambda found: found[1].offset)
-    assert list(index.counting()) == counting
+    assert list(index.current_entries()) == counting
     assert list(index.latest()) == counting[::-1]
     costs = [entry.cost_usd for _, entry in index.records() if entry.cost_usd is not None]
     unknown = [entry for _, entry in index.records() if entry.turns and entry.cost_usd is None]
@@ -316,7 +316,7 @@ def test_an_index_with_an_ending_that_was_cut_is_made_again(tmp_path: Path) -> N
     ]
     (tmp_path / "records.jsonl").write_bytes(b"".join(b"%b\n" % orjson.dumps(r) for r in records))
     right = load_index(tmp_path).rows
-    assert Index(right).sums(Index(right).counting_rows()).endings == {
+    assert Index(right).sums(Index(right).current_rows()).endings == {
         Ending("user_context_exceeded", None, "check_failed"): 3
     }
     ending = b"user_context_exceeded\0\0check_faile"

@@ -82,7 +82,7 @@ def test_labels_that_are_read_while_they_are_counted_disturb_nobody(tmp_path: Pa
     counting, verdicts = labels.by_record(), labels.verdicts()
     next(counting), next(verdicts)
     say(source, "t2", verdict="reject")
-    labels.read_on()
+    labels.read_new_lines()
     assert (len([*counting]), len([*verdicts])) == (1, 1)
     assert len([*labels.by_record()]) == 3
 

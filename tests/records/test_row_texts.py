@@ -10,7 +10,7 @@ import pytest
 
 from batch_trajectories.api.stored_run import open_run
 from batch_trajectories.basics import exact_json
-from batch_trajectories.records.files import DamagedLine, with_checksum
+from batch_trajectories.records.files import DamagedLine, add_checksum
 from batch_trajectories.records.record_types import Record, decode_record
 from tests.export.test_hermes import assistant, user
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 def unshared(record: dict[str, Any]) -> Record:
     """The record as earlier versions stored it."""
-    return decode_record(with_checksum(exact_json.dumps(whole(record))))
+    return decode_record(add_checksum(exact_json.dumps(whole(record))))
 
 
 def made(name: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_a_text_is_stored_once_and_read_as_if_it_were_stored_twice(name: str) ->
     assert ours.row == record["row"]
     assert ours.as_dict() == before.as_dict() == record
     assert ours.whole_line() == before.whole_line()
-    assert json.loads(ours.spliced({"tools": b"1"})) == json.loads(before.spliced({"tools": b"1"}))
+    assert json.loads(ours.splice({"tools": b"1"})) == json.loads(before.splice({"tools": b"1"}))
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.record_types import decode_record
 from tests.export.test_hermes import assistant, user
 from tests.helpers.stored import whole
@@ -29,11 +29,11 @@ RECORDS: dict[str, dict[str, Any]] = {
     "a long integer": {"row": {"n": 2**70}},
 }
 WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
-    "ours": lambda record: with_checksum(exact_json.dumps(record)),
+    "ours": lambda record: add_checksum(exact_json.dumps(record)),
     "no checksum": lambda record: exact_json.dumps(record) + b"\n",
     "blanks": lambda record: json.dumps(record).encode() + b" \n",
-    "blanks between members": lambda record: with_checksum(json.dumps(record).encode()),
-    "tools first": lambda record: with_checksum(
+    "blanks between members": lambda record: add_checksum(json.dumps(record).encode()),
+    "tools first": lambda record: add_checksum(
         exact_json.dumps({"tools": record["tools"], **record})
     ),
 }
@@ -44,6 +44,6 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 def test_only_the_members_given_are_others(name: str, writer: str) -> None:
     made = whole({"tools": [TOOL], "messages": SAID, "turns": [{}], **RECORDS[name]})
     record = decode_record(WRITERS[writer](made))
-    assert json.loads(record.spliced({})) == made
-    spliced = json.loads(record.spliced({"tools": b'["0-1"]', "form": b'{"file":"training"}'}))
+    assert json.loads(record.splice({})) == made
+    spliced = json.loads(record.splice({"tools": b'["0-1"]', "form": b'{"file":"training"}'}))
     assert spliced == made | {"tools": ["0-1"], "form": {"file": "training"}}

@@ -24,10 +24,10 @@ from batch_trajectories.records.failures import Failure, FailureFile, load_faile
 from batch_trajectories.records.files import (
     AppendFile,
     StorageError,
+    add_checksum,
     read_json,
     repair_tail,
     replace_file,
-    with_checksum,
 )
 from batch_trajectories.records.index import index_fields
 from batch_trajectories.records.journal import (
@@ -129,7 +129,7 @@ def test_a_last_record_without_its_newline_counts(records: Path) -> None:
     """It was paid for, and nothing of what it says is missing."""
     path = records / "records.jsonl"
     before = path.read_bytes()
-    for sealed in (before, with_checksum(before.splitlines()[0]) * 3):
+    for sealed in (before, add_checksum(before.splitlines()[0]) * 3):
         path.write_bytes(sealed[:-1])
         file = open_records(records)
         append(file, record("d"))
@@ -325,7 +325,7 @@ def test_a_later_assignment_counts_from_where_it_went_on(tmp_path: Path) -> None
 def knows_begun(path: Path, task: str, **given: Any) -> bool:
     inflight = Inflight(path, **given)
     inflight.read(settled=())
-    return inflight.knows_begun(task_key(task, "d"))
+    return inflight.has_start_events(task_key(task, "d"))
 
 
 def test_a_journal_tells_which_calls_began_until_the_machine_starts_again(

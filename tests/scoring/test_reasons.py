@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.audit.audited import without_model
+from batch_trajectories.audit.audited import make_config_without_model
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.kept_dataset import KeptDataset
+from batch_trajectories.dataset.kept_dataset import DatasetSnapshot
 from batch_trajectories.dataset.scan import scan
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.reader import open_index, stored_records
 from batch_trajectories.records.record_types import CheckResult, Record, Score
 from batch_trajectories.records.records import RecordFile
-from batch_trajectories.records.scores import CHECK, of_record, score_key
+from batch_trajectories.records.scores import CHECK, later_check_keys, score_key
 from batch_trajectories.records.tasks import task_key
 from batch_trajectories.scoring.rechecks import Judging, LeftOut, NewRows, Rechecks
 from batch_trajectories.scoring.score_file import NewScore, open_scores
@@ -30,7 +30,7 @@ FAILED = {"passed": False, "reward": 0.0, "exit_code": 1}
 
 def config_of(**options: Any) -> RunConfig:
     given = RunConfig(dataset_file=Path("p.jsonl"), run_name="r", model="scripted", **options)
-    return without_model(given)
+    return make_config_without_model(given)
 
 
 IN_IMAGES: dict[str, Any] = {"workspace": "image", "images": Path("images"), "docker_image": "a:1"}
@@ -54,7 +54,7 @@ def asked(record: Record, rows: NewRows | None = None, **options: Any) -> Judgin
         verdict=None,
         reward=None,
     )
-    return Rechecks(config_of(**options), rows).of(record, place, bytes(16))
+    return Rechecks(config_of(**options), rows).decide(record, place, bytes(16))
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_rows_are_found_by_id_and_without_one_by_the_prompt(tmp_path: Path) -> N
     ]
     path = write_rows(tmp_path / "new.jsonl", *rows)
     rules = config_of().row_rules("scripted")
-    new = NewRows(scan(path, max_samples=None, rules=rules), KeptDataset(path))
+    new = NewRows(scan(path, max_samples=None, rules=rules), DatasetSnapshot(path))
 
     def of(prompt_id: str, prompt: str) -> Any:
-        return new.of(stored({"prompt_id": prompt_id, "row": {"prompt": prompt}}))
+        return new.find_row(stored({"prompt_id": prompt_id, "row": {"prompt": prompt}}))
 
     assert of("a", "another")["check"] == "true"
     assert of("row-0123456789abcdef", "two")["check"] == "false"
@@ -159,7 +159,7 @@ def judge(run_dir: Path, record: Record, check: dict[str, Any]) -> None:
     key = task_key(record.id, record.input_digest).hex()
     line = {"source": CHECK, "version": "v", "rewards": None, "error": None, "check": check}
     with open_scores(run_dir) as file:
-        fields = {**line, "task": key, **of_record(record, result)}
+        fields = {**line, "task": key, **later_check_keys(record, result)}
         file.append([NewScore(score_key(record), record.id, fields)])
 
 
@@ -171,14 +171,14 @@ def test_index_and_records_have_the_last_verdict(tmp_path: Path) -> None:
     judge(tmp_path, other, FAILED)
     judge(tmp_path, other, PASSED)
     with open_index(tmp_path) as (index, _):
-        assert [entry.passed for _, entry in index.counting()] == [False, True]
+        assert [entry.passed for _, entry in index.current_entries()] == [False, True]
     records = list(stored_records(tmp_path))
     assert [judgement_of(record).passed for record in records] == [False, True]
     assert records[0].as_dict()["check"] == FAILED
     judge(tmp_path, first, {"error": "it timed out"})
     with open_index(tmp_path) as (index, _):
-        assert [entry.check_failed for _, entry in index.counting()] == [True, False]
-        assert next(index.counting())[1].reward is None
+        assert [entry.check_failed for _, entry in index.current_entries()] == [True, False]
+        assert next(index.current_entries())[1].reward is None
 
 
 def test_a_record_that_came_later_has_its_own_verdict(tmp_path: Path) -> None:
@@ -188,5 +188,5 @@ def test_a_record_that_came_later_has_its_own_verdict(tmp_path: Path) -> None:
     judge(tmp_path, first, FAILED)
     write_records(tmp_path, stored({"id": "a", "check": PASSED, "finished_at": 7.5}))
     with open_index(tmp_path) as (index, _):
-        assert [entry.passed for _, entry in index.counting()] == [True]
+        assert [entry.passed for _, entry in index.current_entries()] == [True]
     assert [judgement_of(record).passed for record in stored_records(tmp_path)] == [True]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.config.fingerprint import meaning_of, with_defaults
+from batch_trajectories.config.fingerprint import fill_defaults, meaning_of
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
@@ -149,9 +149,9 @@ def test_any_option_may_be_missing(tmp_path: Path) -> None:
     meaning = json.loads(json.dumps(meaning_of(config)))
     given = {"model": "scripted", "subagents": [agent], "simulated_user": user}
     given["mcp"] = meaning["mcp"]
-    assert with_defaults(given) == with_defaults(meaning)
+    assert fill_defaults(given) == fill_defaults(meaning)
     given["subagents"] = [{**agent, "max_turns": 3}]
-    assert with_defaults(given) != with_defaults(meaning)
+    assert fill_defaults(given) != fill_defaults(meaning)
 
 
 def test_runs_of_two_commits_have_the_same_options(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from batch_trajectories.engine.plan import make_plan
 from run_agent import AIAgent
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from toolsets.catalog.custom import OwnToolError, as_toolsets, load_own
+from toolsets.catalog.custom import CustomToolError, load_custom_toolsets, make_toolsets
 from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool
@@ -58,7 +58,7 @@ def written(cwd: Path, module: str, text: str) -> str:
 
 
 def only(function: Any) -> Tool:
-    return as_toolsets([("own", function)])[0].tools[0]
+    return make_toolsets([("own", function)])[0].tools[0]
 
 
 WAITING = """
@@ -328,11 +328,11 @@ def test_own_tools_and_toolsets_keep_their_settings() -> None:
         return text
 
     mine: Any = (speak, plain)
-    (loaded,) = as_toolsets([("m", Toolset("mine", "Mine.", mine))])
+    (loaded,) = make_toolsets([("m", Toolset("mine", "Mine.", mine))])
     assert (loaded.name, [one.name for one in loaded.tools]) == ("mine", ["say", "plain"])
     assert loaded.tools[0] is speak
-    with pytest.raises(OwnToolError, match="is not a tool"):
-        as_toolsets([("m", [print])])
+    with pytest.raises(CustomToolError, match="is not a tool"):
+        make_toolsets([("m", [print])])
 
 
 def test_places_of_one_module_are_one_toolset(
@@ -340,7 +340,7 @@ def test_places_of_one_module_are_one_toolset(
 ) -> None:
     written(tmp_path, "two_places", MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (loaded,) = load_own(("two_places:note", "two_places:get_weather"))
+    (loaded,) = load_custom_toolsets(("two_places:note", "two_places:get_weather"))
     assert (loaded.name, len(loaded.tools)) == ("two_places", 2)
 
 
@@ -363,11 +363,11 @@ def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) ->
     (beside / "shop.py").write_text(source)
     (beside / "run.yaml").write_text("tools: shop.py:price\nrun_name: r\ndataset_file: p\n")
     config = load_config(tmp_path / "sub" / "run.yaml", {})
-    [toolset] = load_own(config.tools or ())
+    [toolset] = load_custom_toolsets(config.tools or ())
     assert (toolset.name, [tool.name for tool in toolset.tools]) == ("shop", ["price"])
     for place, message in (
         (f"{tmp_path}/sub/shop.py:cost", "cannot import '.*shop.py:cost': AttributeError"),
         (f"{tmp_path}/none.py:cost", "cannot import '.*none.py:cost': FileNotFoundError"),
     ):
-        with pytest.raises(OwnToolError, match=message):
-            load_own((place,))
+        with pytest.raises(CustomToolError, match=message):
+            load_custom_toolsets((place,))

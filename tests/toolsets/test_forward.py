@@ -10,7 +10,7 @@ from typing import Any
 from tests.toolsets.test_sandbox import needs_bwrap
 from toolsets.sandbox.base import ExecResult, Extras, Limits
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.programs import forwarding
+from toolsets.sandbox.programs import make_forward_command
 from toolsets.workspace.workspace import Workspace
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -52,7 +52,7 @@ def start(
             "acp": None,
             **terms,
         }
-        command, text = forwarding(given, in_image=False)
+        command, text = make_forward_command(given, in_image=False)
         try:
             return await sandbox.exec(command, stdin=text)
         finally:

@@ -20,7 +20,7 @@ from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.channel import Channel, Launch
 from toolsets.sandbox.containers.docker import (
     EngineImages,
-    name_around,
+    make_container_name,
     remove_containers,
     run_label,
 )
@@ -104,8 +104,8 @@ def test_a_client_learns_that_its_input_has_ended_though_its_output_was_not_read
 
 def test_containers_are_removed_that_nobody_uses(engine: Path, run_dir: Path) -> None:
     prefix = f"bt-{run_label(run_dir)}-"
-    around = name_around(run_dir / "workspaces" / "here")
-    gone = name_around(run_dir / "workspaces" / "gone")
+    around = make_container_name(run_dir / "workspaces" / "here")
+    gone = make_container_name(run_dir / "workspaces" / "gone")
     assert around.startswith(f"{prefix}here.")
     states = {
         f"{prefix}here": "Exited",  # its conversation continues in it
@@ -168,7 +168,7 @@ def test_half_an_image_is_removed_if_it_is_of_the_run(engine: Path, run_dir: Pat
 
 
 def test_the_name_of_a_directory_can_be_any(tmp_path: Path) -> None:
-    name = name_around(tmp_path / "workspaces" / ".a b/é[1]")
+    name = make_container_name(tmp_path / "workspaces" / ".a b/é[1]")
     assert name.isascii()
     assert set(name) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-."}
 

@@ -38,7 +38,7 @@ from tests.helpers.running import (
 from toolsets.catalog.registry import tools_of
 from toolsets.context import ToolContext
 from toolsets.mcp.mcp_settings import McpError, McpServer, expand, read_servers
-from toolsets.mcp.servers import McpServers, check_by, list_servers
+from toolsets.mcp.servers import McpServers, list_servers, make_check
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -300,7 +300,7 @@ def test_a_schema_too_deep_to_be_checked_is_named() -> None:
     for _ in range(1000):
         schema = {"properties": {"a": schema}}
     with pytest.raises(McpError, match="the schema of t is nested too deeply to be checked"):
-        check_by(schema, "t")
+        make_check(schema, "t")
 
 
 BACKTRACKING = "^(a|aa)+$"
@@ -325,7 +325,7 @@ def test_a_pattern_that_takes_too_long_is_left_to_the_server(
     schema: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     """A search without a limit would hold up the worker for ever."""
-    check_by({"type": "object", **schema}, "t")(arguments)
+    make_check({"type": "object", **schema}, "t")(arguments)
 
 
 @pytest.mark.parametrize("keyword", ["anyOf", "allOf", "oneOf"])
@@ -337,14 +337,14 @@ def test_references_that_double_with_each_level_are_left_to_the_server(keyword: 
         "properties": {"a": {"$ref": names[0]}, "b": {"type": "string"}},
         "$defs": {**inner, "n39": {"type": "integer"}},
     }
-    check = check_by(schema, "t")
+    check = make_check(schema, "t")
     check({"a": "no number"})
     with pytest.raises(ArgumentsError, match="b: 1 is not of type 'string'"):
         check({"b": 1})
 
 
 def test_patterns_are_checked() -> None:
-    check = check_by(
+    check = make_check(
         {
             "properties": {"p": {"pattern": "^a+$"}, "q": {}},
             "patternProperties": {"^x": {"type": "integer"}},

@@ -327,7 +327,7 @@ def test_output_is_cut_between_characters_and_counted_exactly(chunk: int) -> Non
     output = HeadTail(101)
     for start in range(0, len(raw), chunk):
         output.feed(raw[start : start + chunk])
-    head, mark, tail = output_text(*output.kept(), output.total).split("\n")
+    head, mark, tail = output_text(*output.head_and_tail(), output.total).split("\n")
     cut_bytes = int(mark.split()[1])
     assert "\ufffd" not in head + tail
     assert len(head.encode()) + len(tail.encode()) + cut_bytes == len(raw)
@@ -337,7 +337,7 @@ def test_output_within_the_limit_is_whole() -> None:
     output = HeadTail(10)
     for piece in (b"01234", b"567", b"\xff\0"):
         output.feed(piece)
-    assert output_text(*output.kept(), output.total) == "01234567\ufffd\ufffd"
+    assert output_text(*output.head_and_tail(), output.total) == "01234567\ufffd\ufffd"
 
 
 def test_commands_take_no_threads_of_the_worker(workspace: Workspace) -> None:

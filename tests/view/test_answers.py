@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.scores import Labels
 from batch_trajectories.report.facts import row_of
@@ -23,7 +23,7 @@ RUN = "/runs/r"
 
 
 def facts_of(runs: Path) -> list[dict[str, Any]]:
-    return [row_of(record, Own(record)) for record in stored_records(runs / "r")]
+    return [row_of(record, AuthoredWork(record)) for record in stored_records(runs / "r")]
 
 
 def test_the_list_has_the_run(viewer: Viewer) -> None:

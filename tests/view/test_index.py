@@ -13,7 +13,7 @@ import orjson
 import pytest
 from multidict import MultiDict
 
-from batch_trajectories.records.files import with_checksum
+from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.view.conversation import _opening
@@ -52,7 +52,7 @@ def changed(line: bytes, **values: Any) -> bytes:
     """A record with other values."""
     content = orjson.loads(line)
     del content["crc32"]
-    return with_checksum(orjson.dumps(content | values))
+    return add_checksum(orjson.dumps(content | values))
 
 
 def test_rows_come_as_records_are_appended(copied: Path, looking: Viewer) -> None:
@@ -151,7 +151,7 @@ def test_later_scores_are_shown(copied: Path, looking: Viewer) -> None:
         "id": record.id,
         "at": 1.0,
     }
-    (copied / "scores.jsonl").write_bytes(with_checksum(orjson.dumps(score)))
+    (copied / "scores.jsonl").write_bytes(add_checksum(orjson.dumps(score)))
     answer = rows_of(looking, reward_min=1)
     assert [row["id"] for row in answer["rows"]] == [record.id]
     assert looking.get("/runs/r/record", id=record.id)["record"]["scores"][0]["source"] == "judge"
@@ -184,7 +184,7 @@ def test_a_number_that_no_column_can_hold_is_left_out(copied: Path, looking: Vie
     del content["crc32"]
     huge = orjson.dumps(content | {"id": "huge", "usage": usage | {"input_tokens": 7777}})
     with records.open("ab") as file:
-        file.write(with_checksum(huge.replace(b"7777", str(2**70).encode())))
+        file.write(add_checksum(huge.replace(b"7777", str(2**70).encode())))
     answer = rows_of(looking)
     assert (answer["matching"], answer["index"]["unreadable"]) == (ALL, 1)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.errors import (
     HostError,
     ToolError,
-    install,
+    install_command,
     machine_failure,
     machine_failure_in,
 )
@@ -226,7 +226,7 @@ _UNSHARE = (
 def browser_problem() -> str | None:
     """Return why the browser cannot work here, and what to install; None if it works."""
     if find_spec("playwright") is None:
-        return f"it needs a further package: {install('browser')}"
+        return f"it needs a further package: {install_command('browser')}"
     named = os.environ.get(VARIABLE)
     if _executable() is not None:
         return None

@@ -29,7 +29,7 @@ def shell_argv(command: str, prefix: str = "") -> list[str]:
     return ["sh", "-c", prefix + _SHELL, "sh", command]
 
 
-def sandbox_of(context: ToolContext) -> Sandbox:
+def require_sandbox(context: ToolContext) -> Sandbox:
     """Return the sandbox for commands; raises `ToolError` if there is none."""
     if context.sandbox is None:
         raise ToolError("this task has no sandbox to run commands in")
@@ -133,7 +133,7 @@ async def terminal(
     into, and the command that stops it. `jobs -l` lists what runs in the background. It runs on
     until it ends, is stopped, or the conversation ends.
     """
-    sandbox = sandbox_of(context)
+    sandbox = require_sandbox(context)
     output_file = None
     if background:
         output_file = f"{sandbox.home}/{_OUTPUT_DIRECTORY}/{secrets.token_hex(4)}.log"
@@ -163,5 +163,5 @@ async def python(
     files. Code that takes too long is interrupted; code that ends the interpreter, or does not
     let itself be interrupted, loses its state, and a note says so. Input is empty.
     """
-    result = await sandbox_of(context).run("python", code, timeout_s=timeout_s)
+    result = await require_sandbox(context).run("python", code, timeout_s=timeout_s)
     return as_tool_result(result, context, session="python", tool="python")

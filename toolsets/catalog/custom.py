@@ -24,14 +24,14 @@ from toolsets.tool import Tool, tool
 # Imports what an option names by MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE.
 
 
-class OwnToolError(ValueError):
+class CustomToolError(ValueError):
     """A user's own tools cannot be used; the message says where and why."""
 
 
 def import_place(place: str, option: str) -> Any:
     """Import MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, also from the current directory.
 
-    Raises `OwnToolError` naming the `option` that holds the place.
+    Raises `CustomToolError` naming the `option` that holds the place.
     """
     file, _, attribute = place.rpartition(":")
     try:
@@ -41,16 +41,16 @@ def import_place(place: str, option: str) -> Any:
             sys.path.append(here)
         return pkgutil.resolve_name(place)
     except (Exception, SystemExit) as error:  # a user's module may do anything when imported
-        raise OwnToolError(
+        raise CustomToolError(
             f"{option}: cannot import {place!r}: {type(error).__name__}: {error}"
         ) from error
 
 
 def import_function(place: str, option: str) -> Callable[..., Any]:
-    """Import a function from a place. Raises `OwnToolError` naming the `option`."""
+    """Import a function from a place. Raises `CustomToolError` naming the `option`."""
     function: Callable[..., Any] = import_place(place, option)
     if not callable(function):
-        raise OwnToolError(f"{option}: {place!r} is not callable; give MODULE:FUNCTION")
+        raise CustomToolError(f"{option}: {place!r} is not callable; give MODULE:FUNCTION")
     return function
 
 
@@ -69,12 +69,12 @@ ENTRY_POINTS = "batch_trajectories.tools"
 
 
 @lru_cache(maxsize=8)
-def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
+def load_custom_toolsets(places: tuple[str, ...]) -> tuple[Toolset, ...]:
     """Return the toolsets that `places` name.
 
     A place is MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE, or the name of an entry point. The attribute is
     a function, a `Tool`, a list of functions and tools, or a `Toolset`. Tools outside a `Toolset`
-    go into a toolset named after their module or entry point. Raises `OwnToolError`.
+    go into a toolset named after their module or entry point. Raises `CustomToolError`.
     """
     entry_points: dict[str, str] = {}
     if any(":" not in place for place in places):
@@ -90,15 +90,15 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
             named.append((place, import_place(entry_points[place], f"tools: {place}")))
         else:
             known = ", ".join(sorted(entry_points)) or "none"
-            raise OwnToolError(
+            raise CustomToolError(
                 f"tools: {place!r} is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor an "
                 f"entry point of an installed package (group {ENTRY_POINTS}: {known})"
             )
-    return as_toolsets(named)
+    return make_toolsets(named)
 
 
-def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
-    """Make toolsets from the objects under each name; see `load_own`."""
+def make_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
+    """Make toolsets from the objects under each name; see `load_custom_toolsets`."""
     toolsets: dict[str, Toolset] = {}
     for name, value in named:
         toolset = _toolset(name, value)
@@ -121,7 +121,7 @@ def _toolset(name: str, value: Any) -> Toolset:
     items = value if isinstance(value, list | tuple) else [value]
     tools = tuple(_tool(item, name) for item in items)
     if not tools:
-        raise OwnToolError(f"tools: {name}: the list has no tools")
+        raise CustomToolError(f"tools: {name}: the list has no tools")
     return Toolset(name, f"Tools of {name}.", tools)
 
 
@@ -129,14 +129,14 @@ def _tool(value: Any, name: str) -> Tool:
     if isinstance(value, Tool):
         return value
     if not (inspect.isfunction(value) or inspect.ismethod(value)):
-        raise OwnToolError(
+        raise CustomToolError(
             f"tools: {name}: {value!r} is not a tool; give a function, a Tool, a list of them, or "
             "a Toolset"
         )
     try:
         return tool()(value)
     except TypeError as error:
-        raise OwnToolError(f"{_place(value)}: {error}") from error
+        raise CustomToolError(f"{_place(value)}: {error}") from error
 
 
 def _check_names(toolset: Toolset) -> None:
@@ -144,7 +144,7 @@ def _check_names(toolset: Toolset) -> None:
     for own in toolset.tools:
         other = by_name.setdefault(own.name, own)
         if other is not own:
-            raise OwnToolError(
+            raise CustomToolError(
                 f"{_place(own.function)}: toolset {toolset.name!r} has two tools called "
                 f"{own.name!r}; the other is at {_place(other.function)}"
             )

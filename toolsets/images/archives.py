@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import orjson
 
-from batch_trajectories.basics.process import locked
+from batch_trajectories.basics.process import lock_file
 from toolsets.images.layers import MAGIC_GZIP, MAGIC_ZSTD
 from toolsets.images.names import DIGEST, ImageError, full_name
 
@@ -272,7 +272,7 @@ def add_to_layout(layout: Path, name: str, engine_id: str, save: Callable[[Path]
     id, maybe by other names. Raises `ImageError`.
     """
     layout.mkdir(parents=True, exist_ok=True)
-    with locked(layout / ".lock"):
+    with lock_file(layout / ".lock"):
         index = _index(layout)
         entries: list[dict[str, Any]] = index["manifests"]
         known = next((e for e in entries if _annotations(e).get(_ENGINE_ID) == engine_id), None)

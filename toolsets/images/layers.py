@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import orjson
 
-from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
 from toolsets.images.names import ImageError
 from toolsets.workspace.removal import remove_tree
 
@@ -91,7 +91,7 @@ class Unpacking:
                 raise ImageError(f"the layer {diff_id} is damaged: {error}") from error
             except OSError as error:
                 if error.errno in HOST_ERRNOS:
-                    raise HostError(f"an image: {describe(error.errno)}") from error
+                    raise HostError(f"an image: {describe_errno(error.errno)}") from error
                 raise ImageError(f"the layer {diff_id} cannot be unpacked: {error}") from error
         self._bytes += counted.total
         if f"sha256:{counted.hash.hexdigest()}" != diff_id:

@@ -24,9 +24,9 @@ import orjson
 from batch_trajectories.basics.errors import (
     HostError,
     machine_failure,
-    machine_failures_as_stops,
+    stop_on_machine_failure,
 )
-from batch_trajectories.basics.process import locked
+from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
 from toolsets.images.archives import StoredImage, images_in, opener
@@ -70,9 +70,9 @@ class ImageStore:
         """Never raises; `problem` reports what is wrong with the directory."""
         self._url = str(directory) if isinstance(directory, UrlPath) else None
         if self._url is not None:
-            from batch_trajectories.basics.bucket import cache_of  # few images have URLs
+            from batch_trajectories.basics.bucket import cache_directory  # few images have URLs
 
-            directory = cache_of(self._url, "images")
+            directory = cache_directory(self._url, "images")
         self.directory = directory.absolute()
         self.unpacked = self.directory / f".unpacked-{os.getuid()}"
         self._known: dict[str, UnpackedImage] = {}
@@ -130,13 +130,13 @@ class ImageStore:
         try:
             if not (place / _CONFIG).exists():
                 self._make_directory()
-                with locked(place.with_suffix(".lock")):
+                with lock_file(place.with_suffix(".lock")):
                     if not (place / _CONFIG).exists():
                         self._unpack(image, place)
             config = orjson.loads((place / _CONFIG).read_bytes())
             if "entrypoint" not in config:  # unpacked by an earlier version
                 config = _settings(image.configuration())
-                with locked(place.with_suffix(".lock")):
+                with lock_file(place.with_suffix(".lock")):
                     (place / _NEW_CONFIG).write_bytes(orjson.dumps(config))
                     (place / _NEW_CONFIG).replace(place / _CONFIG)
             named = {name: config[name] for name in ("env", "workdir", "user")}
@@ -150,15 +150,15 @@ class ImageStore:
             raise ImageError(f"image {reference!r} in {image.source}: {error}") from error
 
     def _download(self, url: str) -> None:
-        from batch_trajectories.basics.bucket import bring_all
+        from batch_trajectories.basics.bucket import download_all
 
-        with machine_failures_as_stops():
-            bring_all(url, self.directory)
+        with stop_on_machine_failure():
+            download_all(url, self.directory)
 
     def _is_whole(self) -> bool:
-        from batch_trajectories.basics.bucket import is_whole
+        from batch_trajectories.basics.bucket import is_complete
 
-        return is_whole(self.directory)
+        return is_complete(self.directory)
 
     @cached_property
     def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
@@ -238,7 +238,7 @@ class ImageStore:
         """Return the directory of a tree of layers with which several images begin."""
         name = hashlib.sha256(" ".join(diff_ids).encode()).hexdigest()
         place = self.unpacked / f"{name}.base"
-        with locked(place.with_suffix(".base.lock")):
+        with lock_file(place.with_suffix(".base.lock")):
             if not (place / STATE).exists():
                 lower = (_count_common(diff_ids, ids) for ids in self._layers.values())
                 shared = max((count for count in lower if count < len(diff_ids)), default=0)
@@ -303,7 +303,7 @@ class User(NamedTuple):
     home: str
 
 
-def user_of(image: UnpackedImage, name: str | None) -> User:
+def find_user(image: UnpackedImage, name: str | None) -> User:
     """Return the user that `name` means in an image, as `USER` in a Dockerfile.
 
     None means the image's own user. Raises `ImageError` for an unknown name.

@@ -354,7 +354,7 @@ class _Stderr(asyncio.Protocol):
         self._output.feed(data)
 
     def text(self) -> str:
-        return output_text(*self._output.kept(), self._output.total)
+        return output_text(*self._output.head_and_tail(), self._output.total)
 
 
 def _require(name: str, server: str) -> str:

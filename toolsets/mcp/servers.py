@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.basics.errors import HostError, install
+from batch_trajectories.basics.errors import HostError, install_command
 from batch_trajectories.basics.per_loop import PerLoop
 from batch_trajectories.basics.text import clip
 from toolsets.catalog.registry import Toolset
@@ -31,7 +31,7 @@ async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer 
     Returns each server with its tools, or the reason why it cannot be used.
     """
     if servers and find_spec("mcp") is None:
-        missing = McpError(f"mcp: the MCP SDK is missing: {install('mcp')}")
+        missing = McpError(f"mcp: the MCP SDK is missing: {install_command('mcp')}")
         return dict.fromkeys(servers, missing)
     starts = asyncio.Semaphore(_STARTS_AT_A_TIME)
     tasks = [_probe(name, server, starts) for name, server in servers.items()]
@@ -88,7 +88,7 @@ class McpServers(PerLoop["_Links"]):
             idempotent=listed.is_idempotent,
             effects="none" if listed.is_read_only else server.effects,
             sequential=not listed.is_read_only,
-            check=check_by(listed.input_schema, tool_name),
+            check=make_check(listed.input_schema, tool_name),
         )
 
     def _link(self, name: str, server: McpServer, context: ToolContext) -> Link:
@@ -191,7 +191,7 @@ class _CheckTimeoutError(Exception):
     """A check takes longer than its time limit."""
 
 
-def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
+def make_check(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
     """Return a check of arguments by a server's schema; raises `McpError` if it is invalid.
 
     The server itself must check references to other documents, and patterns and references that

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from batch_trajectories.basics.closing import close_all
-from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
 from batch_trajectories.basics.per_loop import PerLoop
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
@@ -128,7 +128,7 @@ async def _start(template: SandboxTemplate) -> Channel | None:
             return channel
         await channel.close()
         if reply.refused in HOST_ERRNOS:
-            raise HostError(f"cannot start a sandbox: {describe(reply.refused)}")
+            raise HostError(f"cannot start a sandbox: {describe_errno(reply.refused)}")
         problem = os.strerror(reply.refused)
     log.warning("sandboxes start slower here, each by itself: one cannot be forked (%s)", problem)
     return None

@@ -24,7 +24,7 @@ from batch_trajectories.basics.errors import HostError
 from toolsets.images.bases import base_of, keep_base, remove_bases, remove_work, use_base
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
-from toolsets.images.store import ImageStore, UnpackedImage, user_of
+from toolsets.images.store import ImageStore, UnpackedImage, find_user
 from toolsets.sandbox.base import (
     Extras,
     ImageSpec,
@@ -155,7 +155,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         self._layering = layering_of(workspace.root.parent, image.path.parent)
         self._starts_entrypoint = spec.starts_entrypoint
         self._network = spec.network or limits.network
-        self._user = user_of(image, spec.user)
+        self._user = find_user(image, spec.user)
         self.home = _workdir(image, spec.workdir)
         self._env = {
             "PATH": _PATH,
@@ -183,7 +183,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         """Raise `HostError`: sandboxes in images are always forked."""
         raise HostError("sandboxes cannot be forked here, which images need; see run.log")
 
-    def is_kept(self) -> bool:
+    def has_survived(self) -> bool:
         """See `ImageSandbox`."""
         root = self._workspace.root
         base = base_of(root)
@@ -200,7 +200,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         self._workspace.make()
         return use_base(self._workspace.root, base)
 
-    def keep_as(self, base: str) -> None:
+    def save_base(self, base: str) -> None:
         """See `ImageSandbox`."""
         keep_base(self._workspace.root, base)
 

@@ -14,7 +14,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
 from toolsets.sandbox.base import (
     Extras,
     ImageSpec,
@@ -56,7 +56,7 @@ class ImageSandbox(Sandbox):
         """Whether commands may change every file of the image."""
 
     @abstractmethod
-    def is_kept(self) -> bool:
+    def has_survived(self) -> bool:
         """Whether the changes by an earlier sandbox of this conversation still exist."""
 
     @property
@@ -73,14 +73,14 @@ class ImageSandbox(Sandbox):
         """Remove the changes; the sandbox must have been stopped."""
 
     def begin_above(self, base: str) -> bool:
-        """Begin above a base that `keep_as` made; call it before the first command.
+        """Begin above a base that `save_base` made; call it before the first command.
 
         Returns False if there is no such base.
         """
         del base
         return False
 
-    def keep_as(self, base: str) -> None:
+    def save_base(self, base: str) -> None:
         """Keep the changes under a name, as a base; the sandbox must have been stopped."""
 
     def layer_mark(self, path: str) -> str | None:
@@ -185,7 +185,7 @@ class FileState(NamedTuple):
         return self.kind == "link" and UNNAMED in self.mark
 
     @property
-    def is_closed(self) -> bool:
+    def is_unreadable(self) -> bool:
         """Whether the file is a directory with unknown entries."""
         return self.kind == "dir" and self.mark == UNREADABLE
 
@@ -402,7 +402,7 @@ class ImageFiles(FileSource):
         """Return the exception for an error number from inside."""
         # A small file system inside may be full, and files in /proc fail as broken disks do.
         if number in HOST_ERRNOS and (failed := self._disk_failure()) is not None:
-            return HostError(f"workspace: {describe(failed)}")
+            return HostError(f"workspace: {describe_errno(failed)}")
         if number == errno.ENOENT:
             return PathError(f"path {path!r} does not exist", is_missing=True)
         if number in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):

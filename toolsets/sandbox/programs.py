@@ -56,7 +56,7 @@ class Command(NamedTuple):
     stdin: bytes
 
 
-def forwarding(terms: Mapping[str, Any], *, in_image: bool) -> Command:
+def make_forward_command(terms: Mapping[str, Any], *, in_image: bool) -> Command:
     """Return the command that starts another one and forwards its connections.
 
     See `inside.forward`. In an image the command needs the mounts of `inside_python`.

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe, has_memory
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno, has_memory
 from batch_trajectories.basics.text import output_text
 from toolsets.sandbox.base import (
     ExecResult,
@@ -193,7 +193,7 @@ class ServedSandbox(Sandbox):
         def result(reply: Reply, duration_s: float) -> ExecResult:
             result = self._result(reply, session, duration_s)
             if _is_user_full(result.stdout, result.stderr):
-                raise HostError(f"a command could not run: {describe(errno.EAGAIN)}")
+                raise HostError(f"a command could not run: {describe_errno(errno.EAGAIN)}")
             return result
 
         return await self._exchange(request, asked_s, result, session)
@@ -227,7 +227,7 @@ class ServedSandbox(Sandbox):
                     raise Gone(self._out_of_memory())
                 if reply.refused == errno.EAGAIN:
                     if not self._is_at_its_limit(channel, reply):
-                        raise HostError(f"cannot start a command: {describe(errno.EAGAIN)}")
+                        raise HostError(f"cannot start a command: {describe_errno(errno.EAGAIN)}")
                     # At its limit a task could not even stop a process, so it starts again.
                     raise Gone("ran too many processes and was ended")
                 return read(reply, time.monotonic() - begun)
@@ -393,7 +393,7 @@ def _encodable(text: str) -> str:
 
 def _refusal(number: int) -> Exception:
     if number in HOST_ERRNOS and (number != errno.ENOMEM or not has_memory()):
-        return HostError(f"cannot start a command: {describe(number)}")
+        return HostError(f"cannot start a command: {describe_errno(number)}")
     if number == errno.E2BIG:
         return SandboxError("the command is too long; write it to a file and run that")
     return SandboxError(f"the command could not be started: {os.strerror(number)}")

@@ -18,11 +18,11 @@ import aiohttp
 import orjson
 from pydantic import Field
 
-from batch_trajectories.basics.errors import ToolError, install
-from batch_trajectories.basics.process import locked
+from batch_trajectories.basics.errors import ToolError, install_command
+from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
-from toolsets.function_threads import in_thread
+from toolsets.function_threads import call_in_thread
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.tool import ToolResult, tool
 from toolsets.web.http import read_body, request_error
@@ -63,7 +63,7 @@ class WebCache:
             return value
         path = self._path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(path.parent / _LOCK):
+        with lock_file(path.parent / _LOCK):
             if (stored := self.get(key)) is not None:
                 return stored
             self._make_room(path.parent, self._max_shard_bytes - len(content))
@@ -110,7 +110,7 @@ def web_problem() -> str | None:
     """Return why the web tools cannot work here, and what to install; None if they work."""
     if all(find_spec(package) is not None for package in _PACKAGES):
         return None
-    return f"it needs further packages: {install('web')}"
+    return f"it needs further packages: {install_command('web')}"
 
 
 @tool(effects="none")
@@ -162,7 +162,9 @@ async def _get_page(url: str, settings: WebSettings) -> Any:
 
     async def fetch() -> dict[str, str]:
         got = await download(url, settings)
-        page = await in_thread(partial(read_page, got.url, got.content_type, got.charset, got.body))
+        page = await call_in_thread(
+            partial(read_page, got.url, got.content_type, got.charset, got.body)
+        )
         return {"url": got.url, "type": got.content_type, "title": page.title, "text": page.text}
 
     return await _get_cached(settings, f"GET {check_url(url)}", fetch)

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, ToolError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, ToolError, describe_errno
 from toolsets.workspace.removal import remove_tree
 
 _MAX_PATH_CHARS = 4096
@@ -412,7 +412,7 @@ def _readable_errors(path: str) -> Iterator[None]:
 def _readable(error: OSError, path: str) -> PathError:
     """Describe an error with the model's path, without paths of this machine."""
     if error.errno in HOST_ERRNOS:
-        raise HostError(f"workspace: {describe(error.errno)}") from error
+        raise HostError(f"workspace: {describe_errno(error.errno)}") from error
     if error.errno == errno.ENOENT:
         return PathError(f"path {path!r} does not exist")
     if error.errno in (errno.ENOTDIR, errno.ELOOP):

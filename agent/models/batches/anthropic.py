@@ -19,7 +19,7 @@ from agent.models.batches.base import BatchState, ItemResult, LostBatch, Undecid
 from agent.models.batches.sdk_connection import SdkConnection, read_id
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
-from agent.models.parsing import load_object, object_of
+from agent.models.parsing import get_object, load_object
 from batch_trajectories.basics import exact_json
 
 if TYPE_CHECKING:
@@ -154,10 +154,10 @@ async def _join_items(items: Path) -> AsyncIterator[bytes]:
 
 def _read_result(line: Mapping[str, Any]) -> ItemResult:
     id = str(line.get("custom_id"))
-    result = object_of(line, "result")
+    result = get_object(line, "result")
     message = result.get("message")
     if result.get("type") == "succeeded" and isinstance(message, dict):
         return ItemResult(id, exact_json.dumps(message))
-    error = object_of(object_of(result, "error"), "error")
+    error = get_object(get_object(result, "error"), "error")
     reason = f"{error.get('type')}: {error.get('message')}" if error else ""
     return ItemResult(id, None, reason or str(result.get("type")))

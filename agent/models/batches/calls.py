@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.models.batches.base import Batches
-from agent.models.dialects.dialect import dialect_of, read_asked
+from agent.models.dialects.dialect import get_dialect, read_own_reply
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.providers import NO_KEY, provider_at
 from agent.models.resolve import SCRIPTED
@@ -41,13 +41,13 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
     return OpenAIBatches(settings, api_key)
 
 
-def body_of(request: Request, settings: ModelSettings) -> bytes:
+def live_body(request: Request, settings: ModelSettings) -> bytes:
     """The body that a live call would send, without a request for a stream."""
-    body = dialect_of(settings.api).body(settings, request)
+    body = get_dialect(settings.api).body(settings, request)
     body.pop("stream", None)  # batches have no streams, and may refuse the word
     return exact_json.dumps(body)
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:
     """Read the reply in the body of an item's result, without its price. Raises `ModelError`."""
-    return read_asked(settings, body)
+    return read_own_reply(settings, body)

@@ -16,10 +16,10 @@ import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
 from agent.models.batches.sdk_connection import SdkConnection, read_id
-from agent.models.dialects.dialect import dialect_of
+from agent.models.dialects.dialect import get_dialect
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
-from agent.models.parsing import load_object, object_of
+from agent.models.parsing import get_object, load_object
 from batch_trajectories.basics import exact_json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class OpenAIBatches:
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         from openai import AsyncOpenAI
 
-        self._path: Any = "/v1" + dialect_of(settings.api).path
+        self._path: Any = "/v1" + get_dialect(settings.api).path
         self._connection = SdkConnection(settings, api_key, AsyncOpenAI)
         self._client: AsyncOpenAI = self._connection.client
 
@@ -132,10 +132,10 @@ class OpenAIBatches:
 def _read_result(line: Mapping[str, Any]) -> ItemResult:
     """Read a line of an output file or of an error file."""
     id = str(line.get("custom_id"))
-    response = object_of(line, "response")
+    response = get_object(line, "response")
     body = response.get("body")
     if response.get("status_code") == 200 and isinstance(body, dict):
         return ItemResult(id, exact_json.dumps(body))
-    error = object_of(line, "error") or object_of(object_of(response, "body"), "error")
+    error = get_object(line, "error") or get_object(get_object(response, "body"), "error")
     why = f"{error.get('code') or response.get('status_code')}: {error.get('message')}"
     return ItemResult(id, None, why)

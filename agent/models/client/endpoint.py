@@ -15,7 +15,7 @@ from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.client.transport import Transport
 from agent.models.connection import Share
-from agent.models.dialects.dialect import RELAYED, dialect_of, read_asked
+from agent.models.dialects.dialect import RELAYED, get_dialect, read_own_reply
 from agent.models.dialects.token_ids import FIELDS
 from agent.models.endpoint_words import load_words
 from agent.models.errors import ModelError
@@ -276,7 +276,7 @@ class EndpointModel:
         fleets: MutableMapping[str, Fleet] | None = None,
     ) -> None:
         """Open the transports; see `open_model` for `say`, `share` and `fleets`."""
-        self._dialect = dialect_of(settings.api)
+        self._dialect = get_dialect(settings.api)
         self._refusals = UnsupportedOptions(settings, say)
         self._fleet: Fleet | None = None
         at_each = (replace(settings, base_url=url) for url in settings.urls)
@@ -326,7 +326,7 @@ class EndpointModel:
         body = dialect.body(settings, request)
         conversation = request.conversation
         reply = await transport.post(dialect.path, body, settings, assembly, conversation)
-        return read_asked(settings, reply, body)
+        return read_own_reply(settings, reply, body)
 
     async def _relay(
         self, request: RelayRequest, transport: Transport, settings: ModelSettings
@@ -353,7 +353,7 @@ class EndpointModel:
 def load_client(settings: ModelSettings) -> None:
     """Import the modules that `open_model` and calls need, so that forked processes share them."""
     if settings.api in RELAYED:
-        dialect_of(settings.api)
+        get_dialect(settings.api)
         load_words()
 
 

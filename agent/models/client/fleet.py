@@ -18,7 +18,7 @@ from batch_trajectories.basics.errors import HostError
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0
+_CHECK_TIMEOUT_S = 5.0
 """Maximum seconds of a health check."""
 
 _FIRST_CHECK_TIMEOUT_S = 2.0
@@ -95,7 +95,7 @@ class Fleet:
         """Wait for a slot among the calls of a replica, and hold it; the wait does not count."""
         slots, pace = self._slots[number], self._paces[number]
         if slots is None and not pace.wait_s():
-            pace.take()
+            pace.reserve()
             yield
             return
         waiting = request.deadline.waiting() if request.deadline else contextlib.nullcontext()
@@ -104,7 +104,7 @@ class Fleet:
                 if slots is not None:
                     await slots.acquire()
                     stack.callback(slots.release)
-                wait_s = pace.take()
+                wait_s = pace.reserve()
                 if wait_s:
                     await asyncio.sleep(wait_s)
             yield
@@ -146,7 +146,7 @@ class Fleet:
             self._wakes.clear()
             for number in self._replicas.due():
                 if number not in self._checking:
-                    self._start_check(self._check(number, _LOOK_S))
+                    self._start_check(self._check(number, _CHECK_TIMEOUT_S))
             # A replica that is being checked stays due until its answer, which wakes this loop.
             wait_s = max(self._replicas.next_check_s(), 0.05 if self._checking else 0.0)
             with contextlib.suppress(TimeoutError):
@@ -175,7 +175,7 @@ class Fleet:
             status = 200  # this machine failed, not the replica
         finally:
             self._checking.discard(number)
-            self._replicas.looked(number, status)
+            self._replicas.record_check(number, status)
             self._wakes.set()
             if self._replicas.is_lost(number):
                 for scope in self._in_flight[number]:
@@ -201,7 +201,7 @@ class _Pace:
         """Seconds until the next call may be sent."""
         return max(0.0, self._next_at - self._now()) if self._interval_s else 0.0
 
-    def take(self) -> float:
+    def reserve(self) -> float:
         """Reserve the next time for a call; returns the seconds until then."""
         wait_s = self.wait_s()
         self._next_at = self._now() + wait_s + self._interval_s

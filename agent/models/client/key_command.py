@@ -103,7 +103,7 @@ def command_key(command: tuple[str, ...], refresh_s: float) -> CommandKey:
     return CommandKey(command, refresh_s)
 
 
-def key_of_command(connection: Connection) -> CommandKey:
+def configured_key(connection: Connection) -> CommandKey:
     """The key of an endpoint with a `key_command`."""
     return command_key(connection.key_command, connection.key_refresh_s)
 

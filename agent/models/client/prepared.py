@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from yarl import URL
 
-from agent.models.client.key_command import RenewableKey, key_of_command
+from agent.models.client.key_command import RenewableKey, configured_key
 from agent.models.connection import Connection
-from agent.models.dialects.dialect import dialect_of
+from agent.models.dialects.dialect import get_dialect
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
@@ -69,7 +69,7 @@ def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
     """The headers of every request of a model with this key."""
     connection = settings.connection
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
-    headers |= dialect_of(settings.api).headers(settings, api_key)
+    headers |= get_dialect(settings.api).headers(settings, api_key)
     if connection.headers_env and api_key == PLACEHOLDER:
         headers = {name: headers[name] for name in headers if name.lower() not in _CREDENTIALS}
     for name, value in {**connection.headers, **connection.secret_headers()}.items():
@@ -96,7 +96,7 @@ def relayed_headers(
     return headers | taken
 
 
-def with_session(
+def add_session_headers(
     headers: Mapping[str, str], names: Sequence[str], conversation: str
 ) -> dict[str, str]:
     """Add the id of the conversation to headers, as each of `names`.
@@ -125,7 +125,7 @@ def make_preparer(settings: ModelSettings, api_key: str | RenewableKey) -> Prepa
     if not isinstance(api_key, str):
         return KeyPreparer(settings, api_key)
     if connection.key_command:
-        return KeyPreparer(settings, key_of_command(connection))
+        return KeyPreparer(settings, configured_key(connection))
     return None
 
 
@@ -397,8 +397,8 @@ __all__ = [
     "Preparer",
     "UnusableClient",
     "add_query",
+    "add_session_headers",
     "fixed_headers",
     "make_preparer",
     "take_client_request",
-    "with_session",
 ]

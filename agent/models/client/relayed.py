@@ -12,7 +12,7 @@ from agent.models.model import (
     NOTHING_POINTED,
     Completion,
     ModelSettings,
-    Pointed,
+    PointedTokens,
     Request,
 )
 from batch_trajectories.basics import exact_json
@@ -54,12 +54,12 @@ class RelayRequest(Request):
     """The body with the fields that ask for token ids; None: none can be asked for."""
     has_cache_key: bool = True
     """The body has a `prompt_cache_key`, or its API has no such field."""
-    pointing: Callable[[], Pointed] = lambda: NOTHING_POINTED
+    pointing: Callable[[], PointedTokens] = lambda: NOTHING_POINTED
     """Computes `pointed`; called only if a limit depends on it."""
     on_event: OnEvent | None = None
     """Gets the events of a stream; once it has passed one on, the call is not repeated."""
 
-    def pointed(self) -> Pointed:
+    def pointed(self) -> PointedTokens:
         """See `Request`."""
         return self.pointing()
 

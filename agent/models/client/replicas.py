@@ -34,10 +34,10 @@ FORGET_S = 3600.0
 By then its prompt is no longer cached there.
 """
 
-LOOK_EVERY_S = 10.0
+CHECK_EVERY_S = 10.0
 """Seconds between two health checks of a replica while nothing is wrong."""
 
-_FIRST_LOOK_S = 0.5
+_FIRST_CHECK_S = 0.5
 _LAST_CHECK_S = 30.0
 """Seconds between two checks of a replica that is down: doubling from the first to the last."""
 
@@ -177,10 +177,10 @@ class Replicas:
         replica.check_at = min(replica.check_at, now)
         return True
 
-    def looked(self, number: int, status: int | None) -> None:
+    def record_check(self, number: int, status: int | None) -> None:
         """Record a health check: its status, `GONE`, or None if no answer came in time."""
         replica = self._replicas[number]
-        replica.check_at = self._now() + LOOK_EVERY_S
+        replica.check_at = self._now() + CHECK_EVERY_S
         replica.is_unwell = status in UNWELL
         if status not in (None, GONE):
             replica.silent_since = None
@@ -188,7 +188,7 @@ class Replicas:
             replica.silent_since = self._now()
         if status is None and replica.state == "up":
             # A busy server may just be late.
-            replica.state, replica.check_at = "draining", self._now() + _FIRST_LOOK_S
+            replica.state, replica.check_at = "draining", self._now() + _FIRST_CHECK_S
         elif status in (None, GONE):
             self._mark_down(replica)
         elif not replica.is_unwell:
@@ -276,7 +276,7 @@ class Replicas:
         replica.state, replica.failed_checks = "up", 0
 
     def _mark_down(self, replica: _Replica) -> None:
-        pause_s = min(_FIRST_LOOK_S * 2 ** min(replica.failed_checks, 10), _LAST_CHECK_S)
+        pause_s = min(_FIRST_CHECK_S * 2 ** min(replica.failed_checks, 10), _LAST_CHECK_S)
         replica.state, replica.failed_checks = "down", replica.failed_checks + 1
         replica.check_at = self._now() + pause_s
 

@@ -381,7 +381,7 @@ class StreamReader:
         """Add one event to the reply; returns whether it was the last one."""
         is_end = data is not None and data.startswith(_END_OF_STREAM)
         if data is not None and not is_end:
-            data = self._key.out_of_text(data)
+            data = self._key.remove_from_text(data)
             part = exact_json.loads_part(data)
             if isinstance(part, dict):
                 if (error := _error_in(part, self._request)) is not None:

@@ -14,11 +14,11 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from agent.models.admission import CallAdmission, CostEstimate
 from agent.models.client.relayed import RelayRequest
-from agent.models.endpoint_words import ending_of
+from agent.models.endpoint_words import find_ending
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request, StreamEvent
-from agent.models.prices import Reserves, priced
+from agent.models.prices import Reserves, add_cost
 
 log = logging.getLogger(__name__)
 
@@ -173,14 +173,14 @@ class RetryingModel:
                 self._check_ending(completion, request, patience)
         except ModelError as error:
             error.has_answered_others = self._answered_at > began_at - _RECENTLY_S
-            error.args = (self._key.out_of_text(str(error)),)
+            error.args = (self._key.remove_from_text(str(error)),)
             error.endpoint = self.asked.base_url
             error.key_source = self.asked.key_source
             if error.paid is not None and request.on_unreadable is not None:
-                request.on_unreadable(priced(error.paid, self.asked))
+                request.on_unreadable(add_cost(error.paid, self.asked))
             raise
         self._answered_at = time.monotonic()
-        return priced(completion, self.asked)
+        return add_cost(completion, self.asked)
 
     def _check_ending(self, completion: Completion, request: Request, patience: _Patience) -> None:
         """Raise `ModelError("malformed")` for a call's first reply that ended with a doubtful word.
@@ -216,7 +216,7 @@ class RetryingModel:
 
 
 def _why_doubted(word: str) -> str:
-    if ending_of(word) == "tool_calls":
+    if find_ending(word) == "tool_calls":
         return "although it holds no tool call (does the server's parser for calls fit the model?)"
     return "which is not known here"
 

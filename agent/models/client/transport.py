@@ -25,10 +25,10 @@ from agent.models.client.prepared import (
     Prepared,
     Preparer,
     add_query,
+    add_session_headers,
     fixed_headers,
     make_preparer,
     relayed_headers,
-    with_session,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
@@ -40,13 +40,13 @@ from agent.models.client.reply_bodies import (
     read_whole,
 )
 from agent.models.connection import proxy_for
-from agent.models.dialects.dialect import Assembly, dialect_of, read_paid
-from agent.models.error_bodies import refusal_of
+from agent.models.dialects.dialect import Assembly, get_dialect, read_paid
+from agent.models.error_bodies import read_refusal
 from agent.models.errors import ModelError
 from agent.models.keys import Key
-from agent.models.model import ModelSettings, ignored
+from agent.models.model import ModelSettings, ignore_event
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
 
 # Time limits of calls that share one timer: nearly all calls end long before it fires.
 
@@ -196,8 +196,8 @@ class Transport:
         # Passed per request, not to ClientSession: aiohttp also sends session headers, and with
         # them the key, to the proxy in the clear.
         self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
-        dialect = dialect_of(settings.api)
-        self._unasked = lambda: dialect.assembly(ignored)
+        dialect = get_dialect(settings.api)
+        self._unasked = lambda: dialect.assembly(ignore_event)
         self._timeouts = CallTimeouts(settings.attempt_timeout_s)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
@@ -352,7 +352,7 @@ class Transport:
         """
         url, headers, body, key = prepared
         if conversation and settings.session_headers:
-            headers = with_session(headers, settings.session_headers, conversation)
+            headers = add_session_headers(headers, settings.session_headers, conversation)
         timeout = self._timeouts.begin()
         # Following a redirect would send the key to its target.
         sending = self._session.request(
@@ -397,7 +397,7 @@ class Transport:
 
     def clean(self, body: bytes, key: Key | None = None) -> bytes:
         """Remove the key of the request from the endpoint's bytes, which may repeat it anywhere."""
-        cleaned = (key or self._key).out_of(body)
+        cleaned = (key or self._key).remove_from(body)
         if cleaned is not body and not self._was_echoed:
             self._was_echoed = True
             log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
@@ -486,9 +486,11 @@ class Transport:
     ) -> ModelError:
         """The error that a response reports by its status; `request` is the body that was sent."""
         body = b"".join([part async for part in read_parts(response)])
-        headers = {name.lower(): key.out_of_text(value) for name, value in response.headers.items()}
+        headers = {
+            name.lower(): key.remove_from_text(value) for name, value in response.headers.items()
+        }
         body = self.clean(body, key)
-        error = refusal_of(response.status, headers, body, request)
+        error = read_refusal(response.status, headers, body, request)
         error.reply = response.status, body
         if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
             return self._proxy_refusal(response.status, response.reason or "")
@@ -514,7 +516,7 @@ class Transport:
             port = None if self._proxy else error.port
             message = await describe_tls_failure(cause, error.host, port)
         elif isinstance(cause, OSError) and cause.errno in HOST_ERRNOS:
-            return HostError(f"model call: {describe(cause.errno)}")
+            return HostError(f"model call: {describe_errno(cause.errno)}")
         else:
             message = _describe_cause(cause)
         if is_unresolved:
@@ -525,7 +527,7 @@ class Transport:
             message += f" (by way of {self._proxy.description})"
         return ModelError(
             "connection",
-            key.out_of_text(message),
+            key.remove_from_text(message),
             was_sent=not isinstance(error, _UNSENT),
             is_lasting=is_unresolved or isinstance(cause, ssl.SSLError),
         )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from agent.messages.message import Message, ToolCall, Usage
 from agent.models.dialects.dialect import (
     Dialect,
-    Growing,
+    PartialObject,
     incomplete_body,
     make_extra,
     merge,
@@ -251,7 +251,7 @@ class MessagesAssembly:
         self._emit({"type": "tool_use_delta", "tool_id": tool_id, "tool_input": text})
 
 
-class _Block(Growing):
+class _Block(PartialObject):
     """One block as far as it has arrived."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -281,13 +281,13 @@ def _continues(block: _Block, start: Mapping[str, Any]) -> bool:
     return kind in ("text", "thinking")
 
 
-def _build(block: Growing) -> dict[str, Any]:
+def _build(block: PartialObject) -> dict[str, Any]:
     """Build the block as in a whole reply; an input that is not a JSON object stays text."""
     built = block.build()
     text = built.pop(_INPUT, "")
     if text.strip():
         try:
-            given = exact_json.loads_with_halves(text)
+            given = exact_json.loads_with_surrogates(text)
         except ValueError:
             given = text
         built["input"] = given if isinstance(given, dict) else text

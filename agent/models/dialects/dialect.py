@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 import orjson
 
 from agent.messages.message import FinishReason, Message, Usage
-from agent.models.endpoint_words import ending_of
+from agent.models.endpoint_words import find_ending
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
@@ -53,7 +53,7 @@ def incomplete_body(reason: str, reply: Mapping[str, Any]) -> dict[str, Any]:
     return {**costs, "error": {"code": "malformed_stream", "message": reason}}
 
 
-class Growing:
+class PartialObject:
     """A JSON object whose texts arrive in parts; appending to a text does not copy it."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -108,9 +108,9 @@ class Dialect(NamedTuple):
     """Makes the assembly of a streamed reply; it passes the parts to the handler."""
 
 
-def base_url_at(api: str, root: str) -> str:
+def api_base_url(api: str, root: str) -> str:
     """The base URL of an API on a server with this root; for some APIs clients add the version."""
-    return root if dialect_of(api).path.startswith("/v1") else f"{root}/v1"
+    return root if get_dialect(api).path.startswith("/v1") else f"{root}/v1"
 
 
 RELAYED = get_args(Api)
@@ -121,7 +121,7 @@ DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
 
 
 @cache
-def dialect_of(api: str) -> Dialect:
+def get_dialect(api: str) -> Dialect:
     """Find the dialect that `ModelSettings.api` names; the first call imports its module."""
     if api not in RELAYED:
         raise ValueError(f"no such API: {api!r}")
@@ -130,7 +130,7 @@ def dialect_of(api: str) -> Dialect:
     return dialect
 
 
-def read_asked(
+def read_own_reply(
     settings: ModelSettings, body: bytes, request: Mapping[str, Any] | None = None
 ) -> Completion:
     """Read the reply to a request of this program; see `read_reply`.
@@ -140,9 +140,9 @@ def read_asked(
     completion = read_reply(settings.api, body)
     if not settings.token_ids:
         return completion
-    from agent.models.dialects.token_ids import with_tokens
+    from agent.models.dialects.token_ids import take_tokens
 
-    return with_tokens(completion, settings, request)
+    return take_tokens(completion, settings, request)
 
 
 def read_reply(api: str, body: bytes) -> Completion:
@@ -150,7 +150,7 @@ def read_reply(api: str, body: bytes) -> Completion:
 
     Raises `ModelError`, which has the cost of the reply if the body reports it.
     """
-    dialect = dialect_of(api)
+    dialect = get_dialect(api)
     try:
         return dialect.read(body)
     except ModelError as error:
@@ -166,7 +166,7 @@ def read_reply(api: str, body: bytes) -> Completion:
 def is_usable(api: str, body: bytes) -> bool:
     """Whether the body of a reply can be read, and ends for a known reason."""
     try:
-        return dialect_of(api).read(body).unknown_ending is None
+        return get_dialect(api).read(body).unknown_ending is None
     except ModelError:
         return False
 
@@ -174,7 +174,7 @@ def is_usable(api: str, body: bytes) -> bool:
 def read_paid(api: str, body: bytes) -> Completion | None:
     """Read the cost of a reply that cannot be used; None if its body has no token counts."""
     with suppress(ModelError):
-        return _paid(dialect_of(api), load_object(body))
+        return _paid(get_dialect(api), load_object(body))
     return None
 
 
@@ -238,7 +238,7 @@ def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
     there is no word, since a cut reply looks so, if the word says that the server broke the reply
     off, or if the reply is empty but for an unknown word.
     """
-    ending = ending_of(word)
+    ending = find_ending(word)
     has_calls = bool(message.get("tool_calls"))
     is_empty = not (has_calls or message["content"].strip())
     if ending == "tool_calls" and not (has_calls or is_empty):  # the server has lost the calls

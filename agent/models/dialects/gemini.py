@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.dialects.dialect import (
     Dialect,
-    Growing,
+    PartialObject,
     make_extra,
     read_ending,
     to_body,
@@ -17,7 +17,7 @@ from agent.models.dialects.dialect import (
 )
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
-from agent.models.parsing import make_call, object_of, parse_object, text_or_none
+from agent.models.parsing import get_object, make_call, parse_object, text_or_none
 from agent.models.usage import count_or_none, read_total
 from batch_trajectories.basics.exact_json import objects_among
 
@@ -71,7 +71,7 @@ class _Candidate:
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
         self._content: dict[str, Any] = {}
-        self._parts: list[Growing] = []
+        self._parts: list[PartialObject] = []
 
     @property
     def has_reason(self) -> bool:
@@ -101,7 +101,7 @@ class _Candidate:
             and "thoughtSignature" not in last
         )
         if not continues:
-            self._parts.append(Growing(part))
+            self._parts.append(PartialObject(part))
             return
         self._parts[-1].append("text", str(text))
         if "thoughtSignature" in part:
@@ -157,13 +157,13 @@ def read_reply(body: bytes) -> Completion:
     """
     reply = parse_object(body)
     candidates = reply.get("candidates")
-    blocked = object_of(reply, "promptFeedback").get("blockReason")
+    blocked = get_object(reply, "promptFeedback").get("blockReason")
     if not candidates and blocked:
         return _completion(reply, Message(role="assistant", content=""), finish_reason="refusal")
     if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
         raise ModelError("malformed", "the reply has no candidates")
     candidate = candidates[0]
-    message = read_parts(object_of(candidate, "content").get("parts") or [])
+    message = read_parts(get_object(candidate, "content").get("parts") or [])
     ending = read_ending("finishReason", candidate.get("finishReason"), message)
     finish_reason = ending.reason
     if finish_reason == "stop" and "tool_calls" in message:
@@ -251,7 +251,7 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
 
 def _differing_counts(reply: Mapping[str, Any], usage: Usage | None) -> dict[str, Any]:
     """The counts as they came, if their sum differs from the total; see `agent.models.usage`."""
-    raw = object_of(reply, "usageMetadata")
+    raw = get_object(reply, "usageMetadata")
     total = count_or_none(raw.get("totalTokenCount"))
     counted = sum(count_or_none(raw.get(name)) or 0 for name in _COUNTS[:-1])
     return {} if usage is None or not total or total == counted else dict(raw)

@@ -19,7 +19,7 @@ import orjson
 from agent.messages.message import Message, ToolCall, Usage, split_inline_reasoning
 from agent.models.dialects.dialect import (
     Dialect,
-    Growing,
+    PartialObject,
     incomplete_body,
     make_extra,
     merge,
@@ -30,15 +30,15 @@ from agent.models.dialects.dialect import (
     update_counts,
 )
 from agent.models.dialects.token_ids import request_fields, trim_messages
-from agent.models.endpoint_words import ending_of
+from agent.models.endpoint_words import find_ending
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
 from agent.models.parsing import (
     RAW_ARGUMENTS,
+    get_object,
     input_object,
     make_call,
-    object_of,
     parse_object,
     text_or_none,
 )
@@ -98,13 +98,13 @@ class ChatAssembly:
         self._choice: dict[str, Any] = {}
         self._has_choice = False
         self._others: dict[int, ChatAssembly] = {}
-        self._message = Growing({"role": "assistant"})
-        self._content: list[Growing] = []
+        self._message = PartialObject({"role": "assistant"})
+        self._content: list[PartialObject] = []
         """Thoughts and texts of a content in parts; empty if the content is a text."""
         self._unknown: dict[str, Any] = {}
         """Unknown fields of the message."""
-        self._details: list[Growing] = []
-        self._blocks: list[Growing] = []
+        self._details: list[PartialObject] = []
+        self._blocks: list[PartialObject] = []
         self._calls: list[_Call] = []
         self._by_index: dict[str, _Call] = {}
         self._by_id: dict[str, _Call] = {}
@@ -152,7 +152,7 @@ class ChatAssembly:
         # A reply of several choices has ended once each of them has.
         self.has_reason = (
             self._finish_reason is not None
-            and ending_of(self._finish_reason) != "open"
+            and find_ending(self._finish_reason) != "open"
             and not self._goes_on
             and all(other.has_reason for other in self._others.values())
         )
@@ -251,7 +251,7 @@ class ChatAssembly:
         if not self._content and len(parts) < 2 and all(map(is_text, parts)):
             return thought
         if not self._content and (before := self._message.build().get("content")):
-            self._content.append(Growing({"type": "text", "text": before}))
+            self._content.append(PartialObject({"type": "text", "text": before}))
         for place, part in enumerate(parts):
             self._add_part(part, is_first=place == 0)
         return thought
@@ -266,20 +266,20 @@ class ChatAssembly:
         elif is_text(part):
             kind, piece = "text", _text_of(part)
         else:
-            self._content.append(Growing(part if isinstance(part, dict) else {"text": part}))
+            self._content.append(PartialObject(part if isinstance(part, dict) else {"text": part}))
             return
         if not piece:
             return
         last = self._content[-1].fields.get("type") if self._content else None
         if last != kind or not is_first:
-            self._content.append(Growing({"type": kind}))
+            self._content.append(PartialObject({"type": kind}))
         self._content[-1].append(kind, piece)
 
     def _add_detail(self, detail: Mapping[str, Any]) -> str:
         """Add a part of `reasoning_details`; returns its text."""
         key = _DETAIL_TEXTS.get(str(detail.get("type")))
         if key is None:
-            self._details.append(Growing(detail))
+            self._details.append(PartialObject(detail))
             return ""
         grown = next(
             (
@@ -290,7 +290,7 @@ class ChatAssembly:
             None,
         )
         if grown is None:
-            grown = Growing({})
+            grown = PartialObject({})
             self._details.append(grown)
         for name in detail.keys() - {key}:
             if detail[name] is not None or name not in grown.fields:
@@ -304,7 +304,7 @@ class ChatAssembly:
         # Only a signature marks the end of a block.
         last = self._blocks[-1].fields if self._blocks else {"signature": True}
         if last.get("signature") or last.get("type") != part.get("type") or "data" in part:
-            self._blocks.append(Growing({}))
+            self._blocks.append(PartialObject({}))
         block = self._blocks[-1]
         block.fields.update({key: part[key] for key in part if key != "thinking"})
         if "thinking" in part:
@@ -521,7 +521,7 @@ _THOUGHT_TEXTS = ("thinking", "reasoning", "text", "content", "summary")
 """Fields of a part of reasoning that hold its text."""
 
 
-def _build_part(part: Growing) -> dict[str, Any]:
+def _build_part(part: PartialObject) -> dict[str, Any]:
     """Build a part of a content in Mistral's form, in which a thought is a list of texts."""
     built = part.build()
     if built.get("type") != "thinking" or not isinstance(built.get("thinking"), str):
@@ -910,7 +910,7 @@ def _read_call(call: Any) -> ToolCall:
 
 def _read_custom_call(call: Mapping[str, Any]) -> ToolCall:
     """Read the call of a tool that takes free text, which only requests of agents can offer."""
-    custom = object_of(call, "custom")
+    custom = get_object(call, "custom")
     return make_call(call.get("id"), custom.get("name"), {"input": custom.get("input")})
 
 

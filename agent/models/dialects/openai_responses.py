@@ -29,8 +29,8 @@ from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
 from agent.models.parsing import (
+    get_object,
     make_call,
-    object_of,
     parse_object,
     text_or_none,
 )
@@ -558,9 +558,9 @@ def read_reply(body: bytes) -> Completion:
     )
 
 
-def conversation_of(reply: Mapping[str, Any]) -> str:
+def conversation_id_in(reply: Mapping[str, Any]) -> str:
     """The id of the endpoint's conversation that a reply belongs to; "" for none."""
-    return text_or_none(object_of(reply, "conversation").get("id")) or ""
+    return text_or_none(get_object(reply, "conversation").get("id")) or ""
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
@@ -590,7 +590,7 @@ def _read_ending(reply: Mapping[str, Any], message: Message) -> ReplyEnding:
         return ReplyEnding("stop", {})
     if status != "incomplete":
         raise ModelError("malformed", f"the reply's status is {status!r}")
-    reason = object_of(reply, "incomplete_details").get("reason")
+    reason = get_object(reply, "incomplete_details").get("reason")
     return read_ending("reason", reason, message)
 
 

@@ -16,15 +16,15 @@ from dataclasses import replace
 from typing import Any
 
 from agent.messages.tokens import (
-    Sampled,
+    SampledTokens,
     has_outer_newlines,
     pack_ids,
     pack_logprobs,
-    sampling_in,
+    sampling_fields,
     unpack_ids,
 )
 from agent.models.model import Completion, ModelSettings
-from agent.models.parsing import object_of
+from agent.models.parsing import get_object
 from agent.models.providers import provider_at
 from batch_trajectories.basics import exact_json
 
@@ -98,7 +98,7 @@ def asks_for_ids(body: Mapping[str, Any]) -> bool:
     return any(body.get(name) for name in _ASK_FOR_IDS)
 
 
-def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, Any]:
+def add_token_request(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, Any]:
     """Make the body of another program's request ask for tokens; fields that it has win."""
     streams = bool(body.get("stream")) and _server(settings) != _SGLANG
     fields = request_fields(settings, streams=streams)
@@ -109,7 +109,7 @@ def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, A
     return asking
 
 
-def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+def remove_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the tokens that `request` did not ask for from the body of a reply."""
     hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(request.get, asks))}
     fields = {key: value for key, value in reply.items() if key not in hidden}
@@ -123,17 +123,17 @@ def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict
     return fields
 
 
-def part_without_tokens(event: bytes, data: str, request: Mapping[str, Any]) -> bytes:
+def remove_tokens_from_event(event: bytes, data: str, request: Mapping[str, Any]) -> bytes:
     """Remove the tokens that `request` did not ask for from an event of a stream with `data`."""
     if not any(f'"{field}"' in data for field in _GIVEN_FOR):
         return event
     part = exact_json.loads_part(data)
-    if not isinstance(part, dict) or (kept := without_tokens(part, request)) == part:
+    if not isinstance(part, dict) or (kept := remove_tokens(part, request)) == part:
         return event
     return b"data: " + json.dumps(kept).encode() + b"\n\n"  # halves of emojis stay escaped
 
 
-def with_tokens(
+def take_tokens(
     completion: Completion, settings: ModelSettings, request: Mapping[str, Any] | None = None
 ) -> Completion:
     """Move the tokens in a completion's `extra` to `tokens`, packed.
@@ -151,7 +151,7 @@ def with_tokens(
         sampled = sampled._replace(completion=ids)
     texts = _TEXTS[settings.endpoint, settings.name]
     sampled = _take_logprobs(choice, sampled, texts)._replace(prompt=prompt)
-    if sampled == Sampled():
+    if sampled == SampledTokens():
         return completion
     rest = {**extra, "reply": reply, "choice": choice}
     packed = {place: fields for place, fields in rest.items() if fields}
@@ -159,7 +159,7 @@ def with_tokens(
         completion,
         tokens=sampled,
         token_texts=texts,
-        sampling=None if request is None else sampling_in(request),
+        sampling=None if request is None else sampling_fields(request),
         extra=packed or None,
     )
 
@@ -182,19 +182,19 @@ def _take_ids(fields: dict[str, Any], key: str, known: bytes | None = None) -> b
     return packed
 
 
-def _take_meta_info(choice: dict[str, Any]) -> Sampled:
+def _take_meta_info(choice: dict[str, Any]) -> SampledTokens:
     """Move the tokens out of SGLang's `meta_info`: [log-probability, id, text or null] for each."""
-    meta = object_of(choice, "meta_info")
+    meta = get_object(choice, "meta_info")
     listed = meta.get("output_token_logprobs")
     if not isinstance(listed, list) or not listed:
-        return Sampled()
+        return SampledTokens()
     try:
-        sampled = Sampled(
+        sampled = SampledTokens(
             completion=pack_ids([token[1] for token in listed]),
             logprobs=pack_logprobs([token[0] for token in listed]),
         )
     except (struct.error, OverflowError, TypeError, LookupError):
-        return Sampled()
+        return SampledTokens()
     if rest := {key: value for key, value in meta.items() if key != "output_token_logprobs"}:
         choice["meta_info"] = rest
     else:
@@ -202,7 +202,9 @@ def _take_meta_info(choice: dict[str, Any]) -> Sampled:
     return sampled
 
 
-def _take_logprobs(choice: dict[str, Any], sampled: Sampled, texts: dict[int, str]) -> Sampled:
+def _take_logprobs(
+    choice: dict[str, Any], sampled: SampledTokens, texts: dict[int, str]
+) -> SampledTokens:
     """Copy the choice's `logprobs` to `sampled`; they are removed if that holds all their data.
 
     Texts of tokens that have ids are added to `texts`.

@@ -20,10 +20,10 @@ from batch_trajectories.records.failures import is_failure
 from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
-    keep_readable,
+    add_checksum,
     read_object,
     repair_tail,
-    with_checksum,
+    set_unreadable_aside,
 )
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.journal import Inflight, is_event, segments
@@ -258,9 +258,9 @@ class BudgetLog:
         """Append a line; the first creates the file. Raises `StorageError`."""
         if self._file is None:
             self._file = AppendFile(self._path)
-        self._file.check_is_there()
+        self._file.check_exists()
         line = {"kind": kind, "usd": amount.usd, "tokens": amount.tokens}
-        self._file.append(with_checksum(orjson.dumps(line)))
+        self._file.append(add_checksum(orjson.dumps(line)))
         self._count(kind, amount.usd, amount.tokens)
 
     def close(self) -> None:
@@ -342,8 +342,8 @@ def set_aside_damaged(run_dir: Path) -> list[str]:
     Call it before these files are read. Raises `StorageError`.
     """
     quarantine = run_dir / QUARANTINE
-    names = keep_readable(run_dir / FAILURES_FILE, quarantine, is_failure)
-    names += keep_readable(run_dir / BUDGET_FILE, quarantine, is_budget_line)
+    names = set_unreadable_aside(run_dir / FAILURES_FILE, quarantine, is_failure)
+    names += set_unreadable_aside(run_dir / BUDGET_FILE, quarantine, is_budget_line)
     for segment in sorted(segments(run_dir / INFLIGHT)):
-        names += keep_readable(segment, quarantine, is_event)
+        names += set_unreadable_aside(segment, quarantine, is_event)
     return names

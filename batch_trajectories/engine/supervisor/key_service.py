@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from agent.models.client.key_command import CommandKey, KeyCommandError, key_of_command
+from agent.models.client.key_command import CommandKey, KeyCommandError, configured_key
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.config.models import Setups, called_models
 from batch_trajectories.engine.executor import WorkerHandle
@@ -29,7 +29,7 @@ class KeyService:
         self._lock = threading.Lock()
         self._workers: list[WorkerHandle] = []
         self._commands = {
-            id: _Command(id, key_of_command(connection), self._broadcast)
+            id: _Command(id, configured_key(connection), self._broadcast)
             for id, connection in connections.items()
             if id
         }

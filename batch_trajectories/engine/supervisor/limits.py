@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.models.model import url_of
+from agent.models.model import endpoint_url
 from batch_trajectories.config.endpoints import EndpointLimits
 from batch_trajectories.engine.executor import WorkerHandle
 from batch_trajectories.engine.messages import Load, SetLimits
@@ -141,7 +141,7 @@ class _SharedLimit:
     def __init__(self, endpoint: str, limits: EndpointLimits, shared: SharedLimits | None) -> None:
         self._endpoint = endpoint
         self._shared = shared if limits.rpm or limits.tpm else None
-        self.url = url_of(endpoint)
+        self.url = endpoint_url(endpoint)
         self.limiter = Limiter(start=limits.start, ceiling=limits.ceiling)
         self._limits = limits
         self._shares: dict[WorkerHandle, _Share] = {}

@@ -22,12 +22,12 @@ from tqdm import tqdm
 from batch_trajectories.basics.console import (
     PLAIN_EVERY_S,
     bar_class,
-    draws_lines,
-    in_notebook,
+    is_interactive,
+    is_notebook,
     say,
     terminal_size,
 )
-from batch_trajectories.basics.text import in_a_line
+from batch_trajectories.basics.text import single_line
 from batch_trajectories.engine.messages import Counters, no_counters
 from batch_trajectories.records.failures import Failure
 from batch_trajectories.records.files import read_json, temporary_for
@@ -85,13 +85,13 @@ class Progress:
         self.steered: dict[str, Any] | None = None
         """Requests of people who steer the run: `is_paused`, and `answers` by the size of
         control.jsonl after the question; None before the first."""
-        self._is_terminal = tell is None and draws_lines()
+        self._is_terminal = tell is None and is_interactive()
         tqdm.monitor_interval = 0  # a thread that could be refused, for lines drawn often enough
         self._bar = (bar_class() if self._is_terminal else tqdm)(
             total=total,
             disable=not self._is_terminal,
             bar_format="{percentage:3.0f}%|"
-            + ("{bar}" if in_notebook() else "{bar:10}")
+            + ("{bar}" if is_notebook() else "{bar:10}")
             + "| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             **terminal_size(),
             mininterval=_DRAW_EVERY_S,
@@ -166,7 +166,7 @@ class Progress:
         if self._failures_told <= _FAILURES_SHOWN:
             self.say(
                 f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
-                f"{in_a_line(failure.message)}"
+                f"{single_line(failure.message)}"
             )
         if self._failures_told == _FAILURES_SHOWN and self._file is not None:
             self.say(f"further failures: {self._file.with_name(FAILURES_FILE)}")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
-from agent.models.model import url_of
+from agent.models.model import endpoint_url
 from batch_trajectories.engine.executor import WorkerHandle
 from batch_trajectories.engine.messages import FromWorker, TaskFailed, TaskFinished
 from batch_trajectories.records.failures import Failure
@@ -69,7 +69,7 @@ class Refusals:
 
     def __init__(self, endpoints: Collection[str], *, has_answered: bool) -> None:
         """`endpoints` are the run's; `has_answered`: they have answered earlier starts."""
-        self._urls = sorted({*map(url_of, endpoints)})
+        self._urls = sorted({*map(endpoint_url, endpoints)})
         self._is_decided = has_answered or not endpoints
         """An endpoint has answered, so a refusal concerns a single row."""
         self._held: list[Refused] = []

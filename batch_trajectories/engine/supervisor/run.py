@@ -17,18 +17,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from agent.models.model import url_of
-from batch_trajectories.basics.console import silenced
+from agent.models.model import endpoint_url
+from batch_trajectories.basics.console import hide_progress
 from batch_trajectories.basics.errors import DatasetChanged, RunLocked
 from batch_trajectories.basics.process import (
     allow_many_files,
     hide_environment,
     log_to,
-    settings_restored,
+    restore_settings,
 )
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.config.models import budget_of, limits_of, uses_key_command
+from batch_trajectories.config.models import budget_of, endpoint_limits, uses_key_command
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import remove_leftover_containers
 from batch_trajectories.dataset.scan import Scan, tasks
@@ -52,7 +52,7 @@ from batch_trajectories.engine.supervisor.run_watch import WhyRejected
 from batch_trajectories.engine.supervisor.supervisor import Supervisor
 from batch_trajectories.engine.supervisor.worker_pool import CallCollector, Start, TaskQueue
 from batch_trajectories.records.failures import FailureFile, Settled, is_settled
-from batch_trajectories.records.files import has_batches, listed
+from batch_trajectories.records.files import has_batches, list_directory
 from batch_trajectories.records.journal import Inflight, segments
 from batch_trajectories.records.names import DATASET_INDEX, LOG_FILE
 from batch_trajectories.records.records import RecordFile, load_index
@@ -113,7 +113,7 @@ def run_batch(
         )
     try:
         # With `tell`, the terminal belongs to the caller.
-        with settings_restored(), nullcontext() if tell is None else silenced():
+        with restore_settings(), nullcontext() if tell is None else hide_progress():
             return _run_batch(plan, run_dir, only, tell, why_rejected)
     finally:
         _one_at_a_time.release()
@@ -291,7 +291,7 @@ def _open_start(
         assert batches is not None
         stack.callback(batches.close)
     shared = _shared_limits(config, run_dir, progress)
-    limits = limits_of(config, plan.setups)
+    limits = endpoint_limits(config, plan.setups)
     budget = RunBudget(
         budget_of(config), spent=state.spent, budget_log=stores.budget_log, shared=shared
     )
@@ -415,7 +415,7 @@ def _state_of(
 ) -> RunState:
     """Match records and tasks, remove leftovers of settled tasks, and read the journals."""
     scan, config, inflight = plan.scan, plan.config, stores.inflight
-    index = stores.records.take_found()
+    index = stores.records.take_index()
     settled = Settled(index, config.max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
@@ -483,7 +483,7 @@ def _free_unsent_calls(
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
-    limits = limits_of(plan.config, plan.setups)
+    limits = endpoint_limits(plan.config, plan.setups)
     # With several endpoints it is unknown which one has answered.
     is_proven = has_answers and run_dir.same_endpoints and len(limits) == 1
     return WorkerSetup(
@@ -502,7 +502,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
         script=plan.script,
         limits=limits,
         budget=budget_of(plan.config),
-        proven=frozenset(map(url_of, limits)) if is_proven else frozenset(),
+        proven=frozenset(map(endpoint_url, limits)) if is_proven else frozenset(),
         run_key=run_dir.key,
         start=secrets.token_hex(8),
     )
@@ -510,7 +510,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
 
 def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
     """Remove files that dead workers left of conversations that have ended since."""
-    if listed(run_dir.workspaces) or segments(run_dir.inflight):
+    if list_directory(run_dir.workspaces) or segments(run_dir.inflight):
         settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
         Inflight(run_dir.inflight).read(settled=settled)
@@ -521,7 +521,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
 
     Keeps and logs files with other names and directories that cannot be removed.
     """
-    for path in listed(run_dir.workspaces):
+    for path in list_directory(run_dir.workspaces):
         try:
             name, _, _ = path.name.partition(".")
             if path.name.startswith(TEMPORARY) or bytes.fromhex(name) in settled:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.loop.rules import Finish
-from agent.models.model import url_of
+from agent.models.model import endpoint_url
 from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.models import setup_of_task
@@ -239,7 +239,7 @@ class Supervisor:
             case ReportLoad(endpoint, load):
                 self.limits.on_load(worker, endpoint, load)
                 if load.replies:
-                    self._outages.on_replies(url_of(endpoint))
+                    self._outages.on_replies(endpoint_url(endpoint))
                     self._start.refusals.on_reply()
             case CallRefused():
                 self.limits.on_refusal(message.endpoint, message.retry_after_s, message.sent_at)

@@ -33,7 +33,7 @@ from batch_trajectories.engine.supervisor.run_watch import WhyRejected
 from batch_trajectories.records.failures import FailureFile
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.records import RecordFile
-from batch_trajectories.records.tasks import DEATHS_OF_A_SUSPECT, Task
+from batch_trajectories.records.tasks import SUSPECT_DEATHS, Task
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import Opening
@@ -124,7 +124,7 @@ class TaskQueue:
         return not self._again and not self._suspects
 
     def _is_suspect(self, task: Task) -> bool:
-        return self._deaths.get(task.key, 0) >= DEATHS_OF_A_SUSPECT
+        return self._deaths.get(task.key, 0) >= SUSPECT_DEATHS
 
 
 log = logging.getLogger(__name__)

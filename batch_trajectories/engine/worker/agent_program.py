@@ -153,7 +153,7 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
         return config
     agent = config.agent
     try:
-        installed = program_of(agent, config)
+        installed = find_agent_program(agent, config)
         if installed.shims is not None and sandbox_kind(config.sandbox).is_isolated:
             raise NotInstalled(
                 f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
@@ -163,10 +163,10 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
             )
         # Each image may have another one: its worker asks.
         asks = agent.version_command and not config.uses_images
-        version = version_of(agent, config) if asks else None
+        version = read_agent_version(agent, config) if asks else None
     except (NotInstalled, SandboxError) as error:
         raise ConfigError(f"agent {agent.name!r}: {error}") from error
-    changes: dict[str, Any] = {"agent": agent.with_found(version)}
+    changes: dict[str, Any] = {"agent": agent.with_version(version)}
     is_here = config.executor == "local"
     if is_here and config.concurrency is None and (free_mb := free_memory_mb()) is not None:
         limit = max(1, int(_SHARE * free_mb / agent.memory_mb))
@@ -178,14 +178,19 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
 def check_agent_of_node(config: RunConfig) -> None:
     """Raise `ConfigError` if this node lacks the agent, or has another version of it."""
     here = with_checked_agent(config).agent
-    if here is not None and config.agent is not None and here.found != config.agent.found:
+    if (
+        here is not None
+        and config.agent is not None
+        and here.found_version != config.agent.found_version
+    ):
         raise ConfigError(
-            f"agent {here.name!r} is version {here.found} on this node, but {config.agent.found} "
-            "where the run was started; install the same version on all nodes"
+            f"agent {here.name!r} is version {here.found_version} on this node, but "
+            f"{config.agent.found_version} where the run was started; install the same version on "
+            "all nodes"
         )
 
 
-def version_of(agent: CommandAgent, config: RunConfig) -> str:
+def read_agent_version(agent: CommandAgent, config: RunConfig) -> str:
     """The version that an agent's program prints. Raises `NotInstalled` and `SandboxError`."""
     from agent.session import run_here  # takes long to import, and few runs have agents
 
@@ -203,7 +208,7 @@ def version_of(agent: CommandAgent, config: RunConfig) -> str:
                 config.sandbox,
                 Workspace(Path(directory) / "workspace"),
                 limits,
-                extras=extras_of(installed),
+                extras=sandbox_extras(installed),
             )
             try:
                 path = f"PATH={path_of(installed)}"
@@ -231,7 +236,7 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
     return version[0].rstrip(".")
 
 
-def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
+def find_agent_program(agent: CommandAgent, config: RunConfig) -> Installed:
     """The program of an agent, with its paths. Raises `NotInstalled`.
 
     An image has the program itself; `programs` names what of this machine it shows beside it.
@@ -245,7 +250,7 @@ def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
     return Installed(agent.command[0], dict(zip(shown, shown, strict=True)), ())
 
 
-def extras_of(
+def sandbox_extras(
     installed: Installed,
     socket: Path | None = None,
     *,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent.models.client.pool import ModelPool
 from agent.models.connection import Connection, Share
-from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from agent.models.model import Completion, Model, ModelSettings, Request, url_of
+from agent.models.errors import ENDPOINT_FAILURES, RULES, ModelError
+from agent.models.model import Completion, Model, ModelSettings, Request, endpoint_url
 from agent.models.resolve import read_key
-from agent.state.trajectory import Kept
+from agent.state.trajectory import WaitUntilPersisted
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine.features import find_feature
@@ -46,7 +46,7 @@ AboutCalls = SetLimits | GrantBudget | ReclaimBudget | AnswerCall | EndpointAnsw
 class CollectedCalls(Protocol):
     """The worker's half of a feature that collects calls in the parent; made with `send`."""
 
-    def wrapping(
+    def make_wrapper(
         self,
         task: bytes,
         assignment: Assignment,
@@ -128,20 +128,22 @@ class Calls:
     def proven(self) -> frozenset[str]:
         """The base URLs that have answered."""
         now = {
-            url_of(endpoint) for endpoint, limiter in self._limiters.items() if limiter.has_answered
+            endpoint_url(endpoint)
+            for endpoint, limiter in self._limiters.items()
+            if limiter.has_answered
         }
         return self._proven_before | now
 
-    def is_the_endpoints(self, error: ModelError) -> bool:
+    def concerns_endpoint(self, error: ModelError) -> bool:
         """Whether a failure stops the run rather than the task alone."""
         if error.action == "stop_run":
             return True
-        return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
+        return error.endpoint not in self.proven and error.kind in ENDPOINT_FAILURES
 
     async def must_stop_run(self, error: ModelError) -> bool:
         """Whether a failure stops the run; asks the parent if the endpoint has answered another
         worker."""
-        if not self.is_the_endpoints(error):
+        if not self.concerns_endpoint(error):
             return False
         url = error.endpoint
         if error.action != "stop_run" and url is not None and self._workers > 1:
@@ -150,7 +152,7 @@ class Calls:
                 self._send(AskIfAnswered(url))
             if await asyncio.shield(self._asked[url]):
                 self._proven_before |= {url}
-        return self.is_the_endpoints(error)
+        return self.concerns_endpoint(error)
 
     @staticmethod
     def describe(error: ModelError) -> str:
@@ -188,7 +190,7 @@ class Calls:
         """Return what wraps the models of a task whose calls are collected; else a no-op."""
         if self._collected is None:
             return lambda model: model
-        return self._collected.wrapping(
+        return self._collected.make_wrapper(
             task, assignment, limiters=self._limiters, budget=self._budget
         )
 
@@ -214,7 +216,7 @@ class Calls:
             tpm=limits.tpm and limits.tpm * self._part,
             initial=self._initial,
             budget=self._budget,
-            has_answered=url_of(endpoint) in self._proven_before,
+            has_answered=endpoint_url(endpoint) in self._proven_before,
             on_refusal=lambda retry_after_s, sent_at: self._send(
                 CallRefused(
                     endpoint=endpoint,
@@ -246,7 +248,7 @@ class Calls:
                 self._send(ReportLoad(endpoint=endpoint, load=load))
 
 
-class Stops(Protocol):
+class StopSignal(Protocol):
     """Tells whether the worker is stopping, and stops it for a task."""
 
     is_stopping: bool
@@ -263,7 +265,7 @@ class Stops(Protocol):
 class StoppableModel:
     """Makes no call before earlier replies are on disk, or once the worker is stopping."""
 
-    def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
+    def __init__(self, stops: StopSignal, model: Model, kept: WaitUntilPersisted) -> None:
         self._stops = stops
         self._model = model
         self._kept = kept

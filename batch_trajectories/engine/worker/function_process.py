@@ -29,7 +29,7 @@ from batch_trajectories.basics.errors import machine_failure
 from batch_trajectories.basics.process import die_with_parent
 from batch_trajectories.basics.text import clip, valid_utf8
 from batch_trajectories.records.checks import parse_rewards
-from toolsets.catalog.custom import OwnToolError, import_function
+from toolsets.catalog.custom import CustomToolError, import_function
 
 _SHOWN = 1000
 _VERSION_CHARS = 16
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         function = import_function(place, "--reward")
         _check_arguments(function, place)
-    except OwnToolError as error:
+    except CustomToolError as error:
         _send(replies, {"error": str(error)})
         return
     _send(replies, {"version": version_of(function)})
@@ -73,7 +73,7 @@ def _check_arguments(function: Callable[..., Any], place: str) -> None:
     try:
         inspect.signature(function).bind(None, None, None)
     except TypeError as error:
-        raise OwnToolError(
+        raise CustomToolError(
             f"--reward: {place!r} must take (conversation, workspace, row): {error}"
         ) from error
     except ValueError:

@@ -33,7 +33,7 @@ from batch_trajectories.records.checks import (
     parse_rewards,
     printed_rewards,
 )
-from toolsets.builtin.terminal import sandbox_of
+from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
 from toolsets.workspace.workspace import PathError
@@ -168,7 +168,7 @@ async def run_check(
         try:
             await _prepare(context, check, "u+rwx" if prepare_as == check.user else "a+rwx")
             if prepare_as != check.user:
-                await sandbox_of(context).stop()
+                await require_sandbox(context).stop()
                 context = await open_as(check.user)
             command = await _command(context, check, turns)
             result |= {
@@ -183,7 +183,7 @@ async def run_check(
         del result["error"]
         return result | judged
     finally:
-        await sandbox_of(context).stop()
+        await require_sandbox(context).stop()
 
 
 def unjudged(error: str) -> dict[str, Any]:
@@ -307,7 +307,7 @@ async def _read_reward_files(
         except ValueError as error:
             shown = f"`check.reward_file`: {path} {error}"
             raise CheckFailed(f"{shown} (exit code {result.exit_code})") from error
-        reward = rewards.named.get(MAIN, next(iter(rewards.named.values())))
+        reward = rewards.by_name.get(MAIN, next(iter(rewards.by_name.values())))
         return {"passed": reward >= 1, "reward": reward, **_by_name(rewards)}
     names = " or ".join(check.reward_files)
     raise CheckFailed(
@@ -333,7 +333,7 @@ def _rewards(content: bytes, *, is_json: bool, turns: int | None) -> Rewards:
     named = found if isinstance(found, dict) else {MAIN: found}
     numbers = {key: int(item) if isinstance(item, bool) else item for key, item in named.items()}
     rewards = parse_rewards(numbers, name=MAIN, turns=turns)
-    if not rewards.named:
+    if not rewards.by_name:
         raise ValueError(f"has no number: {clip(text, max_chars=200)}")
     return rewards
 
@@ -351,14 +351,14 @@ def _printed(stdout: str, turns: int | None) -> dict[str, Any]:
         raise CheckFailed(f"`check`: the last line of its output {error}") from error
     if rewards is None:
         return {}
-    main = {MAIN: rewards.named[MAIN]} if MAIN in rewards.named else {}
+    main = {MAIN: rewards.by_name[MAIN]} if MAIN in rewards.by_name else {}
     return main | _by_name(rewards)
 
 
 def _by_name(rewards: Rewards) -> dict[str, Any]:
     """The keys of a result with rewards besides the one named `reward`."""
     found = rewards.to_json()
-    return found if rewards.by_turn or rewards.named.keys() != {MAIN} else {}
+    return found if rewards.by_turn or rewards.by_name.keys() != {MAIN} else {}
 
 
 def _describe_result(result: ExecResult) -> str:
@@ -408,11 +408,11 @@ async def judge(
     if (check := row.check) is None:
         return None
     # Processes that the model left running could affect the check.
-    await sandbox_of(context).stop()
+    await require_sandbox(context).stop()
     root = context.workspace.root
     if not spaces.are_in_images:
         return await run_check(check, partial(spaces.judging, context, row, check, root), turns)
-    own = cast("ImageSandbox", sandbox_of(context))
+    own = cast("ImageSandbox", require_sandbox(context))
     place: dict[str, Any] = {"in": check.where or "image"}
     prepare_as = "root" if check.user or check.image or not own.can_change_all else None
     if check.where == "same":
@@ -426,7 +426,7 @@ async def judge(
             try:
                 await _copy_to_check(worked, open_as, check.artifacts)
             finally:
-                await sandbox_of(worked).stop()
+                await require_sandbox(worked).stop()
             place |= {"image": spaces.image(row, check)}
         elif why := "there is no repository" if diff is None else diff.get("error"):
             raise CheckFailed(f"`check`: {why}")
@@ -444,7 +444,7 @@ async def _copy_to_check(worked: ToolContext, open_as: Open, artifacts: Sequence
     try:
         await _copy_artifacts(worked, judged, artifacts)
     finally:
-        await sandbox_of(judged).stop()
+        await require_sandbox(judged).stop()
 
 
 async def _copy_artifacts(
@@ -478,7 +478,7 @@ async def _copy_artifact(
         for name, state in tree.items()
         if state.kind in ("file", "link") and not _is_excluded(name, exclude)
     }
-    closed = [name for name, state in tree.items() if state.is_closed]
+    closed = [name for name, state in tree.items() if state.is_unreadable]
     if closed and not all(_is_excluded(name, exclude) for name in closed):
         raise CheckFailed(f"`check.artifacts`: {path}/{closed[0]}: the directory cannot be read")
     size = _size_of(states, path, limit)

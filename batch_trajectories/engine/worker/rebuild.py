@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from agent.loop.tools import UnusableReference, resolve
-from agent.messages.message import STAGES, Event, Rebuild, ResultEvent, ToolCall, failure_of
+from agent.loop.tools import UnusableReference, resolve_references
+from agent.messages.message import STAGES, Event, Rebuild, ResultEvent, ToolCall, call_failure
 from agent.setup import Setup
-from agent.state.final_answer import RESERVED
+from agent.state.final_answer import RESERVED_TOOLS
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
 from batch_trajectories.dataset.row import RowTask
@@ -30,7 +30,7 @@ from batch_trajectories.engine.worker.workspace_setup import (
     set_aside,
 )
 from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
-from batch_trajectories.records.tasks import DEATHS_OF_A_SUSPECT
+from batch_trajectories.records.tasks import SUSPECT_DEATHS
 from toolsets.context import ToolContext
 from toolsets.sandbox.factory import sandbox_kind
 from toolsets.tool import ASKS, Tool, ToolResult
@@ -89,7 +89,7 @@ class Rebuilder:
         why. Raises `SetupFailed` if a function of a repeated call does not return.
         """
         # What kills workers must not be run again for ever.
-        if not self._max_s or self.assignment.deaths >= DEATHS_OF_A_SUSPECT:
+        if not self._max_s or self.assignment.deaths >= SUSPECT_DEATHS:
             return prepared, None
         knows_begun = self.assignment.knows_begun
         cut_off = list(_cut_off(trajectory, self._tools(), knows_begun=knows_begun))
@@ -177,7 +177,7 @@ class Rebuilder:
                     raise _Impossible("it takes longer than --max_rebuild_s", result)
                 now = await self._call(toolbox, repeatable)
                 calls += 1
-                await self._wait_for(toolbox.run_on, begun)
+                await self._wait_for(toolbox.late_calls, begun)
                 if differs(now, result["message"]):
                     raise _Impossible("its result differs", result, now.content)
                 if now.details.get("running"):
@@ -203,7 +203,7 @@ class Rebuilder:
         arguments = call["function"]["arguments"]
         if self.row.spec.options.result_references and "$$" in arguments:
             try:
-                arguments = resolve(arguments, conversation)
+                arguments = resolve_references(arguments, conversation)
             except UnusableReference as error:
                 raise _Impossible(str(error), result) from error
         name = call["function"]["name"]
@@ -231,9 +231,9 @@ class Rebuilder:
         conversation, call, result = repeatable
         message = result["message"]
         details = message.get("details", {})
-        failure = failure_of(message)
+        failure = call_failure(message)
         name = call["function"]["name"]
-        if failure in NEVER_RAN or name in RESERVED or call["id"] in conversation.inner:
+        if failure in NEVER_RAN or name in RESERVED_TOOLS or call["id"] in conversation.inner:
             return None
         if failure == "interrupted":
             raise _Impossible("it was cut off, too", result)
@@ -277,7 +277,7 @@ class Rebuilder:
     def _tools(self) -> Mapping[str, Tool]:
         """All tools of the conversation and its subagents whose names stand for one tool."""
         named: dict[str, Tool] = {}
-        for toolset in self.setup.used():
+        for toolset in self.setup.all_toolsets():
             for tool in toolset.tools:
                 if named.setdefault(tool.name, tool) != tool:
                     named[tool.name] = replace(tool, effects="elsewhere")
@@ -285,7 +285,7 @@ class Rebuilder:
 
     def _commands(self) -> frozenset[str]:
         """The tools that run what the model writes."""
-        own = [toolset for toolset in self.setup.used() if toolset.name in COMMAND_TOOLS]
+        own = [toolset for toolset in self.setup.all_toolsets() if toolset.name in COMMAND_TOOLS]
         return frozenset(tool.name for toolset in own for tool in toolset.tools)
 
     def _toolbox(self, context: ToolContext) -> Toolbox:
@@ -314,7 +314,7 @@ def _cut_off(
             begun.append(inner)
         elif (tool := tools.get(call["function"]["name"])) is None or tool.idempotent:
             continue
-        elif not knows_begun or call["id"] in trajectory.begun:
+        elif not knows_begun or call["id"] in trajectory.started_calls:
             yield tool
     for inner in begun:
         yield from _cut_off(inner.trajectory, tools, knows_begun=knows_begun)

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from agent.loop.tools import UnusableReference, resolve
-from agent.messages.message import OWN_CHARS, Event, Message, ResultEvent, ToolCall, failure_of
+from agent.loop.tools import UnusableReference, resolve_references
+from agent.messages.message import (
+    TOOL_TEXT_END,
+    Event,
+    Message,
+    ResultEvent,
+    ToolCall,
+    call_failure,
+)
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
@@ -65,7 +72,7 @@ async def replay(
     for call, result in _calls(events):
         name, message = call["function"]["name"], result["message"]
         place = {"turn": result["turn"], "call": result["call"], "name": name}
-        failure = failure_of(message)
+        failure = call_failure(message)
         if failure in NEVER_RAN:
             continue
         if failure == "interrupted" or name not in names:
@@ -76,7 +83,7 @@ async def replay(
         arguments = call["function"]["arguments"]
         if "stored_as" in message.get("details", {}):
             try:
-                arguments = resolve(arguments, trajectory)
+                arguments = resolve_references(arguments, trajectory)
             except UnusableReference as error:
                 skipped.append({**place, "why": str(error)})
                 continue
@@ -108,4 +115,4 @@ def _tool_output(message: Message) -> str:
     details = message.get("details", {})
     if "whole_content" in details:
         return str(details["whole_content"])
-    return message["content"][: details.get(OWN_CHARS)]
+    return message["content"][: details.get(TOOL_TEXT_END)]

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agent.loop.loop import close_calls
 from agent.loop.rules import Finish
 from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
-from agent.models.conversation_id import id_of_task
+from agent.models.conversation_id import task_conversation_id
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup, replies_played
-from agent.state.trajectory import Kept, Trajectory
+from agent.setup import AgentServices, Setup, replies_played
+from agent.state.trajectory import Trajectory, WaitUntilPersisted
 from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
-from batch_trajectories.basics.text import in_a_line, plural
+from batch_trajectories.basics.text import plural, single_line
 from batch_trajectories.config.models import Setups, setup_of_task
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowTask
@@ -43,11 +43,11 @@ from batch_trajectories.engine.parser_signs import parser_signs
 from batch_trajectories.engine.record import (
     add_scores,
     as_stored,
+    describe_missing_tokens,
     make_record,
-    tokens_missing,
     used_images,
 )
-from batch_trajectories.engine.worker.calls import Calls, StoppableModel, Stops
+from batch_trajectories.engine.worker.calls import Calls, StoppableModel, StopSignal
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, is_set_aside, put_back
 from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
 from batch_trajectories.records.failures import Failure
@@ -134,7 +134,7 @@ class TaskRunner:
         spaces: Workspaces,
         journal: Journal,
         calls: Calls,
-        stops: Stops,
+        stops: StopSignal,
     ) -> None:
         self._setup = setup
         self._config = setup.config
@@ -254,7 +254,7 @@ class TaskRunner:
         finally:
             await work.context.close(remove=False)
         turns = trajectory.turns if (calls := trajectory.agent_calls) is None else len(calls.live)
-        why = f" ({failure.error_class}): {in_a_line(failure.message)}" if failure else ""
+        why = f" ({failure.error_class}): {single_line(failure.message)}" if failure else ""
         log.info("%s: %s after %s%s", task.id, work.end.status, plural(turns, "turn"), why)
         if failure and assignment.attempt < self._config.max_attempts:
             return _failed(task, failure)
@@ -369,7 +369,9 @@ class TaskRunner:
             return StoppableModel(self._stops, by_batch(model), until_kept)
 
         pool, timeout_s = self._calls.pool, self._config.tool_timeout_s
-        home = Home(setup, work.context, pool, timeout_s, gate=gated, kept=until_kept)
+        home = AgentServices(
+            setup, work.context, pool, timeout_s, wrap_model=gated, wait_until_persisted=until_kept
+        )
         journal = self._journal_of(task, assignment)
         if row.fork is not None and trajectory.forked is None:
             from batch_trajectories.engine.worker.replay import replay, replayable
@@ -396,11 +398,11 @@ class TaskRunner:
             model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
             toolbox=home.toolbox(),
             journal=journal,
-            host=home,
+            services=home,
             subagents=row.spec.options.subagents,
-            kept=kept,
-            notes_begin=until_kept is None,
-            knows_begun=assignment.knows_begun,
+            workspace_survived=kept,
+            records_starts=until_kept is None,
+            has_start_events=assignment.knows_begun,
             rebuild=rebuild,
             conversation=self._id_of(task),
         )
@@ -427,11 +429,11 @@ class TaskRunner:
         )
 
     def _id_of(self, task: Task) -> str:
-        return id_of_task(self._setup.run_key, task.key)
+        return task_conversation_id(self._setup.run_key, task.key)
 
-    def _persistence(self, task: Task) -> Kept:
+    def _persistence(self, task: Task) -> WaitUntilPersisted:
         """Waits until the events of a task are kept; None where they are on disk at once."""
-        kept_by = self._journal.kept
+        kept_by = self._journal.wait_persisted
         return None if kept_by is None else partial(kept_by, task.key)
 
     def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
@@ -472,7 +474,11 @@ class TaskRunner:
                 self.counters["cost_unknown"] = True
             else:
                 self.counters["cost_usd"] += event["cost_usd"]
-            if self._config.token_ids and not is_users and (message := tokens_missing(event)):
+            if (
+                self._config.token_ids
+                and not is_users
+                and (message := describe_missing_tokens(event))
+            ):
                 self._stops.say(message)
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:

@@ -36,7 +36,7 @@ from batch_trajectories.basics.process import (
 )
 from batch_trajectories.config.models import set_up_models, uses_key_command
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.toolsets import catalog_of
+from batch_trajectories.config.toolsets import build_catalog
 from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.messages import (
     Assignment,
@@ -152,7 +152,7 @@ class Worker:
             from toolsets.mcp.servers import McpServers
 
             self._servers = McpServers(self._config.mcp)
-        self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
+        self._setups = set_up_models(self._config, build_catalog(self._config, self._servers))
         self._web = self._config.web_settings() if self._uses("web", "browser") else None
         self._browsers: Browsers | None = None
         if self._web is not None and self._uses("browser"):

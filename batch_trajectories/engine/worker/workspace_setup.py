@@ -100,7 +100,7 @@ def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
     marked as incomplete until `mark_set_up`, so that a crash before shows.
     """
     is_other = image_was_replaced(root, sandbox.image_digest)
-    if sandbox.is_kept() and not is_other and not incomplete_mark(root).exists():
+    if sandbox.has_survived() and not is_other and not incomplete_mark(root).exists():
         return True, False
     incomplete_mark(root).touch()
     remove_all(root, sandbox)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from batch_trajectories.basics.errors import ToolError
-from batch_trajectories.config.sandboxes import image_sandboxes, replaced_during_run
+from batch_trajectories.config.sandboxes import check_image_digest, image_sandboxes
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.messages import WorkerSetup
 from batch_trajectories.engine.worker.workspace_setup import (
@@ -31,8 +31,8 @@ from batch_trajectories.engine.worker.workspace_setup import (
     setting_up,
 )
 from batch_trajectories.records.files import storage_error
-from batch_trajectories.records.names import KEPT_WORKSPACES, WORKSPACES
-from toolsets.builtin.terminal import sandbox_of
+from batch_trajectories.records.names import RETAINED_WORKSPACES, WORKSPACES
+from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
@@ -231,7 +231,7 @@ class Workspaces:
         from batch_trajectories.engine.worker.diffs.diffs import Openings
 
         # Processes that the model left running could change files, or leave no room for others.
-        await sandbox_of(context).stop()
+        await require_sandbox(context).stop()
         afresh = row.is_judged_afresh
         root = context.workspace.root
         made_of = self._ingredients(context, row, with_history=not afresh)
@@ -260,7 +260,7 @@ class Workspaces:
         if setup is not None and (setup.files or setup.commands):
             return None
         base = None if setup is None or with_history else setup.base_commit
-        image = cast("ImageSandbox", sandbox_of(context)).image_digest
+        image = cast("ImageSandbox", require_sandbox(context)).image_digest
         return repr((image, self._spec_of(row), base))
 
     @asynccontextmanager
@@ -285,7 +285,7 @@ class Workspaces:
             yield Inside(context.workspace.home, open_again)
         finally:
             for found in opened:
-                await sandbox_of(found).stop()
+                await require_sandbox(found).stop()
 
     async def judging(
         self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
@@ -345,7 +345,7 @@ class Workspaces:
         A fresh copy for a check has no more of the history: what the model wrote runs there. An
         image whose history was removed is made and proved once, and all others begin above it.
         """
-        sandbox = cast("ImageSandbox", sandbox_of(context))
+        sandbox = cast("ImageSandbox", require_sandbox(context))
         can_change = setup.files or setup.commands or self._setup.config.keep_workspaces is not None
         if setup.base_commit is None or can_change or not sandbox.shares_bases:
             await _set_up(context, setup)
@@ -362,7 +362,7 @@ class Workspaces:
                     await _set_up(self._inside(context, maker, making), setup)
                 finally:
                     await maker.stop()
-                await asyncio.to_thread(maker.keep_as, name)
+                await asyncio.to_thread(maker.save_base, name)
 
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         from toolsets.sandbox.image_files import ImageFiles
@@ -399,7 +399,7 @@ class Workspaces:
         return self._problems[image]
 
     def _look_at(self, image: str) -> str | None:
-        from batch_trajectories.config.sandboxes import image_digest, replaced_during_run
+        from batch_trajectories.config.sandboxes import check_image_digest, image_digest
 
         config = self._setup.config
         if problem := sandbox_problem(config.sandbox, config.sandbox_settings(image)):
@@ -408,7 +408,7 @@ class Workspaces:
             digest = image_digest(config, image)
         except ToolError as error:
             return str(error)
-        return digest and replaced_during_run(self._digests, image, digest)
+        return digest and check_image_digest(self._digests, image, digest)
 
     def _sandbox_for(
         self, workspace: Workspace, row: RowTask, limits: Limits | None = None
@@ -468,7 +468,7 @@ async def keep(context: ToolContext, setup: WorkerSetup) -> dict[str, str]:
     if not config.is_inside:
         Workspace(root).make()  # one that no tool has used
     most = config.keep_workspaces << 20
-    store = setup.run_dir / KEPT_WORKSPACES
+    store = setup.run_dir / RETAINED_WORKSPACES
     without = _OF_OVERLAYS if config.is_inside else ()
     try:
         name = await asyncio.to_thread(pack, root, store, max_bytes=most, without=without)
@@ -526,6 +526,6 @@ class RunImages:
             made = self._sandboxes.make(Workspace(root), limits, spec, extras)
         except ToolError as error:
             raise SetupFailed(f"{node}{error}") from error
-        if problem := replaced_during_run(self.digests, spec.reference, made.image_digest):
+        if problem := check_image_digest(self.digests, spec.reference, made.image_digest):
             raise SetupFailed(f"{node}{problem}")
         return made

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agent.messages.message import USER_TURN, user_key
-from batch_trajectories.export.conversation.own_work import Own, first_reply
+from batch_trajectories.export.conversation.own_work import AuthoredWork, first_reply
 from batch_trajectories.export.conversation.turns import Author, Entry, Turn, UserMessage
 from batch_trajectories.records.record_types import (
     InnerRecord,
@@ -25,7 +25,7 @@ _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
 """The suffix, such as a date, that an endpoint adds to the requested name of a model."""
 
 
-def assign_authors(entries: list[Entry], record: Record, authored: Own) -> list[Entry]:
+def assign_authors(entries: list[Entry], record: Record, authored: AuthoredWork) -> list[Entry]:
     """The entries of a record with their authors."""
     messages, turns = record.messages, record.turns
     retried = retried_turns(record)
@@ -76,7 +76,9 @@ def retried_turns(record: Record) -> set[int]:
     return {note.turn for note in record.notes if note.reason == "expected"}
 
 
-def mark_context(entries: list[Entry], part: StoredConversation, authored: Own) -> list[Entry]:
+def mark_context(
+    entries: list[Entry], part: StoredConversation, authored: AuthoredWork
+) -> list[Entry]:
     """The entries of an inner conversation, with earlier turns marked as context.
 
     Earlier turns are those before the conversation's first model call: an agent may have written

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from agent.messages.message import split_inline_reasoning
-from agent.state.final_answer import RESERVED
+from agent.state.final_answer import RESERVED_TOOLS
 from batch_trajectories.export.conversation.row_json import read_arguments
-from batch_trajectories.export.conversation.turns import names_of, without_reserved
+from batch_trajectories.export.conversation.turns import tool_names, without_reserved
 from batch_trajectories.export.conversation.validity import (
     Reason,
     Rejected,
@@ -50,7 +50,7 @@ def rewrite_ending(
     call = final_answer_call(messages) if may_be_by_call else None
     invented: Sequence[str] = ()
     if call is not None:
-        invented = check_conversation(messages, names_of(tools))
+        invented = check_conversation(messages, tool_names(tools))
         messages = _replace_answer_call(messages, call)
     others = without_reserved(tools)
     if others is not tools and not _calls_reserved(messages):
@@ -68,7 +68,7 @@ def is_answered(record: Record) -> bool:
 def _calls_reserved(messages: Sequence[StoredMessage]) -> bool:
     for message in messages:
         for call in message.tool_calls:
-            if call.function.name in RESERVED:
+            if call.function.name in RESERVED_TOOLS:
                 return True
     return False
 

@@ -78,9 +78,9 @@ def _compacted(record: Record) -> dict[str, int]:
     after = (record.options or {}).get("compact_after") or 0
     replies = 0
     if after:
-        from agent.views.views import compacted_from
+        from agent.views.views import first_compacted_reply
 
-        later = messages[compacted_from(msgspec.to_builtins(messages), after) :]
+        later = messages[first_compacted_reply(msgspec.to_builtins(messages), after) :]
         replies = sum(message.role == "assistant" for message in later)
     # An empty or cut summary was not used and has no turn.
     begun = [

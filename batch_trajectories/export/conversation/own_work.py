@@ -47,7 +47,7 @@ class WorkCounts(msgspec.Struct, frozen=True, gc=False):
     """When the last turn ended, epoch seconds; None without turns."""
 
 
-class Own:
+class AuthoredWork:
     """The work of this run's model in a record, without the turns of a branch's parent."""
 
     __slots__ = ("_counts", "_location", "_messages", "turns")
@@ -94,7 +94,7 @@ class Own:
         self._location, self._counts = (0, start), counts
 
 
-def _counts_of(authored: Own) -> WorkCounts:
+def _counts_of(authored: AuthoredWork) -> WorkCounts:
     turns, messages = authored.turns, authored.messages
     replies = with_reasoning = hidden = hollow = results = with_ids = 0
     failures = []
@@ -112,7 +112,7 @@ def _counts_of(authored: Own) -> WorkCounts:
         elif role == "tool":
             results += 1
             if message.is_error:
-                failures.append(kind_of_failure(message.details))
+                failures.append(failure_kind(message.details))
     started_at = ended_at = None
     for turn in turns:
         ended = turn.started_at + turn.duration_s
@@ -141,7 +141,7 @@ def interrupted_calls(record: Record) -> list[str]:
         return []
     calls = [call for resume in record.resumes for call in resume.interrupted]
     if record.fork is not None:
-        inherited = record.messages[: Own(record).start]
+        inherited = record.messages[: AuthoredWork(record).start]
         calls += [
             str(message.tool_call_id)
             for message in inherited
@@ -200,7 +200,7 @@ def is_reasoning_hidden(message: StoredMessage, reasoning_tokens: int | None) ->
     )
 
 
-def kind_of_failure(details: Mapping[str, Any]) -> str:
+def failure_kind(details: Mapping[str, Any]) -> str:
     """The kind of a failure, read from the details of its result."""
     kind = details.get("failure")
     return kind if isinstance(kind, str) else _UNNAMED_FAILURE

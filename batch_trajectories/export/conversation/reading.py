@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agent.messages.leaked_calls import holds_thought, leaked_call, may_leak
+from agent.messages.leaked_calls import find_leaked_call, has_stray_thought, may_leak
 from agent.messages.message import (
-    EARLIER,
-    kind_of_part,
+    EARLIER_RESPONSE,
     opens_reasoning,
-    parts_of,
+    part_kind,
+    placeholder_parts,
     split_inline_reasoning,
 )
-from agent.state.final_answer import RESERVED
+from agent.state.final_answer import RESERVED_TOOLS
 from batch_trajectories.export.conversation.authors import (
     assign_authors,
     ends_with_call,
@@ -32,11 +32,11 @@ from batch_trajectories.export.conversation.authors import (
 from batch_trajectories.export.conversation.ending import is_answered, rewrite_ending
 from batch_trajectories.export.conversation.metadata import record_metadata
 from batch_trajectories.export.conversation.own_work import (
-    Own,
+    AuthoredWork,
     WorkCounts,
+    failure_kind,
     interrupted_calls,
     is_reasoning_hidden,
-    kind_of_failure,
     tool_stats,
 )
 from batch_trajectories.export.conversation.row_json import (
@@ -56,8 +56,8 @@ from batch_trajectories.export.conversation.turns import (
     Result,
     Turn,
     UserMessage,
-    names_of,
-    once,
+    compute_once,
+    tool_names,
 )
 from batch_trajectories.export.conversation.validity import (
     Reason,
@@ -65,7 +65,7 @@ from batch_trajectories.export.conversation.validity import (
     check_conversation,
     check_finished,
 )
-from batch_trajectories.records.checks import is_right_now
+from batch_trajectories.records.checks import has_passed_later_check
 from batch_trajectories.records.record_types import Record, StoredCall, StoredMessage, Tools
 
 # Conversations of the usual shape are read in one pass, twice as fast as by the general reader.
@@ -76,12 +76,12 @@ from batch_trajectories.records.record_types import Record, StoredCall, StoredMe
 # the usual shape it gives the same result.
 
 
-def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
+def read_usual_entries(record: Record, authored: AuthoredWork) -> list[Entry] | None:
     """Read a completed conversation of the usual shape; None if it has another shape.
 
     Sets the start and the counts of `authored`.
     """
-    offered = once(record.tools, _unreserved_names)
+    offered = compute_once(record.tools, _unreserved_names)
     messages, turns = record.messages, authored.turns
     index = 1 if messages and messages[0].role == "system" else 0
     last = len(turns)
@@ -115,7 +115,7 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
         if message.role != "assistant" or "<" in text:
             return None
         texts += (text, reasoning)
-        if blocks is not None and parts_of("assistant", blocks.blocks):
+        if blocks is not None and placeholder_parts("assistant", blocks.blocks):
             return None
         if turn.started_at < started_at:
             started_at = turn.started_at
@@ -164,7 +164,7 @@ def usual_entries(record: Record, authored: Own) -> list[Entry] | None:
             stat["count"] += 1
             stat["failure" if is_error else "success"] += 1
             if is_error:
-                failures.append(kind_of_failure(result.details))
+                failures.append(failure_kind(result.details))
         if len(calls) > 1 and len({call.id for call in calls}) < len(calls):
             return None
         entries.append(
@@ -207,20 +207,20 @@ def _holds_server_markup(entries: list[Entry], tools: Collection[str]) -> bool:
     for entry in entries:
         if type(entry) is Turn:
             has_calls = bool(entry.calls)
-            if holds_thought(entry.text):
+            if has_stray_thought(entry.text):
                 return True
-            if leaked_call(entry.text, entry.reasoning, has_calls=has_calls, tools=tools):
+            if find_leaked_call(entry.text, entry.reasoning, has_calls=has_calls, tools=tools):
                 return True
     return False
 
 
 def _unreserved_names(tools: Tools) -> frozenset[str] | None:
     """The names of tools; None if one of the tools ends a conversation."""
-    names = names_of(tools)
-    return names if RESERVED.isdisjoint(names) else None
+    names = tool_names(tools)
+    return names if RESERVED_TOOLS.isdisjoint(names) else None
 
 
-def read_conversation(record: Record, authored: Own | None = None) -> Conversation:
+def read_conversation(record: Record, authored: AuthoredWork | None = None) -> Conversation:
     """Parse a record; raises Rejected if it breaks a rule of all formats.
 
     `authored` is that of the record; None: it is made here. A record that ended early is parsed,
@@ -229,21 +229,21 @@ def read_conversation(record: Record, authored: Own | None = None) -> Conversati
     if is_agent_conversation(record):
         record = order_messages(record)
         authored = None
-    authored = authored or Own(record)
+    authored = authored or AuthoredWork(record)
     if not authored.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
     completed = record.status == "completed"
     run_flaws = find_run_flaws(record)
-    usual = usual_entries(record, authored) if completed and not run_flaws else None
+    usual = read_usual_entries(record, authored) if completed and not run_flaws else None
     if usual is None:
-        completed = completed or is_right_now(record)
+        completed = completed or has_passed_later_check(record)
         messages, tools, entries, flaws, completion = _read_any(record, authored, run_flaws)
-        system = system_of(messages)
+        system = joined_system_prompt(messages)
         has_others = any(type(e) is Turn and e.author != "model" for e in entries)
     else:
         messages, tools, entries, flaws = record.messages, record.tools, usual, ()
         completion, has_others = "text", False
-        system = system_of(messages) if messages[0].role == "system" else ""
+        system = joined_system_prompt(messages) if messages[0].role == "system" else ""
     is_rewritten = completion == "final_answer"
     stats = tool_stats(messages[authored.start :]) if is_rewritten else authored.counts.tools
     # Notes on a parent's turns are in the parent's row.
@@ -266,7 +266,7 @@ def read_conversation(record: Record, authored: Own | None = None) -> Conversati
         ),
         num_tool_calls=sum([tool["count"] for tool in stats]),
         flaws=flaws,
-        has_others=has_others,
+        has_other_authors=has_others,
     )
     masked_turns = None if record.imported is None else record.imported.get("no_loss")
     return _mask_imported(read, masked_turns) if masked_turns else read
@@ -305,7 +305,7 @@ class _ReadMessages(NamedTuple):
     completion: str | None
 
 
-def _read_any(record: Record, authored: Own, run_flaws: Sequence[Flaw]) -> _ReadMessages:
+def _read_any(record: Record, authored: AuthoredWork, run_flaws: Sequence[Flaw]) -> _ReadMessages:
     """Read a conversation of any shape; `run_flaws` are those of `find_run_flaws`.
 
     Raises Rejected.
@@ -339,10 +339,10 @@ def find_run_flaws(record: Record) -> list[Flaw]:
     flaws = []
     if interrupted := interrupted_calls(record):
         flaws.append(Flaw(Reason.INTERRUPTED, f"calls {interrupted} were interrupted by a crash"))
-    return [*flaws, *leaks_in(record)]
+    return [*flaws, *find_rewarded_leaks(record)]
 
 
-def leaks_in(record: Record) -> list[Flaw]:
+def find_rewarded_leaks(record: Record) -> list[Flaw]:
     """The flaw of a conversation that has a reward and looked for the solution; else empty."""
     if record.check is None:
         return []
@@ -367,7 +367,7 @@ def read_entries(
     """
     flaws += find_part_flaws(messages)
     flaws[:0] = find_parser_flaws(messages, tools)  # other formats call its tags by other names
-    for detail in check_conversation(messages, names_of(tools)):
+    for detail in check_conversation(messages, tool_names(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
     number = 1
@@ -401,7 +401,7 @@ def find_parser_flaws(messages: Sequence[StoredMessage], tools: Tools) -> list[F
     flaws = find_leaked_calls(messages, tools)
     for number, message in enumerate(messages, start=1):
         text = message.content
-        if message.role == "assistant" and holds_thought(text) and not MARKER.search(text):
+        if message.role == "assistant" and has_stray_thought(text) and not MARKER.search(text):
             flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"message {number}: a thought in its text"))
     return flaws
 
@@ -411,12 +411,12 @@ def find_leaked_calls(messages: Sequence[StoredMessage], tools: Tools) -> list[F
 
     Raises Rejected for a reply that has nothing else.
     """
-    names = names_of(tools)
+    names = tool_names(tools)
     flaws = []
     for number, message in enumerate(messages, start=1):
         if message.role != "assistant":
             continue
-        leak = leaked_call(
+        leak = find_leaked_call(
             message.content, message.reasoning, has_calls=bool(message.tool_calls), tools=names
         )
         if leak is None:
@@ -455,9 +455,9 @@ def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
     for number, message in enumerate(messages, start=1):
         if message.provider_blocks is None:
             continue
-        for part in parts_of(message.role, message.provider_blocks.blocks):
-            kind = kind_of_part(part)
-            if kind == EARLIER:
+        for part in placeholder_parts(message.role, message.provider_blocks.blocks):
+            kind = part_kind(part)
+            if kind == EARLIER_RESPONSE:
                 raise Rejected(
                     Reason.EARLIER_RESPONSE_UNKNOWN,
                     f"message {number}: what precedes response {part.get('id')} is unknown",
@@ -478,7 +478,7 @@ def _token_flaw(token: Token, where: str) -> Flaw:
     return Flaw(Reason.CONTROL_TOKEN, f"{where}: {token.text!r}", token)
 
 
-def system_of(messages: Iterable[StoredMessage]) -> str:
+def joined_system_prompt(messages: Iterable[StoredMessage]) -> str:
     """The texts of all system messages, joined; "" without any."""
     texts = [message.content for message in messages if message.role == "system"]
     return "\n\n".join(text for text in texts if text.strip())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.exact_json import has_long_digits, within_64_bits
+from batch_trajectories.basics.exact_json import has_long_digits, stringify_large_integers
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.records.record_types import StoredCall
 
@@ -73,14 +73,14 @@ _SHORTEST = frozenset((str, int, bool, type(None)))
 _STRINGS = frozenset((str,))
 
 
-class Repeated(str):
+class SharedText(str):
     """Text that many rows share, so that it is escaped only once."""
 
     __slots__ = ("_json",)
     _json: orjson.Fragment
 
-    def __reduce__(self) -> tuple[type[Repeated], tuple[str]]:
-        return Repeated, (str(self),)  # other processes escape it themselves
+    def __reduce__(self) -> tuple[type[SharedText], tuple[str]]:
+        return SharedText, (str(self),)  # other processes escape it themselves
 
     def as_json(self) -> orjson.Fragment:
         """The JSON of this text. Raises TypeError for halves of surrogate pairs."""
@@ -128,7 +128,7 @@ def dumps_row(row: Mapping[str, Any]) -> bytes:
 
 
 def _json_of_repeated(value: Any) -> orjson.Fragment:
-    if type(value) is not Repeated:
+    if type(value) is not SharedText:
         raise TypeError(value)
     return value.as_json()
 
@@ -216,7 +216,7 @@ def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
         value = json.loads(text)
     elif _STRINGS.issuperset(map(type, value.values())):
         return text, value
-    return text, within_64_bits(value) if has_long_digits(text) else value
+    return text, stringify_large_integers(value) if has_long_digits(text) else value
 
 
 def is_object(sent: str) -> bool:

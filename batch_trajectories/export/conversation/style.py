@@ -83,7 +83,7 @@ class Style:
         return by_default if self.system is None else self.system == "saved"
 
 
-def styled(conversation: Conversation, style: Style) -> Conversation:
+def apply_style(conversation: Conversation, style: Style) -> Conversation:
     """Apply a style to the reasoning, calls and results of a conversation."""
     entries = conversation.entries
     if style.max_tool_chars is not None:

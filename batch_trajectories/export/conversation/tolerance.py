@@ -17,7 +17,7 @@ Tokens = Literal["template", "all"]
 
 TAG_FLAWS = frozenset((Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT))
 """Flaws by tags of calls, results and reasoning; formats that show text as it is can hold them."""
-NO_OBJECT = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
+NON_OBJECT_ARGUMENTS = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
 """Flaws by arguments that are no object, which rows can only hold as text."""
 NON_TEXT_FLAWS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
 """Flaws by content parts that are not text. Rows hold a placeholder, not what the model saw."""
@@ -89,6 +89,6 @@ def refuse_everywhere(flaws: Sequence[Flaw], tolerances: Iterable[Tolerance]) ->
         raise refused
 
 
-def accepted(names: Iterable[Any]) -> frozenset[Reason]:
+def parse_reasons(names: Iterable[Any]) -> frozenset[Reason]:
     """The reasons with these names. Raises ValueError for unknown ones."""
     return frozenset(map(Reason, names))

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from agent.state.final_answer import RESERVED
-from batch_trajectories.export.conversation.own_work import Own
+from agent.state.final_answer import RESERVED_TOOLS
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.tolerance import Flaw
 from batch_trajectories.records.record_types import Record, StoredTurn, Tools
 
@@ -99,12 +99,12 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     tools: Tools
     completed: bool
     record: Record
-    authored: Own
+    authored: AuthoredWork
     metadata: Mapping[str, Any]
     num_tool_calls: int
     flaws: Sequence[Flaw] = ()
     """Flaws that not every format accepts."""
-    has_others: bool = False
+    has_other_authors: bool = False
     """Whether any turn has another author than this run's model."""
     is_for_turn: bool = False
     """Whether the row is for the last turn only; all earlier entries are its context."""
@@ -120,12 +120,12 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
         if self.is_for_turn and isinstance(last := self.entries[-1], Turn):
             return [last]
         turns = [entry for entry in self.entries if isinstance(entry, Turn)]
-        return [turn for turn in turns if not turn.is_prior] if self.has_others else turns
+        return [turn for turn in turns if not turn.is_prior] if self.has_other_authors else turns
 
     @property
     def others(self) -> Counter[str]:
         """The number of turns by each author other than this run's model."""
-        if not self.has_others:
+        if not self.has_other_authors:
             return Counter()
         authors = [entry.author for entry in self.entries if isinstance(entry, Turn)]
         return Counter(author for author in authors if author != "model")
@@ -172,7 +172,7 @@ _cache: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
 """Lists of tools with the computed values. A reference to the list keeps its `id` in use."""
 
 
-def once(tools: Tools, make: Callable[[Tools], T]) -> T:
+def compute_once(tools: Tools, make: Callable[[Tools], T]) -> T:
     """The value of `make(tools)`, computed once for each list object."""
     key = id(tools), make
     known = _cache.get(key)
@@ -184,14 +184,14 @@ def once(tools: Tools, make: Callable[[Tools], T]) -> T:
     return made
 
 
-def names_of(tools: Tools) -> frozenset[str]:
+def tool_names(tools: Tools) -> frozenset[str]:
     """The names of tools."""
-    return once(tools, _names)
+    return compute_once(tools, _names)
 
 
 def without_reserved(tools: Tools) -> Tools:
     """The tools that do not end a conversation; the same list object if all are so."""
-    return once(tools, _without_reserved)
+    return compute_once(tools, _without_reserved)
 
 
 def _names(tools: Tools) -> frozenset[str]:
@@ -199,5 +199,5 @@ def _names(tools: Tools) -> frozenset[str]:
 
 
 def _without_reserved(tools: Tools) -> Tools:
-    others = [tool for tool in tools if tool["function"]["name"] not in RESERVED]
+    others = [tool for tool in tools if tool["function"]["name"] not in RESERVED_TOOLS]
     return others if len(others) < len(tools) else tools

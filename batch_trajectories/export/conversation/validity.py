@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from agent.state.final_answer import FINAL_ANSWER, finish_in
+from agent.state.final_answer import FINAL_ANSWER, parse_final_answer
 from batch_trajectories.records.record_types import StoredCall, StoredMessage
 
 
@@ -197,7 +197,7 @@ def final_answer_call(messages: Sequence[StoredMessage]) -> StoredCall | None:
         return None
     answers = [call for call in calls if call.function.name == FINAL_ANSWER]
     for call in answers:
-        finish = finish_in(FINAL_ANSWER, call.function.arguments)
+        finish = parse_final_answer(FINAL_ANSWER, call.function.arguments)
         if not results[call.id].is_error and finish is not None:
             return call
     return answers[0] if answers else None

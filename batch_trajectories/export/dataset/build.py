@@ -30,8 +30,8 @@ from batch_trajectories.export.dataset.runs import Read, RunCounts, Source, Sour
 from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
 from batch_trajectories.export.filters.contamination import NearDuplicates, content_key
 from batch_trajectories.export.filters.filters import RecordFilters
-from batch_trajectories.export.record_order import Seen
-from batch_trajectories.export.rows.files import Export, Loaded, open_format
+from batch_trajectories.export.record_order import DuplicateTable
+from batch_trajectories.export.rows.files import Candidate, Export, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, HashingFile, Written
@@ -120,7 +120,7 @@ def _describe_audit(run: Mapping[str, Any]) -> dict[str, Any]:
     return {} if audit is None else {"audit": audit}
 
 
-def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:
+def make_scoring_filter(recipe: Recipe) -> Callable[[Record], bool]:
     """A function that says whether an export may keep a record after it is scored.
 
     Filters that compare samples or conversations with each other are not applied, and a missing
@@ -160,7 +160,7 @@ def _make_filters(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilte
 class _FilteredGroup(NamedTuple):
     """The samples of one prompt, or a single conversation, after the filters."""
 
-    candidates: list[Loaded]
+    candidates: list[Candidate]
     pass_rate: float | None
     """Share of the judged samples that passed; None if unknown, or if nothing needs it."""
     rejected: list[tuple[_Identity, Rejection]]
@@ -173,7 +173,7 @@ class _DatasetWriter:
         self, recipe: Recipe, target: FileTarget, records: SourceRecords, read: Read
     ) -> None:
         self._recipe = recipe
-        self._seen = Seen(len(records))
+        self._seen = DuplicateTable(len(records))
         self._records = records
         self._is_mix = len(records.sources) > 1
         self._read = read
@@ -253,14 +253,14 @@ class _DatasetWriter:
                 }
                 self._write(candidates, not_used)
 
-    def _count(self, candidates: Iterable[Loaded]) -> None:
+    def _count(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
             record = candidate.record
             self.selected[candidate.run] += 1
             self._statistics.add(record, candidate.authored)
             self._models[record.model_returned or record.model or _UNKNOWN] += 1
 
-    def _write(self, candidates: Sequence[Loaded], not_used: Mapping[str, Rejection]) -> None:
+    def _write(self, candidates: Sequence[Candidate], not_used: Mapping[str, Rejection]) -> None:
         split = self._splits.choose(candidates[0])
         for files in self._formats:
             for candidate, rejection in files.add(split, candidates, not_used):
@@ -298,7 +298,7 @@ class _DatasetWriter:
 
     def _filter_group(self, numbers: Sequence[int], loaded: Iterator[Record]) -> _FilteredGroup:
         """Filter the next records of `loaded`, which are those of the tasks `numbers`."""
-        candidates: list[Loaded] = []
+        candidates: list[Candidate] = []
         rejected: list[tuple[_Identity, Rejection]] = []
         outcomes: list[bool | None] = []
         bounds = self._rate_bounds
@@ -308,9 +308,9 @@ class _DatasetWriter:
             result = self._filter_record(number, record)
             # The pass rate is known after the last sample. A sample that its bounds leave out must
             # not make a later one a duplicate, so duplicates are looked for after that.
-            if isinstance(result, Loaded) and bounds is None:
+            if isinstance(result, Candidate) and bounds is None:
                 result = self._find_duplicate(result) or result
-            if isinstance(result, Loaded):
+            if isinstance(result, Candidate):
                 candidates.append(result)
             else:
                 rejected.append((self._identity(record, number), result))
@@ -334,7 +334,7 @@ class _DatasetWriter:
                     rejected.append((identity, rejection))
         return _FilteredGroup(candidates, rate, rejected)
 
-    def _filter_record(self, number: int, record: Record) -> Loaded | Rejection:
+    def _filter_record(self, number: int, record: Record) -> Candidate | Rejection:
         """Apply the filters that look at one record, except those for duplicates."""
         if (rejection := self._filters.rejection(record)) is not None:
             return rejection
@@ -347,16 +347,16 @@ class _DatasetWriter:
             return rejected.as_rejection()
         return self._check_length(length) or candidate
 
-    def _load(self, number: int, record: Record) -> Loaded:
+    def _load(self, number: int, record: Record) -> Candidate:
         """Parse the conversation of a record, if something needs it. Raises Rejected."""
         run = self._records.run_name_of(number)
         if not self._needs_conversations:
-            return Loaded(record, conversation=None, number=number, run=run)
+            return Candidate(record, conversation=None, number=number, run=run)
         conversation = _read_accepted(record, self._tolerances)
         if self._is_mix:
             metadata = {**conversation.metadata, "run": run}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
-        return Loaded(record, conversation=conversation, number=number, run=run)
+        return Candidate(record, conversation=conversation, number=number, run=run)
 
     def _check_length(self, length: int) -> Rejection | None:
         filters = self._recipe.filters
@@ -366,7 +366,7 @@ class _DatasetWriter:
             return Rejection("max_length", f"{length:,} tokens")
         return None
 
-    def _find_duplicate(self, candidate: Loaded) -> Rejection | None:
+    def _find_duplicate(self, candidate: Candidate) -> Rejection | None:
         """Why a candidate is left out as a copy of an earlier one; None if it is new."""
         record = candidate.record
         if self._without_equal and not self._is_new(candidate.number, record):
@@ -384,7 +384,7 @@ class _DatasetWriter:
             number, hash(content), lambda earlier: content_key(self._read(earlier)) == content
         )
 
-    def _not_used(self, candidates: list[Loaded]) -> dict[str, Rejection]:
+    def _not_used(self, candidates: list[Candidate]) -> dict[str, Rejection]:
         """The candidates of one prompt that have no row of their own, by id."""
         left_out: dict[str, Rejection] = {}
         if not self._has_groups:
@@ -430,7 +430,7 @@ class _DatasetWriter:
         return identity
 
 
-def _reward_key(name: str | None, candidate: Loaded) -> float:
+def _reward_key(name: str | None, candidate: Candidate) -> float:
     """A sort key: highest reward first, candidates without a reward last."""
     reward = reward_of(candidate.record, name)
     return float("inf") if reward is None else -reward

@@ -10,7 +10,7 @@ import yaml
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export.rows.filter_options import Filters
-from batch_trajectories.export.rows.format import format_named
+from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
 
 _LISTS: dict[str, dict[str, Any]] = {
@@ -112,11 +112,11 @@ def _suffix(manifest: Mapping[str, Any]) -> str:
 
 def _is_loaded(part: Mapping[str, Any]) -> bool:
     """Whether `load_dataset` can read a format: its columns are known."""
-    return bool(format_named(part["format"]).columns)
+    return bool(load_format(part["format"]).columns)
 
 
 def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
-    columns = format_named(name).columns_with(lists_tools=recipe.tools == "list")
+    columns = load_format(name).columns_with(lists_tools=recipe.tools == "list")
     return [
         {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]
@@ -127,7 +127,7 @@ def _files_by_trainer(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     files = [file["path"] for part in manifest["formats"] for file in part["files"]]
     folders = {path.partition("/")[0]: path for path in reversed(files)}
     known = [
-        t for part in manifest["formats"] for t in format_named(part["format"]).trainers.items()
+        t for part in manifest["formats"] for t in load_format(part["format"]).trainers.items()
     ]
     for trainer, read in sorted(known, key=lambda one: _FIRST.get(one[0], len(_FIRST))):
         if readable := [folder for folder in read if folder in folders]:
@@ -203,7 +203,7 @@ def _formats(manifest: Mapping[str, Any]) -> Iterator[str]:
     yield "Trainers cut or drop long rows: TRL at 1,024 tokens by default, LLaMA-Factory at 2,048."
     yield ""
     for part in manifest["formats"]:
-        yield f"- **{part['format']}**: {format_named(part['format']).card}"
+        yield f"- **{part['format']}**: {load_format(part['format']).card}"
     if files := list(_files_by_trainer(manifest)):
         yield ""
         yield from _table(("trainer", "file"), files)

@@ -15,8 +15,8 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.engine.origin import FLAG
-from batch_trajectories.export.dataset.directory import derive, listed_files, read_manifest
-from batch_trajectories.export.dataset.recipe_origin import strange_parts
+from batch_trajectories.export.dataset.directory import derive_manifest, listed_files, read_manifest
+from batch_trajectories.export.dataset.recipe_origin import untrusted_parts
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.records.names import MANIFEST_FILE
@@ -26,7 +26,7 @@ _SHOWN = 100
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 
 
-def findings(source: Source, directory: Path, *, trusted: bool = False) -> Iterator[str]:
+def find_problems(source: Source, directory: Path, *, trusted: bool = False) -> Iterator[str]:
     """The problems of a dataset, one line each.
 
     Every file is read, and made again from the records with the recipe of the manifest. Raises
@@ -34,7 +34,7 @@ def findings(source: Source, directory: Path, *, trusted: bool = False) -> Itera
     user did not write it and it is not `trusted`.
     """
     manifest = read_manifest(directory)
-    if not trusted and (parts := strange_parts(manifest)):
+    if not trusted and (parts := untrusted_parts(manifest)):
         listed = ", ".join(
             f"{key}={clip(str(value), max_chars=_SHOWN)}" for key, value in parts.items()
         )
@@ -60,7 +60,7 @@ def findings(source: Source, directory: Path, *, trusted: bool = False) -> Itera
         mistake = mistakes_in(error)[0].describe()
         yield f"its recipe is not one of this version: {mistake}; export again"
         return
-    again = orjson.loads(orjson.dumps(derive(source, recipe, manifest.get("parity"))))
+    again = orjson.loads(orjson.dumps(derive_manifest(source, recipe, manifest.get("parity"))))
     yield from _file_differences(manifest, again, files)
     yield from _manifest_differences(manifest, again)
 

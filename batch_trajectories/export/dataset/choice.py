@@ -14,12 +14,12 @@ from itertools import groupby
 from pathlib import Path
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.dataset.splits import JoinedSplits, draw_bits, value_in
-from batch_trajectories.export.rows.files import Loaded
-from batch_trajectories.export.rows.format import RowFormat, format_named
+from batch_trajectories.export.rows.files import Candidate
+from batch_trajectories.export.rows.format import RowFormat, load_format
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
 from batch_trajectories.export.templates.rendering import (
     EOS,
@@ -51,7 +51,7 @@ class TokenLengths:
             )
         self._chat = load_chat(template)
         self._tokens = Tokens(directory / TOKENIZER)
-        format = format_named("openai")
+        format = load_format("openai")
         assert isinstance(format, RowFormat)
         self._format = format
         self._style = format.limit(style)
@@ -62,7 +62,7 @@ class TokenLengths:
         Raises `Rejected` if the conversation has no row of `openai`, and `ConfigError` if the
         template refuses the row.
         """
-        row = self._format.row_of(styled(conversation, self._style), self._style)
+        row = self._format.row_of(apply_style(conversation, self._style), self._style)
         try:
             text, _ = strip_marks(self._chat(row["messages"], tools_in(row), False))
         except Exception as error:  # a template can raise anything
@@ -113,7 +113,7 @@ class Selection:
         """Candidates, by number, that only preferences may use. They count for no limit."""
 
     def add(
-        self, candidates: Iterable[Loaded], rate: float | None, not_used: Mapping[str, Rejection]
+        self, candidates: Iterable[Candidate], rate: float | None, not_used: Mapping[str, Rejection]
     ) -> None:
         """Add the candidates of one prompt; `rate` is the share of its samples that passed."""
         first = None
@@ -160,7 +160,7 @@ class Selection:
             left = _cap(left, values, limits, rejection=rejection, reasons=reasons)
         if shares:
             counts = Counter(self._runs[n] for n in left)
-            kept = kept_by_run(
+            kept = run_limits(
                 shares, {name: counts[self._run_names.get(name, _NO_VALUE)] for name in shares}
             )
             limits = {self._run_names[name]: limit for name, limit in kept.items() if limit}
@@ -181,12 +181,12 @@ class Selection:
         for first in range(0, len(groups), _FEW):
             yield [numbers for _, numbers in groups[first : first + _FEW]]
 
-    def _rank(self, candidate: Loaded) -> int:
+    def _rank(self, candidate: Candidate) -> int:
         record = candidate.record
         drawn = record.prompt_id if self._recipe.keeps_prompts else record.id
         return draw_bits(f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode())
 
-    def _sort_position(self, candidate: Loaded, rate: float | None) -> float:
+    def _sort_position(self, candidate: Candidate, rate: float | None) -> float:
         """The sort key of a candidate; infinity if unknown, so that it comes last."""
         by = (self._recipe.sort or "").removeprefix("-")
         if by == "random":
@@ -228,7 +228,7 @@ def _cap(
     return kept
 
 
-def kept_by_run(shares: Mapping[str, RunShare], available: Mapping[str, int]) -> dict[str, int]:
+def run_limits(shares: Mapping[str, RunShare], available: Mapping[str, int]) -> dict[str, int]:
     """The number of conversations to keep of each run that has a count or a weight.
 
     Weights are proportions: the run with the fewest conversations for its weight is used

@@ -24,25 +24,25 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from batch_trajectories.basics.bucket import Bucket, bring_all
+from batch_trajectories.basics.bucket import Bucket, download_all
 from batch_trajectories.basics.console import LongWork, say
 from batch_trajectories.basics.errors import (
     ConfigError,
     EnvironmentStop,
     help_for_write,
-    machine_failures_as_stops,
+    stop_on_machine_failure,
 )
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
 from batch_trajectories.export.dataset.card import card, name_of
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.rows.format import format_named
+from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, HashOnlyTarget, Staging, Written
 from batch_trajectories.records.files import (
     StorageError,
-    alone_in,
+    lock_directory,
     make_directory,
     refuse_links,
     replace_file,
@@ -103,7 +103,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     try:
         _make_directory(directory)
         refusal = f"{directory}: another export writes here; wait for it or name another --output"
-        with alone_in(directory, refusal):
+        with lock_directory(directory, refusal):
             old = _old_paths(directory)
             with Staging(directory) as staging:
                 manifest = _write_dataset(source, recipe, staging)
@@ -152,7 +152,7 @@ def add_parity(
     others = [file for file in manifest["other_files"] if file["path"] != _CARD]
     proved["other_files"] = [*others, _describe_file(_CARD, content).to_json()]
     try:
-        with alone_in(directory, f"{directory}: another export writes here; wait for it"):
+        with lock_directory(directory, f"{directory}: another export writes here; wait for it"):
             replace_file(directory / _CARD, content)
             _write_manifest(directory, proved)
     except OSError as error:
@@ -167,7 +167,9 @@ def _make_directory(directory: Path) -> None:
         raise ConfigError(f"{directory}: not a directory; name another --output") from error
 
 
-def derive(source: Source, recipe: Recipe, parity: Sequence[Any] | None = None) -> dict[str, Any]:
+def derive_manifest(
+    source: Source, recipe: Recipe, parity: Sequence[Any] | None = None
+) -> dict[str, Any]:
     """The manifest of the dataset that `export_dataset` would write; writes nothing.
 
     `parity` is the part of an earlier manifest about chat templates; None without one.
@@ -238,7 +240,7 @@ def _write_dataset(
 
 def _side_files(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """The JSON files beside the rows of a format and beside their copies, by path."""
-    format = format_named(part["format"])
+    format = load_format(part["format"])
     if format.side_files is not None:
         for name, content in format.side_files(part, run).items():
             yield f"{format.name}/{name}", content
@@ -346,7 +348,7 @@ def _upload_paths(manifest: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
+def open_dataset(url: str, *, writes: bool) -> Iterator[Path]:
     """Yield a local directory for the dataset at a URL.
 
     With `writes`, the directory is empty at first, and its dataset replaces the one at the URL at
@@ -355,10 +357,10 @@ def dataset_at(url: str, *, writes: bool) -> Iterator[Path]:
     objects, and `BucketFailed`.
     """
     bucket = Bucket(url.rstrip("/"), of_files=True)
-    with TemporaryDirectory(prefix="batch-trajectories-") as name, machine_failures_as_stops():
+    with TemporaryDirectory(prefix="batch-trajectories-") as name, stop_on_machine_failure():
         directory = Path(name) / "dataset"
         if not writes:
-            bring_all(url, directory)
+            download_all(url, directory)
             yield directory
             return
         old = _remote_paths(bucket)
@@ -371,7 +373,7 @@ def _remote_paths(bucket: Bucket) -> set[str]:
     """The paths of the dataset in a bucket. Raises `ConfigError` if it holds other objects."""
     content = bucket.read(MANIFEST_FILE)
     if content is None:
-        if there := bucket.files():
+        if there := bucket.list_files():
             raise ConfigError(
                 f"{bucket.url}: holds {there[0].name} but no dataset; name another --output"
             )
@@ -386,10 +388,10 @@ def _send(bucket: Bucket, directory: Path, old: set[str]) -> None:
     gone = old - paths
     total = sum((directory / path).stat().st_size for path in paths)
     with LongWork(f"sending {bucket.url}", total=total, unit="B") as work:
-        bucket.send(MANIFEST_FILE, orjson.dumps(unfinished_manifest(old | paths)))
+        bucket.upload(MANIFEST_FILE, orjson.dumps(unfinished_manifest(old | paths)))
         for path in sorted(paths):
-            bucket.send(path, directory / path)
+            bucket.upload(path, directory / path)
             work.advance((directory / path).stat().st_size)
         bucket.remove(sorted(gone))
-        bucket.send(MANIFEST_FILE, directory / MANIFEST_FILE)
+        bucket.upload(MANIFEST_FILE, directory / MANIFEST_FILE)
     say_removed(bucket.url, gone)

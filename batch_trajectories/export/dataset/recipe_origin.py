@@ -45,7 +45,7 @@ def recipe_mac(recipe: Mapping[str, Any]) -> dict[str, str]:
     return {} if mac is None else {RECIPE_MAC: mac}
 
 
-def strange_parts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def untrusted_parts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The active parts of a manifest's recipe if this user has not written it; else {}."""
     recipe = manifest.get("recipe")
     parts = active_parts(recipe) if isinstance(recipe, Mapping) else {}

@@ -101,7 +101,7 @@ class SourceRecords:
         """Open the records; yields a function that reads a record by the number of its task."""
         with ExitStack() as stack:
             readers: Sequence[Read] = [
-                stack.enter_context(order.reading(Scores(source.run_dir)))
+                stack.enter_context(order.open_reader(Scores(source.run_dir)))
                 for order, source in zip(self.orders, self.sources, strict=True)
             ]
             firsts = self._firsts
@@ -115,7 +115,7 @@ class SourceRecords:
     def counts(self) -> Iterator[RunCounts]:
         """The counts of each run, in the order of `sources`."""
         for order, source in zip(self.orders, self.sources, strict=True):
-            left = owed(source.run_dir, source.scan, source.config, order.without_record())
+            left = owed(source.run_dir, source.scan, source.config, order.tasks_without_record())
             discarded = len(source.scan.bad_rows) * source.num_samples
             yield RunCounts(
                 tasks=len(order) - left.not_needed + discarded,

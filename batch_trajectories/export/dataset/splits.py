@@ -14,7 +14,7 @@ import orjson
 
 from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.export.filters.contamination import value_of
-from batch_trajectories.export.rows.files import Loaded
+from batch_trajectories.export.rows.files import Candidate
 from batch_trajectories.records.record_types import Record
 
 # The values of columns and metadata, by which conversations are counted and split.
@@ -38,7 +38,7 @@ _RECORD_FIELDS = (
 """Metadata of rows that are fields of records."""
 
 
-def value_in(loaded: Loaded, key: str) -> str | None:
+def value_in(loaded: Candidate, key: str) -> str | None:
     """The value of a column of the row, else of the metadata, as text; None without one.
 
     Names of repositories are normalized as for benchmarks. The key `id` stands for the id of the
@@ -75,14 +75,14 @@ class Splits:
             end += share
             self._ends.append((name, end))
 
-    def choose(self, loaded: Loaded) -> str:
+    def choose(self, loaded: Candidate) -> str:
         """The name of the split of a conversation."""
         if len(self._ends) == 1:
             return self._ends[0][0]
         drawn = self._position(loaded)
         return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
 
-    def _position(self, loaded: Loaded) -> float:
+    def _position(self, loaded: Candidate) -> float:
         return self._draw(_prompt_text(loaded.record)) / 2**64
 
     def _draw(self, content: bytes) -> int:
@@ -102,7 +102,7 @@ class JoinedSplits(Splits):
         self._parents: dict[int, int] = {}
         """A forest over the draws of prompts and values; each tree is a group."""
 
-    def join(self, loaded: Loaded) -> None:
+    def join(self, loaded: Candidate) -> None:
         """Put prompt and values of a conversation into one group."""
         first, *others = self._keys(loaded)
         root = self._root(first)
@@ -114,10 +114,10 @@ class JoinedSplits(Splits):
                 self._parents[below] = top
             root = top
 
-    def _position(self, loaded: Loaded) -> float:
+    def _position(self, loaded: Candidate) -> float:
         return self._root(self._keys(loaded)[0]) / 2**64
 
-    def _keys(self, loaded: Loaded) -> list[int]:
+    def _keys(self, loaded: Candidate) -> list[int]:
         keys = [self._draw(_prompt_text(loaded.record)) | 1]
         for column in self._columns:
             if (value := value_in(loaded, column)) is not None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch_trajectories.basics.console import LongWork
-from batch_trajectories.basics.errors import ConfigError, DatasetError, missing
+from batch_trajectories.basics.errors import ConfigError, DatasetError, missing_extra
 from batch_trajectories.dataset.kept_dataset import rows_of_source
 from batch_trajectories.dataset.lines import TOO_LONG
-from batch_trajectories.dataset.source import HUB_PREFIX, DataSource, has_rows, source_of
+from batch_trajectories.dataset.source import HUB_PREFIX, DataSource, is_row_file, parse_source
 from batch_trajectories.export.conversation.texts import strings_in, texts_of, user_texts, words_of
 from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import Filters
@@ -37,13 +37,13 @@ class Benchmark:
         self.revision: str | None = None
         """The commit of a dataset of the hub; None for other benchmarks."""
         self._source: DataSource | None = None
-        if name.startswith(HUB_PREFIX) or self.path.is_dir() or has_rows(self.path.name):
-            self._source = _naming_option(lambda: source_of(Path(name)))
+        if name.startswith(HUB_PREFIX) or self.path.is_dir() or is_row_file(self.path.name):
+            self._source = _naming_option(lambda: parse_source(Path(name)))
             if self._source.hub is not None:
-                from batch_trajectories.dataset.source import revision_of
+                from batch_trajectories.dataset.source import fetch_revision
 
                 hub = self._source.hub
-                self.revision = _naming_option(lambda: revision_of(hub))
+                self.revision = _naming_option(lambda: fetch_revision(hub))
 
     def rows(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Number and columns of each row; lines of text have the column `text`.
@@ -160,7 +160,7 @@ class Contamination:
         if not self._search and not self._columns:
             raise ConfigError("filters.evaluation_search: is empty; then set evaluation_columns")
         self._text_columns = filters.evaluation_text
-        self._runs = _Runs()
+        self._runs = _RunTable()
         self._short: dict[int, list[_ShortQuestion]] = {}
         """Short questions by a hash of their first words."""
         self._rows = array("I")
@@ -286,7 +286,7 @@ class Contamination:
         return None
 
 
-class _Runs:
+class _RunTable:
     """A hash table of runs of words, each with the first question that contains it."""
 
     def __init__(self) -> None:
@@ -382,7 +382,7 @@ class NearDuplicates:
         try:
             import rensa
         except ImportError as error:
-            raise missing("filters.near_duplicates", "quality") from error
+            raise missing_extra("filters.near_duplicates", "quality") from error
         self._rensa = rensa
         self._threshold = threshold
         # The index proposes candidates, from well below the threshold on.

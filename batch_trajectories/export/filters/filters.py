@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.answers import matches
 from agent.options import Match
-from batch_trajectories.basics.errors import ConfigError, missing
+from batch_trajectories.basics.errors import ConfigError, missing_extra
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.metadata import view_counts
-from batch_trajectories.export.conversation.own_work import Own, interrupted_calls
+from batch_trajectories.export.conversation.own_work import AuthoredWork, interrupted_calls
 from batch_trajectories.export.conversation.rewards import judgement_with_reward, reward_of
 from batch_trajectories.export.conversation.texts import texts_of
-from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.records.checks import (
@@ -26,12 +26,12 @@ from batch_trajectories.records.checks import (
     EXPECTED,
     ended_by_wrong_answer,
     expected_column,
-    is_right_now,
+    has_passed_later_check,
     question_of,
 )
 from batch_trajectories.records.record_types import Record, StoredError
 from batch_trajectories.records.scores import verdict_of
-from toolsets.catalog.custom import OwnToolError, import_function
+from toolsets.catalog.custom import CustomToolError, import_function
 
 if TYPE_CHECKING:
     from batch_trajectories.export.filters.contamination import Contamination
@@ -94,7 +94,7 @@ def make_scanner(*, with_detect_secrets: bool) -> Scanner:
     try:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     except ImportError as error:
-        raise missing("filters.secrets: all", "quality") from error
+        raise missing_extra("filters.secrets: all", "quality") from error
     plugins: list[Any] = [
         plugin()
         for plugin in get_mapping_from_secret_type_to_class().values()
@@ -212,7 +212,11 @@ class RecordFilters:
     def row_rejection(self, record: Record) -> Rejection | None:
         """Why a record is only part of preferences; None if it makes a row of its own."""
         status = record.status
-        if self._filters.status is None and status != "completed" and not is_right_now(record):
+        if (
+            self._filters.status is None
+            and status != "completed"
+            and not has_passed_later_check(record)
+        ):
             return _status_rejection(record)
         if (rejection := self._label_rejection(record)) is not None:
             return rejection
@@ -320,7 +324,7 @@ def _status_rejection(record: Record) -> Rejection:
 
 
 def _count_rejections(record: Record, filters: Filters) -> Iterator[Rejection]:
-    authored = Own(record)
+    authored = AuthoredWork(record)
     turns, replies = len(authored.turns), authored.messages
     if filters.min_reasoning is not None:
         counts = authored.counts
@@ -337,7 +341,7 @@ def _count_rejections(record: Record, filters: Filters) -> Iterator[Rejection]:
         yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
     calls = [call for message in replies for call in message.tool_calls]
     if filters.invented_tools == "reject":
-        offered = names_of(record.tools)
+        offered = tool_names(record.tools)
         for call in calls:
             if (name := call.function.name) not in offered:
                 yield Rejection("invented_tools", f"{name!r} was not on offer")
@@ -401,7 +405,7 @@ def _make_function_check(function: str) -> Callable[[Record], str | None]:
     """A function that asks a user's function what is wrong with the answer of a record."""
     try:
         hook = import_function(function, "filters.answer.function")
-    except OwnToolError as error:
+    except CustomToolError as error:
         raise ConfigError(str(error)) from error
 
     def wrong(record: Record) -> str | None:

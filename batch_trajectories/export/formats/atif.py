@@ -18,13 +18,13 @@ from typing import Any
 
 from agent.messages.message import SIMULATED_USER
 from agent.models.usage import count_or_none
-from batch_trajectories.basics.exact_json import within_64_bits
+from batch_trajectories.basics.exact_json import stringify_large_integers
 from batch_trajectories.export.conversation.authors import mark_context, order_messages
 from batch_trajectories.export.conversation.metadata import row_metadata
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import read_entries, system_of
+from batch_trajectories.export.conversation.own_work import AuthoredWork
+from batch_trajectories.export.conversation.reading import joined_system_prompt, read_entries
 from batch_trajectories.export.conversation.rewards import reward_facts
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.tolerance import (
     COMMON_FLAWS,
     NON_TEXT_FLAWS,
@@ -36,7 +36,7 @@ from batch_trajectories.export.conversation.turns import Conversation, Turn, Use
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.records.record_types import (
-    KEPT_OF_STEPS,
+    KEPT_STEP_FIELDS,
     InnerRecord,
     Record,
     StoredConversation,
@@ -65,7 +65,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         "model_name": record.model_returned or record.model,
         "tool_definitions": list(conversation.tools),
     }
-    extra = within_64_bits(
+    extra = stringify_large_integers(
         {
             "completed": conversation.completed,
             **row_metadata(conversation),
@@ -142,7 +142,7 @@ def _inner_documents(
         try:
             nested = _read_inner(inner, conversation.record, style.tolerance)
             inside[inner.key] = _document(
-                styled(nested, style),
+                apply_style(nested, style),
                 inner,
                 style,
                 f"{name}/{inner.key}",
@@ -193,11 +193,11 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
     called = {call.function.name for message in messages for call in message.tool_calls}
     flaws: list[Flaw] = []
     offered = [{"function": {"name": name}} for name in sorted(called)]
-    authored = Own(inner)
+    authored = AuthoredWork(inner)
     entries = mark_context(read_entries(messages, offered, flaws), inner, authored)
     tolerance.refuse(flaws)
     return Conversation(
-        system=system_of(messages),
+        system=joined_system_prompt(messages),
         entries=entries,
         tools=(),
         completed=True,
@@ -205,7 +205,7 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
         authored=authored,
         metadata={},
         num_tool_calls=0,
-        has_others=authored.prior_replies > 0,
+        has_other_authors=authored.prior_replies > 0,
     )
 
 
@@ -252,7 +252,7 @@ def _agent_step(
             step["metrics"] = metrics
     kept = replies[0].extra.get("atif") if replies and replies[0].extra else None
     if kept is not None:
-        step = {key: value for key, value in step.items() if key not in KEPT_OF_STEPS} | kept
+        step = {key: value for key, value in step.items() if key not in KEPT_STEP_FIELDS} | kept
     extra = step.get("extra") or {}
     if turn.masked and extra.get("loss") is not False:
         step["extra"] = {**extra, "loss": False, "masked": list(turn.masked)}

@@ -10,7 +10,7 @@ from batch_trajectories.export.conversation.metadata import VIEW_COUNTS, lineage
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
 from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.validity import Reason, Rejection
-from batch_trajectories.export.rows.files import CustomFormat, Loaded
+from batch_trajectories.export.rows.files import Candidate, CustomFormat
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.records.scores import score_key
 
@@ -109,7 +109,9 @@ def _completion_content(sample: Sample) -> list[Any]:
 
 
 class _PairFiles(PreferenceFiles):
-    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
+    def compare(
+        self, split: str, samples: Sequence[Sample]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         preference = self.export.recipe.preference
         if preference.by == "label":
             pairs = [*labelled_pairs(samples)]

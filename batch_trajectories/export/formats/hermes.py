@@ -24,7 +24,7 @@ from batch_trajectories.export.conversation.reading import (
 )
 from batch_trajectories.export.conversation.row_json import (
     TOOL_RESPONSE,
-    Repeated,
+    SharedText,
     content_json,
     escape_markers,
     name_json,
@@ -33,7 +33,7 @@ from batch_trajectories.export.conversation.row_json import (
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import (
     COMMON_FLAWS,
-    NO_OBJECT,
+    NON_OBJECT_ARGUMENTS,
     Flaw,
     Tolerance,
 )
@@ -42,7 +42,7 @@ from batch_trajectories.export.conversation.turns import (
     Entry,
     Turn,
     UserMessage,
-    once,
+    compute_once,
 )
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.format import RowFormat
@@ -56,7 +56,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The row of a conversation, with a system prompt if the style wants it. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
-    tools, _ = once(conversation.tools, _tools_and_preamble)
+    tools, _ = compute_once(conversation.tools, _tools_and_preamble)
     return {
         "id": record.id,
         "conversations": turns_of(conversation, style),
@@ -74,7 +74,7 @@ def turns_of(conversation: Conversation, style: Style) -> list[dict[str, str]]:
     style.tolerance.refuse(conversation.flaws)
     if system:
         refuse_control_tokens(system, style.tolerance, where="system message")
-    _, preamble = once(conversation.tools, _tools_and_preamble)
+    _, preamble = compute_once(conversation.tools, _tools_and_preamble)
     return _conversations(conversation.entries, preamble, style, system=system)
 
 
@@ -89,7 +89,7 @@ def to_conversations(
     results of a turn share one tool entry, in the order of the calls, and a turn that the provider
     paused is one gpt entry with its continuation. `reasoning_tokens` belong to the last replies.
     """
-    _, preamble = once(tools, _tools_and_preamble)
+    _, preamble = compute_once(tools, _tools_and_preamble)
     flaws: list[Flaw] = []
     entries = read_entries(messages, tools, flaws)
     Tolerance().refuse(flaws)
@@ -126,7 +126,7 @@ def _tools_and_preamble(tools: Tools) -> tuple[str, str]:
     ]
     # Only the template is searched for the placeholder, not the descriptions of tools.
     preamble = _template().replace("{tools}", escape_markers(write_json(signatures)))
-    return Repeated(write_json(tools)), Repeated(preamble)
+    return SharedText(write_json(tools)), SharedText(preamble)
 
 
 @cache
@@ -185,5 +185,5 @@ FORMAT = RowFormat(
     row_of=row_of,
     reasoning=frozenset(("inline",)),
     # Calls are text, so arguments that are not an object become a string.
-    holds=COMMON_FLAWS | NO_OBJECT,
+    holds=COMMON_FLAWS | NON_OBJECT_ARGUMENTS,
 )

@@ -9,7 +9,7 @@ from batch_trajectories.export.conversation.metadata import row_metadata
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
 from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.validity import Reason, Rejection
-from batch_trajectories.export.rows.files import CustomFormat, Loaded
+from batch_trajectories.export.rows.files import Candidate, CustomFormat
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.scores import verdict_of
@@ -39,7 +39,9 @@ def kto_row(sample: Sample, *, is_good: bool) -> dict[str, Any]:
 
 
 class _LabelFiles(PreferenceFiles):
-    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
+    def compare(
+        self, split: str, samples: Sequence[Sample]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         recipe = self.export.recipe
         for sample in samples:
             good = is_good(sample, recipe.preference, recipe.reward_name)

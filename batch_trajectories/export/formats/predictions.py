@@ -8,7 +8,7 @@ import orjson
 
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, CustomFormat, Export, Loaded
+from batch_trajectories.export.rows.files import Candidate, CandidateFiles, CustomFormat, Export
 from batch_trajectories.records.record_types import Record
 
 
@@ -29,7 +29,7 @@ class _PredictionFiles(CandidateFiles):
         super().__init__(export)
         self._instances: set[str] = set()
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         line = prediction_of(candidate.record)
         if (name := line["instance_id"]) in self._instances:
             raise Rejected(

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import CustomFormat, FormatFiles, Loaded
+from batch_trajectories.export.rows.files import Candidate, CustomFormat, FormatFiles
 from batch_trajectories.export.rows.row_files import HashingFile, MakeWriter, RowTables
 from batch_trajectories.records.checks import expected_column
 from batch_trajectories.records.record_types import Record
@@ -55,7 +55,7 @@ def row_of(
 
 
 def _messages(record: Record) -> list[dict[str, str]]:
-    messages = record.messages[: Own(record).start]
+    messages = record.messages[: AuthoredWork(record).start]
     if any(message.role == "tool" or message.tool_calls for message in messages):
         raise Rejected(Reason.NOT_TEXT, "the prompt holds tool calls")
     for message in messages:
@@ -91,8 +91,8 @@ def _parquet_writer() -> MakeWriter:
 
 class _PromptFiles(FormatFiles):
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
-    ) -> Iterator[tuple[Loaded, Rejection]]:
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         records = [candidate.record for candidate in candidates]
         try:
             reward_name = self.export.recipe.reward_name

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from batch_trajectories.export.conversation.validity import Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, CustomFormat, Loaded
+from batch_trajectories.export.rows.files import Candidate, CandidateFiles, CustomFormat
 
 
 class _RawFiles(CandidateFiles):
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         self.write(split, candidate.record.whole_line())
         return None
 

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from agent.messages.message import COST_ONLY, PLAIN, STAGES, WORKSPACE_LOST
+from agent.messages.message import COST_ONLY, NON_CHAT_CALLS, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.export.conversation.reading import (
     find_leaked_calls,
     find_part_flaws,
-    leaks_in,
+    find_rewarded_leaks,
 )
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, CustomFormat, Export, Loaded
+from batch_trajectories.export.rows.files import Candidate, CandidateFiles, CustomFormat, Export
 from batch_trajectories.records.checks import BY_TURN
 from batch_trajectories.records.record_types import (
     DiscardedReply,
@@ -57,8 +57,8 @@ class _Segment:
     ) -> None:
         """`before` is the token sequence up to the turn before, `texts` are those at the split."""
         self.split: dict[str, Any] | None = None
-        if first.of > first.shared:
-            self.split = {"shared": first.shared, "expected": first.of}
+        if first.previous_length > first.shared:
+            self.split = {"shared": first.shared, "expected": first.previous_length}
             self.split |= texts or dict.fromkeys(("sampled", "shown"))
         self.context: list[int] = before[: first.shared]
         """The tokens before the first trained token."""
@@ -109,7 +109,7 @@ def rows_of(
     STRICT.refuse(find_part_flaws(record.messages))
 
     def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
-        masked = None if masks is None else masks.of(thread)
+        masked = None if masks is None else masks.masked_turns(thread)
         rows = _thread_rows(
             record, thread.turns, reward_name, is_main=thread is record, masked=masked
         )
@@ -137,7 +137,7 @@ def rows_of(
 def threads_of(part: StoredConversation) -> Iterator[InnerRecord]:
     """The conversations of subagents inside a record, at any depth."""
     for inner in part.inner:
-        if inner.name not in STAGES | PLAIN:
+        if inner.name not in STAGES | NON_CHAT_CALLS:
             yield inner
             yield from threads_of(inner)
 
@@ -235,7 +235,7 @@ def _segments(turns: Sequence[StoredTurn], masked: Masked) -> list[_Segment]:
     for turn in token_turns([turn.tokens for turn in turns]):
         stored = turns[turn.number]
         is_own = stored.inherited is None
-        if not segments or turn.shared < turn.of:
+        if not segments or turn.shared < turn.previous_length:
             segments.append(
                 _Segment(turn, sequence, None if stored.tokens is None else stored.tokens.split)
             )
@@ -289,10 +289,10 @@ class _TokenFiles(CandidateFiles):
         masked = {} if self._masks is None else {"masked": self._masks.counts()}
         return {**super().finish(), "split": 0, "split_texts": texts, **self._counts, **masked}
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         record, recipe = candidate.record, self.export.recipe
         recipe.style.tolerance.refuse(find_leaked_calls(record.messages, record.tools))
-        recipe.style.tolerance.refuse(leaks_in(record))
+        recipe.style.tolerance.refuse(find_rewarded_leaks(record))
         rows = rows_of(
             record,
             recipe.reward_name,

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import refuse_all_masked
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.turns import (
     Conversation,
     Entry,
     Turn,
     UserMessage,
     has_null_arguments,
-    names_of,
+    tool_names,
 )
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
 from batch_trajectories.export.masking import NOT_PASSED
@@ -91,7 +91,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     `#t3`, and `#t3.2` for the second part of a turn whose calls are split. In the context, replies
     have no newlines around their text if the model saw them so.
     """
-    whole = styled(conversation, style.with_reasoning(None))
+    whole = apply_style(conversation, style.with_reasoning(None))
     seen = _trim_newlines if conversation.record.view_trimmed else _unchanged
     replies = conversation.replies_by_turn
     entries = list(whole.entries)
@@ -119,13 +119,13 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
             num_tool_calls=len(entry.calls),
             is_for_turn=True,
         )
-        yield styled(cut, style)
+        yield apply_style(cut, style)
 
 
 def content_of(conversation: Conversation) -> Hashable:
     """The content that a row teaches; equal for rows that differ only in ids and metadata."""
     entries = tuple(map(_content, conversation.entries))
-    return conversation.system, names_of(conversation.tools), entries
+    return conversation.system, tool_names(conversation.tools), entries
 
 
 def _content(entry: Entry) -> Hashable:
@@ -154,7 +154,7 @@ _TURN_REASONS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
 """Reasons for which one row of a turn is left out, and not the whole conversation."""
 
 
-class Loaded(msgspec.Struct, frozen=True, gc=False):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A record that passed the filters, with its conversation if some format needs it."""
 
     record: Record
@@ -165,9 +165,11 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
     """The name of the run."""
 
     @property
-    def authored(self) -> Own:
+    def authored(self) -> AuthoredWork:
         """The work of this run's model in the conversation."""
-        return Own(self.record) if self.conversation is None else self.conversation.authored
+        return (
+            AuthoredWork(self.record) if self.conversation is None else self.conversation.authored
+        )
 
     @property
     def parsed(self) -> Conversation:
@@ -255,15 +257,15 @@ class FormatFiles(ABC):
         self._used += uses
         self._lengths.add(len(line))
 
-    def reject(self, candidate: Loaded, rejection: Rejection) -> tuple[Loaded, Rejection]:
+    def reject(self, candidate: Candidate, rejection: Rejection) -> tuple[Candidate, Rejection]:
         """Count a candidate that is not used; returns both arguments for the caller to pass on."""
         self._reasons[rejection.reason] += 1
         return candidate, rejection
 
     @abstractmethod
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
-    ) -> Iterator[tuple[Loaded, Rejection]]:
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         """Write the rows of the candidates of one prompt; yields the candidates that are not used.
 
         `left_out` are candidates, by id of the record, that only preferences may use.
@@ -293,8 +295,8 @@ class CandidateFiles(FormatFiles):
     """A format that uses the candidates of a prompt one by one."""
 
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
-    ) -> Iterator[tuple[Loaded, Rejection]]:
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         seen: set[Hashable] = set()
         for candidate in candidates:
             rejection = left_out.get(candidate.record.id)
@@ -307,7 +309,7 @@ class CandidateFiles(FormatFiles):
                 yield self.reject(candidate, rejection)
 
     @abstractmethod
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         """Write the rows of a candidate; returns why it is not used, or raises `Rejected`.
 
         `seen` is a set for the candidates of one prompt, empty at the first of them.
@@ -345,12 +347,12 @@ class _RowFiles(CandidateFiles):
                 by_turn=self._per_turn,
             )
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         masks, conversation = self._masks, candidate.parsed
         refuse_all_masked(conversation)
         if masks is None:
             return self._add(split, candidate.record, conversation, seen)
-        conversation = masks.applied(conversation)
+        conversation = masks.apply(conversation)
         if not any(isinstance(entry, Turn) and entry.has_loss for entry in conversation.entries):
             return Rejection(Reason.ALL_MASKED.value, "none of its turns carries loss")
         is_included = bool(self.export.recipe.include) and masks.did_not_pass(candidate.record)
@@ -365,7 +367,7 @@ class _RowFiles(CandidateFiles):
         return rejection
 
     def _render(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        shown = styled(conversation, self._style)
+        shown = apply_style(conversation, self._style)
         return shown, self._row_of(shown)
 
     def _row_of(self, shown: Conversation) -> dict[str, Any]:
@@ -386,7 +388,7 @@ class _RowFiles(CandidateFiles):
             return self._add_turns(split, conversation, seen)
         conversation, row = self._render(conversation)
         self.write(split, dumps_row(row))
-        if conversation.has_others:
+        if conversation.has_other_authors:
             self._others += conversation.others
         self._with_nulls += self._has_nulls(conversation)
         return None

@@ -12,13 +12,17 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from batch_trajectories.export.conversation.style import ReasoningStyle, Style
-from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, NO_OBJECT, TAG_FLAWS
+from batch_trajectories.export.conversation.tolerance import (
+    COMMON_FLAWS,
+    NON_OBJECT_ARGUMENTS,
+    TAG_FLAWS,
+)
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.row_files import MakeWriter
 
 _HOLDERS: Mapping[str, str] = {
-    **dict.fromkeys(COMMON_FLAWS | NO_OBJECT, "hermes"),
+    **dict.fromkeys(COMMON_FLAWS | NON_OBJECT_ARGUMENTS, "hermes"),
     **dict.fromkeys(TAG_FLAWS, "openai"),
 }
 """A format that can hold each flaw, by the reason of the flaw."""
@@ -67,7 +71,7 @@ class Format:
         tolerance = style.tolerance
         holds = self.holds
         if style.arguments == "text" and self.has_messages:
-            holds |= NO_OBJECT
+            holds |= NON_OBJECT_ARGUMENTS
         accepts = self.accepts | (tolerance.accepts & holds)
         return replace(style, tolerance=replace(tolerance, accepts=accepts))
 
@@ -86,7 +90,7 @@ class Format:
         """The advice how to keep rows refused for this reason; "" if no format can hold them."""
         if reason in self.holds:
             return f"--accept_rows={reason} keeps such rows"
-        if reason in NO_OBJECT and self.has_messages:
+        if reason in NON_OBJECT_ARGUMENTS and self.has_messages:
             return f"--arguments=text --accept_rows={reason} keeps such rows"
         if (holder := _HOLDERS.get(reason)) is None:
             return ""
@@ -129,16 +133,16 @@ class Copies:
 
 
 @cache
-def named(name: str) -> Format | Copies:
+def load_kind(name: str) -> Format | Copies:
     """Import the format or kind of copies with this name, one of `format_names.names`."""
     found = import_module(f"batch_trajectories.export.formats.{name}").FORMAT
     assert isinstance(found, Format | Copies)
     return found
 
 
-def format_named(name: str) -> Format:
+def load_format(name: str) -> Format:
     """Import the format with this name; raises KeyError for a kind of copies."""
-    loaded = named(name)
+    loaded = load_kind(name)
     if isinstance(loaded, Copies):
         raise KeyError(name)
     return loaded

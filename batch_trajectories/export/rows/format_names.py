@@ -11,12 +11,12 @@ OTHER_NAMES = {"sharegpt": "hermes"}
 texts hold. LLaMA-Factory needs other roles, which the format `llamafactory` has."""
 
 
-def names() -> list[str]:
+def format_names() -> list[str]:
     """Names of formats and kinds of copies, in alphabetical order."""
     return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "__init__")
 
 
-def summaries() -> dict[str, str]:
+def format_summaries() -> dict[str, str]:
     """The first line of each format's module, by name; imports no module."""
-    texts = {name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names()}
+    texts = {name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in format_names()}
     return {name: text.partition("\n")[0].strip('"') for name, text in texts.items()}

@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from batch_trajectories.basics.exact_json import within_64_bits
+from batch_trajectories.basics.exact_json import stringify_large_integers
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.row_json import (
     TOOL_CALL,
     TOOL_RESPONSE,
-    Repeated,
+    SharedText,
     Token,
     control_token,
     holds_structure,
@@ -30,7 +30,7 @@ from batch_trajectories.export.conversation.turns import (
     Entry,
     Turn,
     UserMessage,
-    once,
+    compute_once,
 )
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.records.record_types import Tools
@@ -69,12 +69,16 @@ def messages_of(
 def tools_column(conversation: Conversation, style: Style) -> str | Tools:
     """The tools on offer, as JSON text or as a list; raises Rejected."""
     text = tools_json(conversation, style.tolerance)
-    return once(conversation.tools, within_64_bits) if style.tools == "list" else text
+    return (
+        compute_once(conversation.tools, stringify_large_integers)
+        if style.tools == "list"
+        else text
+    )
 
 
 def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
     """The tools on offer as a JSON list in a string; raises Rejected."""
-    text, token = once(conversation.tools, _tools_and_token)
+    text, token = compute_once(conversation.tools, _tools_and_token)
     if token and tolerance.refuses_token(token):
         raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token.text!r}")
     return text
@@ -82,7 +86,7 @@ def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
 
 def _tools_and_token(tools: Tools) -> tuple[str, Token | None]:
     text = write_json(tools)
-    return Repeated(text), control_token(text)
+    return SharedText(text), control_token(text)
 
 
 def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:

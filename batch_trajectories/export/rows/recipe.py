@@ -28,10 +28,10 @@ from batch_trajectories.basics.validation import (
     Mistake,
     did_you_mean,
     mistakes_in,
-    path_beside,
-    place_beside,
+    resolve_beside,
+    resolve_function,
 )
-from batch_trajectories.config.loading import place_in, read_mapping
+from batch_trajectories.config.loading import locate_key, read_mapping
 from batch_trajectories.config.option_types import AcceptedRows
 from batch_trajectories.export.conversation.style import (
     REASONING_KEY,
@@ -45,7 +45,11 @@ from batch_trajectories.export.conversation.style import (
     SystemStyle,
     ToolsForm,
 )
-from batch_trajectories.export.conversation.tolerance import NO_OBJECT, Tolerance, accepted
+from batch_trajectories.export.conversation.tolerance import (
+    NON_OBJECT_ARGUMENTS,
+    Tolerance,
+    parse_reasons,
+)
 from batch_trajectories.export.masking import DEFAULT_MASK, NOT_PASSED, Mask
 from batch_trajectories.export.rows.filter_options import (
     AnswerCheck,
@@ -53,8 +57,8 @@ from batch_trajectories.export.rows.filter_options import (
     Number,
     RecipePart,
 )
-from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
-from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
+from batch_trajectories.export.rows.format import Copies, Format, RowFormat, load_format, load_kind
+from batch_trajectories.export.rows.format_names import OTHER_NAMES, format_names
 from batch_trajectories.export.templates.fitting import Fit, Fitting
 from batch_trajectories.records.checks import THRESHOLD
 
@@ -74,9 +78,9 @@ def resolve_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     if isinstance(filters := loaded.get("filters"), dict):
         made["filters"] = _resolve_filter_paths(filters, directory)
     if isinstance(mask := loaded.get("mask"), dict) and "function" in mask:
-        made["mask"] = {**mask, "function": place_beside(mask["function"], directory)}
+        made["mask"] = {**mask, "function": resolve_function(mask["function"], directory)}
     if isinstance(fit := loaded.get("fit"), dict) and isinstance(fit.get("template"), str):
-        made["fit"] = {**fit, "template": path_beside(fit["template"], directory)}
+        made["fit"] = {**fit, "template": resolve_beside(fit["template"], directory)}
     return made
 
 
@@ -90,13 +94,13 @@ def _resolve_filter_paths(filters: Mapping[str, Any], directory: Path) -> dict[s
             for file in files
         ]
     if isinstance(answer := filters.get("answer"), dict) and "function" in answer:
-        made["answer"] = {**answer, "function": place_beside(answer["function"], directory)}
+        made["answer"] = {**answer, "function": resolve_function(answer["function"], directory)}
     return made
 
 
 def _format_name(name: str) -> str:
     name = OTHER_NAMES.get(name, name)
-    if name not in names():
+    if name not in format_names():
         raise ValueError("unknown format")
     return name
 
@@ -106,7 +110,7 @@ FormatName = Annotated[str, AfterValidator(_format_name)]
 
 def _takes_all(name: object) -> bool:
     """Whether `name` is a format of all conversations, failed ones included."""
-    return name in names() and named(str(name)).takes_all
+    return name in format_names() and load_kind(str(name)).takes_all
 
 
 def _has_segments(one: Format | Copies) -> bool:
@@ -287,13 +291,13 @@ class Recipe(BaseModel):
     def _check_cuts(self) -> None:
         """Raise ValueError if a format has no rows for single turns or segments."""
         if self.per_turn and (whole := [x.name for x in self._chosen_kinds if not x.has_turns]):
-            possible = [name for name in names() if named(name).has_turns]
+            possible = [name for name in format_names() if load_kind(name).has_turns]
             raise ValueError(
                 f"per_turn: {min(whole)} has no rows for single turns; "
                 f"choose formats among {', '.join(possible)}"
             )
         if self.segments and (bad := [x.name for x in self._chosen_kinds if not _has_segments(x)]):
-            possible = [name for name in names() if _has_segments(named(name))]
+            possible = [name for name in format_names() if _has_segments(load_kind(name))]
             raise ValueError(
                 f"segments: {min(bad)} has no rows for segments; "
                 f"choose formats among {', '.join(possible)}"
@@ -344,7 +348,7 @@ class Recipe(BaseModel):
         if self.mask and self.mask.leak_suspected:
             flaws.append("leak_suspected")
         if self.mask and self.mask.bad_arguments:
-            flaws += NO_OBJECT
+            flaws += NON_OBJECT_ARGUMENTS
         return Style(
             reasoning=self.reasoning,
             parallel_calls=self.parallel_calls,
@@ -353,7 +357,7 @@ class Recipe(BaseModel):
             max_tool_chars=self.max_tool_chars,
             tools=self.tools,
             reward_name=self.reward_name,
-            tolerance=Tolerance(accepted(flaws), self.filters.control_tokens),
+            tolerance=Tolerance(parse_reasons(flaws), self.filters.control_tokens),
             reasoning_key=self.reasoning_key,
             call_text=self.call_text,
             arguments=self.arguments,
@@ -361,7 +365,7 @@ class Recipe(BaseModel):
 
     @property
     def _chosen_kinds(self) -> list[Format | Copies]:
-        return [named(name) for name in dict.fromkeys(self.formats)]
+        return [load_kind(name) for name in dict.fromkeys(self.formats)]
 
     @property
     def copies(self) -> list[Copies]:
@@ -374,7 +378,7 @@ class Recipe(BaseModel):
         """The formats without copies; `openai` if only copies are asked for."""
         formats = self._chosen_kinds
         if not self.writes_lines:
-            openai = format_named("openai")
+            openai = load_format("openai")
             formats = [openai if isinstance(one, Copies) else one for one in formats]
         return [one for one in dict.fromkeys(formats) if isinstance(one, Format)]
 
@@ -463,10 +467,10 @@ def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> s
     flag = f"--{'format' if key == 'formats' else key}"
     place = flag
     if key not in flags:
-        place = mistake.key if path is None else f"{place_in(path, mistake.keys)}: {mistake.key}"
+        place = mistake.key if path is None else f"{locate_key(path, mistake.keys)}: {mistake.key}"
     if key == "formats":
-        hint = did_you_mean(str(mistake.value), names())
-        known = f"known are {', '.join(names())}"
+        hint = did_you_mean(str(mistake.value), format_names())
+        known = f"known are {', '.join(format_names())}"
         return f"{place}: unknown format {mistake.value!r}; {f'{hint} {known}' if hint else known}"
     if mistake.keys == ("filters", "judge"):
         return (

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.turns import Conversation, Turn, UserMessage
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
-from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded
+from batch_trajectories.export.rows.files import Candidate, CandidateFiles, Export
 from batch_trajectories.export.rows.messages import messages_of, tools_column
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.record_types import Tools
@@ -24,7 +24,7 @@ from batch_trajectories.records.record_types import Tools
 class Sample:
     """A conversation with its reward, as prompt and completion."""
 
-    candidate: Loaded
+    candidate: Candidate
     conversation: Conversation
     """The conversation in the style of the recipe."""
     prompt: Sequence[dict[str, Any]]
@@ -39,9 +39,9 @@ class Sample:
         return self.conversation.record.id
 
 
-def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> Sample:
+def sample_of(candidate: Candidate, style: Style, *, needs_reward: bool = True) -> Sample:
     """Make a sample of a conversation. Raises Rejected if it has no reward but needs one."""
-    conversation = styled(candidate.parsed, style)
+    conversation = apply_style(candidate.parsed, style)
     name = style.reward_name
     _, reward, error = judgement_of(conversation.record, name)
     if error is not None and needs_reward:
@@ -83,18 +83,20 @@ class PreferenceFiles(CandidateFiles):
         self._style = export.format.limit(export.recipe.style)
         self._samples: list[Sample] = []
 
-    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Rejection | None:
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         by_reward = self.export.recipe.preference.by == "reward"
         self._samples.append(sample_of(candidate, self._style, needs_reward=by_reward))
         return None
 
     def add(
-        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Rejection]
-    ) -> Iterator[tuple[Loaded, Rejection]]:
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Rejection]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         self._samples.clear()
         yield from super().add(split, candidates, {})
         yield from self.compare(split, self._samples)
 
     @abstractmethod
-    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Rejection]]:
+    def compare(
+        self, split: str, samples: Sequence[Sample]
+    ) -> Iterator[tuple[Candidate, Rejection]]:
         """Write the rows of the samples of one prompt; yields the candidates that are not used."""

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
-from agent.messages.message import MOST_TOKENS
-from batch_trajectories.basics.text import without_values
-from batch_trajectories.export.conversation.own_work import Own, WorkCounts
-from batch_trajectories.export.conversation.turns import names_of
+from agent.messages.message import MAX_TOKEN_COUNT
+from batch_trajectories.basics.text import mask_values
+from batch_trajectories.export.conversation.own_work import AuthoredWork, WorkCounts
+from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.records.checks import UNCHECKED, CheckSums, judgement_of
 from batch_trajectories.records.record_types import Record
 
@@ -61,7 +61,7 @@ class Reasons:
     def add(self, reason: str) -> None:
         """Count a reason."""
         plain = "".join(c if c.isprintable() else " " for c in reason)
-        text = f"{self._about}{without_values(' '.join(plain.split()), '…')[:_MOST_CHARS]}"
+        text = f"{self._about}{mask_values(' '.join(plain.split()), '…')[:_MOST_CHARS]}"
         self._count(text, 1)
 
     def merge(self, other: Reasons) -> None:
@@ -88,7 +88,7 @@ class Reasons:
         return f"{self._about}other reasons"
 
 
-def lines_of(reasons: Mapping[str, int]) -> Iterator[str]:
+def reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
     """Format counts of reasons as lines."""
     return (f"  {count:>9,}  {reason}" for reason, count in reasons.items())
 
@@ -126,7 +126,7 @@ class Statistics:
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
-    def add(self, record: Record, authored: Own) -> None:
+    def add(self, record: Record, authored: AuthoredWork) -> None:
         """Count one record; of its messages only those of `own`."""
         turns, counts = len(authored.turns), authored.counts
         self._statuses[record.status] += 1
@@ -143,12 +143,12 @@ class Statistics:
         self._turns_with_token_ids += counts.with_token_ids
         if turns > self._most_turns:
             self._most_turns = turns
-        self._add_replies(names_of(record.tools), counts)
+        self._add_replies(tool_names(record.tools), counts)
         self._add_times(counts.started_at, counts.ended_at)
         counted: Mapping[str, Any] = record.usage or {}
         tokens = self._tokens
         for key, count in counted.items():
-            if count and count < MOST_TOKENS:
+            if count and count < MAX_TOKEN_COUNT:
                 tokens[key] += count
 
     def merge(self, other: Statistics) -> None:

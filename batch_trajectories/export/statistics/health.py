@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from agent.models.scripted import API as SCRIPTED
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.conversation.own_work import AuthoredWork
+from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import CacheUse, PriceOf
 from batch_trajectories.export.statistics.counts import KeyCounts
 from batch_trajectories.records.checks import judgement_of
@@ -132,7 +132,7 @@ class Health:
         self._passed_ids: list[str] = []
         self.caches = CacheUse()
 
-    def add(self, record: Record, authored: Own) -> None:
+    def add(self, record: Record, authored: AuthoredWork) -> None:
         """Check one record."""
         id, turns, counts = record.id, authored.turns, authored.counts
         is_completed = record.status == "completed"
@@ -236,8 +236,8 @@ class Health:
             examples = self._examples[name]
             examples += [example] * min(found, _MAX_EXAMPLES - len(examples))
 
-    def _add_calls(self, record: Record, authored: Own) -> None:
-        offered = names_of(record.tools)
+    def _add_calls(self, record: Record, authored: AuthoredWork) -> None:
+        offered = tool_names(record.tools)
         made = 0
         for tool in authored.counts.tools:
             made += tool["count"]

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import why_not_passed
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.turns import names_of
+from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.statistics import agreement, cache_use
 from batch_trajectories.export.statistics import rewards as reward_statistics
 from batch_trajectories.export.statistics.agreement import Agreement
 from batch_trajectories.export.statistics.cache_use import PriceOf, cached_share_of
-from batch_trajectories.export.statistics.counts import Statistics, lines_of
+from batch_trajectories.export.statistics.counts import Statistics, reason_lines
 from batch_trajectories.export.statistics.health import Health, health_as_text
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.checks import Checks, describe, judgement_of
 from batch_trajectories.records.failures import NO_LIMIT, stored_failures
-from batch_trajectories.records.reader import SomeRecords, over_records
+from batch_trajectories.records.reader import RecordPart, process_records
 from batch_trajectories.records.record_types import Record
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RunStatistics:
 
     def add(self, records: Sequence[Record]) -> None:
         """Count records."""
-        given = [(record, Own(record)) for record in records]
+        given = [(record, AuthoredWork(record)) for record in records]
         # Done first: reading a conversation counts its replies on the way.
         kept = [self._is_kept(record, authored) for record, authored in given]
         for record, authored in given:
@@ -100,7 +100,7 @@ class RunStatistics:
             self._add_amounts(record, authored, is_kept=is_kept)
         self._records += len(records)
 
-    def _add_amounts(self, record: Record, authored: Own, *, is_kept: bool) -> None:
+    def _add_amounts(self, record: Record, authored: AuthoredWork, *, is_kept: bool) -> None:
         usage = record.usage or {}
         turns, calls = authored.turns, record.own_tool_calls
         cached = cached_share_of(record)
@@ -116,7 +116,7 @@ class RunStatistics:
         for name, amount in amounts.items():
             if amount is not None:
                 self._spreads[name].append(amount)
-        offered = names_of(record.tools)
+        offered = tool_names(record.tools)
         for call in calls:
             # There can be any number of invented names.
             if call.name in offered and call.duration_s is not None:
@@ -149,7 +149,7 @@ class RunStatistics:
         self._cost += other._cost
         self._unknown_costs += other._unknown_costs
 
-    def _is_kept(self, record: Record, authored: Own) -> bool:
+    def _is_kept(self, record: Record, authored: AuthoredWork) -> bool:
         if record.status != "completed":
             return False
         if self._left_out is not None:
@@ -211,13 +211,13 @@ def statistics_of(
     `price_of` its `to_json`.
     """
 
-    def count(some: SomeRecords) -> RunStatistics:
+    def count(some: RecordPart) -> RunStatistics:
         counted = RunStatistics(style=style, samples=samples, rule=rule, left_out=left_out)
         for records in some.few:
             counted.add(records)
         return counted
 
-    statistics, *others = over_records(run_dir, count, doing="statistics")
+    statistics, *others = process_records(run_dir, count, doing="statistics")
     for other in others:
         statistics.merge(other)
     statistics.health.add_failures(stored_failures(run_dir))
@@ -250,7 +250,7 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
         yield from lines
     if failed := figures.get("failed_scores"):
         yield f"{plural(failed, 'score')} failed; `show RUN ID` has the reason of each"
-        yield from lines_of(figures["failed_score_reasons"])
+        yield from reason_lines(figures["failed_score_reasons"])
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

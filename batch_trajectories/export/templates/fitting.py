@@ -47,9 +47,9 @@ class Fitting:
 
     def __init__(self, fit: Fit, reasoning_key: str) -> None:
         """`reasoning_key` is the key of reasoning in messages. Raises `ConfigError`."""
-        from batch_trajectories.export.templates.rendering import find, load_chat
+        from batch_trajectories.export.templates.rendering import find_templates, load_chat
 
-        found = find(fit.template)
+        found = find_templates(fit.template)
         if len(found) != 1:
             raise ConfigError(
                 f"fit.template: {fit.template} means {len(found)} templates; name one"

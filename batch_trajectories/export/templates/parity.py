@@ -36,7 +36,7 @@ from batch_trajectories.export.templates.rendering import (
     ChatTemplate,
     Tokens,
     load_chat,
-    rows_of,
+    read_rows,
     tools_in,
 )
 
@@ -299,7 +299,9 @@ class _TooLong(BaseException):
         super().__init__(f"the template took more than {_RENDER_S:g} s of CPU time for one row")
 
 
-def check(recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | None) -> None:
+def check_parity_options(
+    recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | None
+) -> None:
     """Raise `ConfigError` if the rows of a recipe, or a template, cannot be judged."""
     if "openai" not in recipe.formats or not recipe.writes_lines:
         raise ConfigError("--parity renders rows of the format openai; add it to --format")
@@ -319,7 +321,7 @@ def check(recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | N
             )
 
 
-def judge(
+def judge_templates(
     directory: Path,
     manifest: Mapping[str, Any],
     templates: Sequence[ChatTemplate],
@@ -466,7 +468,7 @@ class _Dataset:
     def rows(self, *, counts: bool = True) -> Iterator[tuple[Mapping[str, Any], TrainerRow]]:
         """The rows, each also as a trainer gets it; `counts`: whether they advance the progress."""
         key = self.manifest["recipe"]["reasoning_key"]
-        rows = rows_of(self._directory, self.manifest)
+        rows = read_rows(self._directory, self.manifest)
         while block := list(islice(rows, _ROWS_AT_ONCE)):
             for row in block:
                 yield row, read_trainer_row(row, tools_in(row), key)
@@ -547,7 +549,7 @@ class _Lengths:
         return found
 
 
-def summary(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def describe_judgements(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Describe the result of each template, a line or more for each."""
     for one in judged:
         name = one["template"]

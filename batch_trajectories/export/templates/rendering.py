@@ -230,7 +230,7 @@ def _to_json(
     )
 
 
-def rows_of(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def read_rows(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The written rows of the format openai. Raises `ConfigError` without any."""
     files = [
         file["path"]
@@ -294,7 +294,7 @@ class ChatTemplate(NamedTuple):
     """The tokenizer.json of the model; None if unknown."""
 
 
-def find(given: str) -> list[ChatTemplate]:
+def find_templates(given: str) -> list[ChatTemplate]:
     """The templates that a list of names and paths, with commas, stands for; `all`: those of `trl`.
 
     A directory may hold a tokenizer, or Jinja files. Raises `ConfigError`.

@@ -18,18 +18,18 @@ from agent.wires.reading import make_message
 from agent.wires.wire import WireError
 from batch_trajectories.importing.conversation import (
     Dialogue,
-    Foreign,
     PartKinds,
     Reader,
+    SourceConversation,
     Unreadable,
     check_parts,
     facts_in_metadata,
     is_blank,
+    parse_time,
     refuse_unknown,
-    time_of,
     usage,
 )
-from batch_trajectories.records.record_types import KEPT_OF_STEPS
+from batch_trajectories.records.record_types import KEPT_STEP_FIELDS
 
 _Text = str | list[dict[str, Any]]
 _Object = dict[str, Any]
@@ -111,7 +111,7 @@ _MOST_NESTED = 20
 """Maximum depth of subagents; deeper nesting would exceed Python's recursion limit."""
 
 
-def _read(row: Mapping[str, Any]) -> Foreign:
+def _read(row: Mapping[str, Any]) -> SourceConversation:
     documents: dict[str, _Object] = {}
     document = _read_document(row, "")
     conversation = _conversation(row, document, "", "", documents)
@@ -120,7 +120,7 @@ def _read(row: Mapping[str, Any]) -> Foreign:
     facts = facts_in_metadata(extra)
     facts.setdefault("model", document.agent.model_name)
     is_own = document.agent.name == _OURS
-    return Foreign(
+    return SourceConversation(
         conversation,
         "atif",
         id=document.trajectory_id or document.session_id,
@@ -195,7 +195,7 @@ def _conversation(
         if step.source == "agent":
             messages.append(_read_reply(step, at))
             if n > last_given:
-                kept = {key: raw_steps[n][key] for key in KEPT_OF_STEPS if key in raw_steps[n]}
+                kept = {key: raw_steps[n][key] for key in KEPT_STEP_FIELDS if key in raw_steps[n]}
                 replies.append(_reply_facts(step, at, document.agent.model_name, kept))
                 # A step without a call of the model is the program's.
                 calls = raw_steps[n].get("llm_call_count")
@@ -312,7 +312,7 @@ def _reply_facts(step: _Step, place: str, model: str | None, kept: _Object) -> d
         reply["usage"] = _usage(metrics)
         reply["cost_usd"] = metrics.cost_usd
     if step.timestamp is not None:
-        reply["started_at"] = time_of(step.timestamp, f"{place}.timestamp")
+        reply["started_at"] = parse_time(step.timestamp, f"{place}.timestamp")
     return reply
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.models.dialects.anthropic_messages import usage_in
-from agent.models.endpoint_words import ending_of
-from agent.models.parsing import object_of, text_or_none
+from agent.models.endpoint_words import find_ending
+from agent.models.parsing import get_object, text_or_none
 from agent.models.usage import NOTHING_USED
 from agent.wires.lines import BEFORE_COMPACTION, SUBAGENT
 from batch_trajectories.basics import exact_json
@@ -28,8 +28,8 @@ from batch_trajectories.importing.claude_code_fields import (
 )
 from batch_trajectories.importing.conversation import (
     Dialogue,
-    Foreign,
     Reader,
+    SourceConversation,
     SourceRow,
     Unreadable,
     check_parts,
@@ -46,7 +46,7 @@ _INTERRUPTED = "[Request interrupted by user"
 """The beginning of the user's message that Claude Code writes after an interruption."""
 
 
-def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
+def _read(path: Path, rows: Sequence[SourceRow]) -> SourceConversation:
     rows = prepare_lines(rows)
     problems: list[Unreadable] = []
     main = [row for row in rows if not row.content.get("isSidechain")]
@@ -66,7 +66,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     directory = next((str(one["cwd"]) for one in heads if "cwd" in one), None)
     version = next((str(one["version"]) for one in heads if "version" in one), None)
     id = next((str(one["sessionId"]) for one in heads if "sessionId" in one), path.stem)
-    return Foreign(
+    return SourceConversation(
         last,
         _API,
         id=id,
@@ -103,8 +103,8 @@ class _Kept(NamedTuple):
 def _find_kept(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
     """Find the messages at the start of a part that a compaction kept from the part before."""
     for row in part:
-        facts = object_of(row.content, "compactMetadata")
-        named = object_of(facts, "preservedMessages")
+        facts = get_object(row.content, "compactMetadata")
+        named = get_object(facts, "preservedMessages")
         ids = named.get("allUuids") or named.get("uuids")
         if isinstance(ids, list):
             led = {text_or_none(id) for id in ids} - {None}
@@ -287,7 +287,7 @@ def _text_of(content: Any) -> str:
 def _read_facts(message: Mapping[str, Any]) -> dict[str, Any]:
     """Read the facts that the last line of a reply has about the whole reply."""
     facts: dict[str, Any] = {"model": message.get("model"), "usage": usage_in(message)}
-    ending = ending_of(message.get("stop_reason"))
+    ending = find_ending(message.get("stop_reason"))
     if ending is not None and ending != "cut":
         facts["finish_reason"] = ending
     return facts
@@ -337,16 +337,16 @@ def _add_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Itera
 
 def _key(line: Mapping[str, Any]) -> str:
     """Return a key that all lines of a reply share."""
-    return str(object_of(line, "message").get("id") or line.get("uuid"))
+    return str(get_object(line, "message").get("id") or line.get("uuid"))
 
 
 def _reply_id(line: Mapping[str, Any]) -> str | None:
     is_reply = line.get("type") == "assistant"
-    return text_or_none(object_of(line, "message").get("id")) if is_reply else None
+    return text_or_none(get_object(line, "message").get("id")) if is_reply else None
 
 
 def _blocks(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return exact_json.objects_among(object_of(line, "message").get("content"))
+    return exact_json.objects_among(get_object(line, "message").get("content"))
 
 
 def _is_session(row: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.models.parsing import object_of, text_or_none
+from agent.models.parsing import get_object, text_or_none
 from agent.models.usage import count_or_none
 from agent.wires.lines import BEFORE_COMPACTION
 from agent.wires.openai_responses import is_assistants
@@ -23,8 +23,8 @@ from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.importing.codex_fields import ASIDE, check_event, check_item, has_failed
 from batch_trajectories.importing.conversation import (
     Dialogue,
-    Foreign,
     Reader,
+    SourceConversation,
     SourceRow,
     Unreadable,
     read_messages,
@@ -72,7 +72,7 @@ class _Context:
         if not is_assistants(plain):
             self.has_ended = True
             return
-        read = count_or_none(object_of(row.content, "metadata").get("sampled_through_sequence"))
+        read = count_or_none(get_object(row.content, "metadata").get("sampled_through_sequence"))
         if self.has_ended or read != self.replies[-1].read:
             self.replies.append(_Reply({"model": model, "started_at": row.time()}, read))
             self.has_ended = False
@@ -125,7 +125,7 @@ class _Context:
         """Make the conversation of the context. Raises `Unreadable`."""
         wire = WIRES[_API]
         lines = iter(self.items)
-        _, pieces = wire.messages_of({"input": [item for _, item in self.items]})
+        _, pieces = wire.split_messages({"input": [item for _, item in self.items]})
         placed: list[tuple[int | None, str, Any]] = []
         if instructions:
             placed.append((None, "base_instructions", ("system", instructions)))
@@ -146,7 +146,7 @@ class _Context:
         )
 
 
-def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
+def _read(path: Path, rows: Sequence[SourceRow]) -> SourceConversation:
     parts = [_Context()]
     meta: Mapping[str, Any] = {}
     model: str | None = None
@@ -170,14 +170,14 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
                     continue
                 facts = parts[-1].replies[-1].facts
                 facts["response_id"] = text_or_none(payload.get("response_id"))
-                _add_usage(facts, object_of(payload, "usage"))
+                _add_usage(facts, get_object(payload, "usage"))
                 parts[-1].has_ended = True
             case "event_msg":
                 check_event(payload, row.number)
-                info = object_of(payload, "info")
+                info = get_object(payload, "info")
                 before, total = total, info.get("total_token_usage")
                 if parts[-1].replies and (total is None or total != before):  # else no call is new
-                    _add_usage(parts[-1].replies[-1].facts, object_of(info, "last_token_usage"))
+                    _add_usage(parts[-1].replies[-1].facts, get_object(info, "last_token_usage"))
             case _ if kind not in ASIDE:
                 try:
                     refuse_unknown(row.content, _LINE_KEYS, "", row.number, only_text=True)
@@ -189,7 +189,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
             part.mark_cut_replies()
     for part in parts:
         part.answer_calls()
-    instructions = object_of(meta, "base_instructions").get("text") or meta.get("instructions")
+    instructions = get_object(meta, "base_instructions").get("text") or meta.get("instructions")
     *before, last = [part.conversation(instructions) for part in parts if part.items] or [
         Dialogue([], [])
     ]
@@ -197,7 +197,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
         one.key, one.name = f"thread#{n}", BEFORE_COMPACTION
     last.inner = before
     version = meta.get("cli_version")
-    return Foreign(
+    return SourceConversation(
         last,
         _API,
         id=str(meta.get("id") or path.stem),

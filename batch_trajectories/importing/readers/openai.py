@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from batch_trajectories.importing.chat_rows import read_row
-from batch_trajectories.importing.conversation import Foreign, Reader
+from batch_trajectories.importing.conversation import Reader, SourceConversation
 
 _API = "openai_chat"
 
 
-def _read(row: Mapping[str, Any]) -> Foreign:
+def _read(row: Mapping[str, Any]) -> SourceConversation:
     return read_row(row, "history" if _is_of_swe_agent(row) else "messages", _API)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from batch_trajectories.importing.chat_rows import read_row
-from batch_trajectories.importing.conversation import Foreign, Reader
+from batch_trajectories.importing.conversation import Reader, SourceConversation
 
 
-def _read(row: Mapping[str, Any]) -> Foreign:
+def _read(row: Mapping[str, Any]) -> SourceConversation:
     return read_row(row, "conversations", "sharegpt")
 
 

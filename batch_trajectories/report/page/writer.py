@@ -17,21 +17,21 @@ import orjson
 from pydantic import ValidationError
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.audit.verdicts import speaks_against, verdict_lines
+from batch_trajectories.audit.verdicts import shows_defect, verdict_lines
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, RunDirError, help_for_write
 from batch_trajectories.dataset.source import HUB_PREFIX
 from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.turns import Conversation, Turn, once
+from batch_trajectories.export.conversation.turns import Conversation, Turn, compute_once
 from batch_trajectories.export.formats.hermes import turns_of
 from batch_trajectories.export.statistics.health import Health, problems_in
 from batch_trajectories.export.statistics.rewards import RewardStatistics
-from batch_trajectories.export.training_files import route, style_of_run
+from batch_trajectories.export.training_files import route_record, run_style
 from batch_trajectories.records.failures import NO_LIMIT, failures_by_class, stored_failures
 from batch_trajectories.records.files import (
     StorageError,
@@ -40,7 +40,7 @@ from batch_trajectories.records.files import (
     replace_file,
 )
 from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
-from batch_trajectories.records.reader import SomeRecords, over_records
+from batch_trajectories.records.reader import RecordPart, process_records
 from batch_trajectories.records.record_types import Record, Tools
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.report.page.frame import framed, joined, read_part
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 def task_row(line: Mapping[str, Any]) -> dict[str, Any]:
     """The row of the table for a line of tasks.jsonl; steps are its `tools`, as in `row_of`."""
     done = Counter(part["step"] for part in line["steps"])
-    against = Counter(part["step"] for part in line["steps"] if speaks_against(part))
+    against = Counter(part["step"] for part in line["steps"] if shows_defect(part))
     return {
         "id": line["id"],
         "status": line["verdict"],
@@ -72,7 +72,7 @@ def task_row(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def task_record(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a task."""
-    steps = [{**part, "against": speaks_against(part)} for part in line["steps"]]
+    steps = [{**part, "against": shows_defect(part)} for part in line["steps"]]
     return {**line, "steps": steps, "tools": [], "training_form": None}
 
 
@@ -247,11 +247,11 @@ def write_report(
         )
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
-    style = style_of_run(run["config"])
+    style = run_style(run["config"])
     masks = masks_of_dataset(stored.path)
     samples, rule = run["config"]["num_samples"], stored.rule
 
-    def collect(some: SomeRecords) -> _Part:
+    def collect(some: RecordPart) -> _Part:
         limit = inline_bytes if some.are_all else 0
         pieces = Pieces(directory, report_id, inline_bytes=limit, first=some.first)
         part = _Part(samples, rule, _Distinct(some.first), _Distinct(some.first))
@@ -275,7 +275,7 @@ def write_report(
         if is_audit:
             parts = [collect_tasks()]
         else:
-            parts = over_records(stored.path, collect, doing="report", meanwhile=about)
+            parts = process_records(stored.path, collect, doing="report", meanwhile=about)
         whole, *others = parts
         put_in_place(directory, [part.collected for part in parts])
     except OSError as error:
@@ -323,7 +323,7 @@ class _Part:
     def add(
         self, records: Sequence[Record], style: Style, masks: Masks | None, pieces: Pieces
     ) -> None:
-        given = [(record, Own(record)) for record in records]
+        given = [(record, AuthoredWork(record)) for record in records]
         # First the rows: what reads a conversation counts its replies on the way.
         forms = [
             training_form(record, own, style=style, masks=masks, key_of=self.systems.key)
@@ -337,9 +337,9 @@ class _Part:
             row["exported"] = form["file"]
         self.columns = [*rows[-1], "chunk", "place"]
         shown = [
-            record.spliced(
+            record.splice(
                 {
-                    "tools": once(record.tools, self._tools_shown),
+                    "tools": compute_once(record.tools, self._tools_shown),
                     "training_form": dumps_row(form)[:-1],  # without its newline
                 }
             )
@@ -388,13 +388,13 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
         return None  # the funnel says that it cannot be read
     if not isinstance(manifest, dict) or not manifest.get("recipe", {}).get("mask"):
         return None
-    from batch_trajectories.export.dataset.recipe_origin import strange_parts
+    from batch_trajectories.export.dataset.recipe_origin import untrusted_parts
     from batch_trajectories.export.rows.recipe import Recipe
 
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
         is_called = recipe.mask is not None and recipe.mask.function and calls_functions
-        if is_called and strange_parts(manifest):
+        if is_called and untrusted_parts(manifest):
             calls_functions = False
             say(
                 f"warning: {run_dir}/exports/dataset/manifest.json: you did not write this recipe "
@@ -469,7 +469,7 @@ class _Distinct:
 
 def training_form(
     record: Record,
-    own: Own | None = None,
+    own: AuthoredWork | None = None,
     *,
     key_of: Callable[[str], Any],
     style: Style,
@@ -485,13 +485,13 @@ def training_form(
 
     All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
-    routed = route(record, own, style=style, render=_shown)
+    routed = route_record(record, own, style=style, render=_shown)
     row = routed.row
-    if routed.place == "rejects":
+    if routed.file == "rejects":
         form = {"reason": row["reason"], "detail": row["detail"], "system": None}
-        return {"file": routed.place, **form, "turns": [], "given": 0}
+        return {"file": routed.file, **form, "turns": [], "given": 0}
     return {
-        "file": routed.place,
+        "file": routed.file,
         "reason": None,
         "detail": None,
         **row,
@@ -505,14 +505,14 @@ def _shown(conversation: Conversation, style: Style) -> dict[str, Any]:
     system, *turns = turns_of(conversation, style)
     shown = [(speaker := turn["from"], turn["value"], speaker == "gpt") for turn in turns]
     given = 0
-    if conversation.has_others:
+    if conversation.has_other_authors:
         given = sum([has_loss for _, _, has_loss in shown]) - len(conversation.own_turns)
     return {"system": system["value"], "turns": shown, "given": given}
 
 
 def _masked(record: Record, masks: Masks) -> dict[str, Sequence[str]]:
     try:
-        entries = masks.applied(read_conversation(record)).entries
+        entries = masks.apply(read_conversation(record)).entries
     except ConfigError as error:  # the user's function fails, which the page says at each turn
         return {str(number): [str(error)] for number in range(1, len(record.turns) + 1)}
     turns = (entry for entry in entries if isinstance(entry, Turn))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import score_key
@@ -90,7 +90,7 @@ class LinePlace(NamedTuple):
 
 def values_of(record: Record, place: LinePlace, style: Style) -> dict[str, Any]:
     """The columns of one record."""
-    own = Own(record)
+    own = AuthoredWork(record)
     form = training_form(record, own, style=style, key_of=len)
     row = row_of(record, own)
     tools, failures, rewards = row.pop("tools"), row.pop("failures"), row.pop("rewards")

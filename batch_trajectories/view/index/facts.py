@@ -14,13 +14,13 @@ import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS, Health, problems_in
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.failures import NO_LIMIT, failures_by_class, stored_failures
 from batch_trajectories.records.files import read_json, replace_file
 from batch_trajectories.records.names import FAILURES_FILE, RECORDS_FILE, SCORES_FILE
-from batch_trajectories.records.reader import SomeRecords, over_records
+from batch_trajectories.records.reader import RecordPart, process_records
 
 NAME = "facts.json"
 
@@ -45,16 +45,16 @@ def make_facts(run_dir: Path, cache: Path) -> None:
     config = stored.identity["config"]
     samples, rule = config["num_samples"], stored.rule
 
-    def collect(some: SomeRecords) -> _Part:
+    def collect(some: RecordPart) -> _Part:
         part = _Part(samples, rule)
         for records in some.few:
             for record in records:
                 part.rewards.add(record)
-                part.health.add(record, Own(record))
+                part.health.add(record, AuthoredWork(record))
             part.records += len(records)
         return part
 
-    whole, *others = over_records(run_dir, collect, doing="facts")
+    whole, *others = process_records(run_dir, collect, doing="facts")
     for part in others:
         whole.rewards.merge(part.rewards)
         whole.health.merge(part.health)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from batch_trajectories.basics.console import show
-from batch_trajectories.basics.errors import RunError, RunLocked, machine_failures_as_stops
+from batch_trajectories.basics.errors import RunError, RunLocked, stop_on_machine_failure
 from batch_trajectories.view.index.parts import cache_of, extend, origin_of
 
 _NICE = 10
@@ -54,7 +54,7 @@ def main(what: str, *runs: str) -> int:
     """Make what is named; the exit code."""
     os.nice(_NICE)
     try:
-        with machine_failures_as_stops():
+        with stop_on_machine_failure():
             _MAKES[what](*map(Path, runs))
     except RunLocked:
         return 0  # another process makes the same

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.basics.parts import Advance, run_in_processes
 from batch_trajectories.engine.run_dir import read_run_json
-from batch_trajectories.export.training_files import style_of_run
-from batch_trajectories.records.files import DamagedLine, alone_in, make_directory
+from batch_trajectories.export.training_files import run_style
+from batch_trajectories.records.files import DamagedLine, lock_directory, make_directory
 from batch_trajectories.records.names import RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import decode_record
 from batch_trajectories.records.records import lines_from
@@ -187,7 +187,7 @@ def extend(run_dir: Path, cache: Path, origin: Origin, *, upto: int | None = Non
     """
     directory = cache / origin.name
     make_directory(directory, is_inside=False)
-    with alone_in(directory, f"{directory}: another process makes this index"):
+    with lock_directory(directory, f"{directory}: another process makes this index"):
         records = run_dir / RECORDS_FILE
         size = records.stat().st_size if upto is None else upto
         ranges = ranges_of(records, missing_in(parts_in(directory), size))
@@ -198,7 +198,7 @@ def extend(run_dir: Path, cache: Path, origin: Origin, *, upto: int | None = Non
                 maker.make(begin, end)
                 advance(1)
 
-        in_parts(ranges, do, doing=f"index of {run_dir.name}", enough=2)
+        run_in_processes(ranges, do, doing=f"index of {run_dir.name}", enough=2)
         merge(directory)
 
 
@@ -208,7 +208,7 @@ class _RowsMaker:
     def __init__(self, run_dir: Path, directory: Path, origin: Origin) -> None:
         self._records = run_dir / RECORDS_FILE
         self._directory = directory
-        self._style = style_of_run(read_run_json(run_dir)["config"])
+        self._style = run_style(read_run_json(run_dir)["config"])
         self._scores = Scores(run_dir) if origin.scores else None
 
     def make(self, begin: int, end: int) -> None:
@@ -234,8 +234,8 @@ class _RowsMaker:
         record = decode_record(line)
         places: Sequence[int] = ()
         if self._scores is not None:
-            places = self._scores.places_of(record)
-            record = self._scores.added_to(record)
+            places = self._scores.offsets_of(record)
+            record = self._scores.add_to(record)
         try:
             return values_of(record, LinePlace(offset, len(line), places), self._style)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

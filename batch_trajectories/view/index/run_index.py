@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from batch_trajectories.basics.console import silenced
+from batch_trajectories.basics.console import hide_progress
 from batch_trajectories.basics.errors import RunDirError, RunError, RunLocked
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.view.index.parts import (
@@ -164,7 +164,7 @@ class RunIndex:
 
     def _make(self, cache: Path, origin: Origin, upto: int) -> None:
         try:
-            with silenced():
+            with hide_progress():
                 extend(self.run_dir, cache, origin, upto=upto)
             self.is_complete, self.error = upto == self.of_bytes, None
         except RunLocked:

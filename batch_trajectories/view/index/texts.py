@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from batch_trajectories.basics.parts import Advance, in_parts
-from batch_trajectories.records.files import DamagedLine, alone_in, make_directory
+from batch_trajectories.basics.parts import Advance, run_in_processes
+from batch_trajectories.records.files import DamagedLine, lock_directory, make_directory
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record, StoredConversation, decode_record
 from batch_trajectories.records.records import lines_from
@@ -51,7 +51,7 @@ def extend_texts(run_dir: Path, cache: Path, origin: Origin) -> None:
     """Make the files that are missing. Raises `RunLocked` if another process makes them."""
     directory = cache / origin.name_of_texts
     make_directory(directory, is_inside=False)
-    with alone_in(directory, f"{directory}: another process makes this index"):
+    with lock_directory(directory, f"{directory}: another process makes this index"):
         records = run_dir / RECORDS_FILE
         _drop_small(directory)
         missing = missing_in(parts_in(directory, _KIND), records.stat().st_size)
@@ -62,7 +62,7 @@ def extend_texts(run_dir: Path, cache: Path, origin: Origin) -> None:
                 _make(records, directory, begin, end)
                 advance(1)
 
-        in_parts(ranges, do, doing=f"texts of {run_dir.name}", enough=2)
+        run_in_processes(ranges, do, doing=f"texts of {run_dir.name}", enough=2)
 
 
 def _drop_small(directory: Path) -> None:

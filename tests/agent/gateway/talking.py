@@ -370,7 +370,7 @@ class Recording:
     def ask(self, talk: Talk, said: Said) -> bool:
         """One call, answered from the journal if it can be; whether it was."""
         _, request = self.read(talk)
-        known = self.threads.unanswered(request.key)
+        known = self.threads.find_set_aside(request.key)
         if known is None:
             self.relay(talk, said)
             return False

@@ -14,7 +14,7 @@ from aiohttp import web
 from agent.messages.message import AgentRestartedEvent
 from agent.messages.tokens import has_ids
 from agent.models.dialects.dialect import read_reply
-from agent.models.dialects.token_ids import with_tokens
+from agent.models.dialects.token_ids import take_tokens
 from agent.models.model import ModelSettings
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
@@ -46,7 +46,7 @@ class TokenRecording(Recording):
         add_tokens(plain, body, "vllm", Template())
         self.sent.append((plain["prompt_token_ids"], plain["choices"][0]["token_ids"]))
         completion = read_reply(wire.api, exact_json.dumps(plain))
-        completion = with_tokens(completion, SETTINGS, body)
+        completion = take_tokens(completion, SETTINGS, body)
         self.take(exchange_event(self.threads, request, completion, reply, Clock()))
         talk.hear(reply)
         return reply
@@ -66,7 +66,7 @@ class TokenRecording(Recording):
             assert (prompt, turn.completion) == self.sent[stored["exchange"]]
             assert stored["tokens"]["sampling"] == {"temperature": 0.5}
             assert turn.logprobs is not None
-            yield turn.shared == turn.of
+            yield turn.shared == turn.previous_length
             sequence = prompt + turn.completion
 
 

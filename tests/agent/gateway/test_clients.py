@@ -52,9 +52,9 @@ def playing(wire: Wire, reply: JSON, *, status: int = 200) -> Iterator[str]:
             self.send_header("content-type", kind)
             self.end_headers()
             if status != 200:
-                self.wfile.write(wire.error(status, "budget", "The budget is spent."))
+                self.wfile.write(wire.write_error(status, "budget", "The budget is spent."))
                 return
-            for event in (wire.keepalive, *wire.stream_of(reply)):
+            for event in (wire.keepalive, *wire.write_stream(reply)):
                 self.wfile.write(event)
                 self.wfile.write(wire.keepalive)
 
@@ -138,7 +138,7 @@ def test_what_the_agents_of_these_tests_send_has_the_declared_type(api: str) -> 
 def test_the_events_of_a_stream_have_the_declared_types(api: str, said: Said) -> None:
     module, name = EVENTS[api]
     adapter: TypeAdapter[Any] = TypeAdapter(getattr(import_module(module), name))
-    for event in WIRES[api].stream_of(TALKS[api]().reply(said)):
+    for event in WIRES[api].write_stream(TALKS[api]().reply(said)):
         data = event.decode().partition("data: ")[2].strip()
         if data != "[DONE]":
             adapter.validate_python(exact_json.loads(data))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agent.messages.message import EARLIER, kind_of_part, parts_of
-from agent.wires.reading import without_earlier
+from agent.messages.message import EARLIER_RESPONSE, part_kind, placeholder_parts
+from agent.wires.reading import mark_earlier_unread
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
 from tests.agent.gateway.talking import JSON, Recording, ResponsesTalk, Said
@@ -55,9 +55,11 @@ def lacks_messages(record: JSON) -> bool:
     parts = [
         part
         for message in record["messages"]
-        for part in parts_of(message["role"], message.get("provider_blocks", {}).get("blocks", ()))
+        for part in placeholder_parts(
+            message["role"], message.get("provider_blocks", {}).get("blocks", ())
+        )
     ]
-    return [kind_of_part(part) for part in parts] == [EARLIER]
+    return [part_kind(part) for part in parts] == [EARLIER_RESPONSE]
 
 
 def worked(recording: Recording, talk: ById) -> None:
@@ -247,10 +249,10 @@ def test_a_response_that_the_endpoint_did_not_read_is_no_training_data() -> None
     talk.result("a b")
     wire, request = recording.read(talk)
     reply = talk.reply(Said("Two."))
-    assert wire.has_followed(request, reply)
-    assert wire.has_followed(request, {**reply, "previous_response_id": request.follows})
-    assert not wire.has_followed(request, {**reply, "previous_response_id": None})
-    recording.record(wire, without_earlier(request), reply)
+    assert wire.has_read_earlier(request, reply)
+    assert wire.has_read_earlier(request, {**reply, "previous_response_id": request.follows})
+    assert not wire.has_read_earlier(request, {**reply, "previous_response_id": None})
+    recording.record(wire, mark_earlier_unread(request), reply)
     talk.hear(reply)
     talk.say("More?")
     recording.relay(talk, Said("No."))

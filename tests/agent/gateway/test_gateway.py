@@ -14,7 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from agent.gateway.answers import names_only
+from agent.gateway.answers import list_names
 from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.endpoint import open_model
@@ -270,7 +270,7 @@ def test_what_is_no_request_is_refused(api: str, body: bytes) -> None:
 
 
 def test_the_list_of_models_can_be_read_by_clients_of_each_api() -> None:
-    reply = asyncio.run(names_only(["m", "other", "m"])("/v1/models", {}))
+    reply = asyncio.run(list_names(["m", "other", "m"])("/v1/models", {}))
     said = orjson.loads(b"".join(reply.parts))
     assert [(model["id"], model["type"], model["object"]) for model in said["data"]] == [
         ("m", "model", "model"),

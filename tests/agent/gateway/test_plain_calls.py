@@ -16,7 +16,7 @@ from agent.gateway.relay import CallLimits
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.messages.message import Event
 from agent.models.model import Price
-from agent.wires.lines import lines_of
+from agent.wires.lines import find_conversations
 from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
 from tests.agent.gateway.relaying import Play, ask, relayed, stream, whole
 
@@ -94,9 +94,9 @@ def test_calls_that_are_no_chats_are_passed_on_paid_and_recorded(api: str) -> No
                     assert said.endswith(b"data: [DONE]\n\n")
             assert not world.endpoint.asked
             threads = world.gateway.relay._threads
-            lines = lines_of(threads, "Go.")
+            lines = find_conversations(threads, "Go.")
             assert lines.main is not None
-            assert lines.main.numbers == [0]
+            assert lines.main.call_numbers == [0]
             names = [line.name for line in lines.others]
             assert names == ["embeddings", "embeddings", "completion", "completion"]
 

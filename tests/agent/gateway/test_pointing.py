@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from agent.gateway.pointing import MOST_PER_PICTURE, check_pointed, pointed_at
+from agent.gateway.pointing import MOST_PER_PICTURE, check_pointed, count_pointed
 from agent.messages.message import ExchangeEvent
-from agent.models.model import ModelSettings, Pointed, replies_asked_for
+from agent.models.model import ModelSettings, PointedTokens, requested_replies
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES
 
@@ -36,7 +36,7 @@ def most(api: str, body: dict[str, Any], *replies: ExchangeEvent, name: str = "m
     """The bound of a request that may be made under a budget."""
     calls: Sequence[ExchangeEvent] = replies
     check_pointed(WIRES[api], body, settings(api, name), lambda: calls)
-    return pointed_at(WIRES[api], body, settings(api, name), lambda: calls).most
+    return count_pointed(WIRES[api], body, settings(api, name), lambda: calls).most
 
 
 def user(api: str, *parts: Any) -> dict[str, Any]:
@@ -66,7 +66,9 @@ def test_pictures_have_a_bound_each(name: str) -> None:
     text = {"text": "Look."} if api == GEMINI else {"type": "text", "text": "Look."}
     assert most(api, user(api, text, *[picture] * 30)) == 30 * MOST_PER_PICTURE
     body = user(api, picture)
-    assert pointed_at(WIRES[api], body, settings(api), tuple) == Pointed(MOST_PER_PICTURE, 1500)
+    assert count_pointed(WIRES[api], body, settings(api), tuple) == PointedTokens(
+        MOST_PER_PICTURE, 1500
+    )
 
 
 def test_pictures_in_results_count_too() -> None:
@@ -173,9 +175,9 @@ def test_a_followed_reply_costs_its_input_and_output() -> None:
     replies = (said("resp_1", 1000, 200), said("resp_2", 70_000, 5000))
     body = {"input": "Go on.", "previous_response_id": "resp_2"}
     assert most(RESPONSES, body, *replies) == 75_000
-    assert pointed_at(WIRES[RESPONSES], body, settings(RESPONSES), lambda: replies) == Pointed(
-        75_000, 75_000
-    )
+    assert count_pointed(
+        WIRES[RESPONSES], body, settings(RESPONSES), lambda: replies
+    ) == PointedTokens(75_000, 75_000)
     held = said("resp_3", 10, 20, conversation={"id": "conv_1"})
     for conversation in ("conv_1", {"id": "conv_1"}):
         assert most(RESPONSES, {"input": "Go.", "conversation": conversation}, held) == 30
@@ -225,7 +227,7 @@ def test_a_file_is_refused_with_its_place(name: str) -> None:
     text = {"text": "Read."} if api == GEMINI else {"type": "text", "text": "Read."}
     with pytest.raises(WireError, match=r"\[0\]\.(content|parts)\[1\].*budget of the run"):
         most(api, user(api, text, part))
-    pointed_at(WIRES[api], user(api, part), settings(api), tuple)  # without a budget
+    count_pointed(WIRES[api], user(api, part), settings(api), tuple)  # without a budget
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -345,9 +347,9 @@ def test_limits_of_gemini_hold_in_both_spellings() -> None:
     ):
         body = {"contents": [], **config}
         wire, path = WIRES[GEMINI], "/v1beta/models/m:generateContent"
-        assert wire.asked(path, body).max_tokens == 9000
-        assert replies_asked_for(body) == 4
-        _, sent = wire.rewritten(path, body, max_tokens=100)
+        assert wire.read_fields(path, body).max_tokens == 9000
+        assert requested_replies(body) == 4
+        _, sent = wire.rewrite(path, body, max_tokens=100)
         assert sent == {
             "contents": [],
             "generationConfig": {"maxOutputTokens": 100, "candidateCount": 4},

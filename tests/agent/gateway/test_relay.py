@@ -502,7 +502,7 @@ def test_gemini_names_model_and_stream_in_the_path() -> None:
     talk = GeminiTalk()
     talk.say("Go.")
     reply = talk.reply(Said("Done.", thought="Hm."))
-    first, last = WIRES["gemini"].stream_of(reply)
+    first, last = WIRES["gemini"].write_stream(reply)
     path = "/v1beta/models/gemini-9:streamGenerateContent?alt=sse&key=placeholder"
 
     async def run() -> None:

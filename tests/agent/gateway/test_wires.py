@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.models.dialects.dialect import dialect_of, read_reply
-from agent.models.model import ignored
+from agent.models.dialects.dialect import get_dialect, read_reply
+from agent.models.model import ignore_event
 from agent.wires.base import Wire
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from agent.wires.wires import WIRES
@@ -33,7 +33,7 @@ def key_of(talk: Talk, volatile: Volatile = NOTHING_VOLATILE) -> str:
 
 def assembled(wire: Wire, events: list[bytes]) -> JSON:
     """The body that a stream's events make up, parsed as clients parse them."""
-    assembly = dialect_of(wire.api).assembly(ignored)
+    assembly = get_dialect(wire.api).assembly(ignore_event)
     for event in events:
         assert event.endswith(b"\n\n")
         data = [line for line in event.decode().split("\n") if line.startswith("data: ")]
@@ -59,10 +59,10 @@ def bare(body: JSON) -> JSON:
 def test_a_reply_is_the_same_streamed_and_in_one_piece(api: str, said: Said) -> None:
     """Answers from the journal may be asked for in the other way than the recorded call was."""
     wire, reply = WIRES[api], TALKS[api]().reply(said)
-    once = assembled(wire, wire.stream_of(reply))
-    assert assembled(wire, wire.stream_of(once)) == once
+    once = assembled(wire, wire.write_stream(reply))
+    assert assembled(wire, wire.write_stream(once)) == once
     assert read_reply(api, exact_json.dumps(once)) == read_reply(api, exact_json.dumps(reply))
-    assert read_reply(api, wire.whole(once)) == read_reply(api, wire.whole(reply))
+    assert read_reply(api, wire.write_whole(once)) == read_reply(api, wire.write_whole(reply))
 
 
 @pytest.mark.parametrize("order", [("reasoning", "content"), ("content", "reasoning_content")])
@@ -73,12 +73,12 @@ def test_text_and_reasoning_are_streamed_again_in_the_order_in_which_they_came(
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", **dict.fromkeys(order, "Said."), "tool_calls": [call]}
     reply = {"choices": [{"message": said, "finish_reason": "tool_calls", "index": 0}]}
-    events = [json.loads(e.partition(b"data: ")[2]) for e in wire.stream_of(reply)[:-1]]
+    events = [json.loads(e.partition(b"data: ")[2]) for e in wire.write_stream(reply)[:-1]]
     keys = [key for event in events for key in event["choices"][0]["delta"]]
     in_one = order[0] != "content"  # clients read the reasoning of a part before its text
     assert len(events) == (2 if in_one else 3)
     assert [key for key in keys if key in order] == [*order]
-    assert [*assembled(wire, wire.stream_of(reply))["choices"][0]["message"]] == [*said]
+    assert [*assembled(wire, wire.write_stream(reply))["choices"][0]["message"]] == [*said]
 
 
 @EACH
@@ -87,9 +87,9 @@ def test_text_and_reasoning_are_streamed_again_in_the_order_in_which_they_came(
 def test_only_the_end_of_a_stream_waits(api: str, said: Said) -> None:
     """From the event that ends the reply on, all have to wait; text before it does not."""
     wire = WIRES[api]
-    events = wire.stream_of(TALKS[api]().reply(said))
+    events = wire.write_stream(TALKS[api]().reply(said))
     data = [event.decode().partition("data: ")[2].strip() for event in events]
-    ends = [wire.last_event(one) for one in data]
+    ends = [wire.ends_reply(one) for one in data]
     assert ends.index(True) >= 1
     body = assembled(wire, events[: ends.index(True)])
     with pytest.raises(Exception, match=r"finish_?[rR]eason|stop_reason|status"):
@@ -139,7 +139,7 @@ def test_keys_cover_what_decides_the_reply(api: str, change: str) -> None:
             changed.result("b")
         case "limit":
             wire = WIRES[api]
-            path, body = wire.rewritten(PATHS[api], plain.body(), max_tokens=10)
+            path, body = wire.rewrite(PATHS[api], plain.body(), max_tokens=10)
             assert wire.read(path, body).key != key_of(plain)
             return
     assert key_of(changed) != key_of(plain)
@@ -219,15 +219,15 @@ def test_a_body_is_rewritten_only_where_it_must_be(api: str) -> None:
     talk.say("Count.")
     body = talk.body()
     kept = copy.deepcopy(body)
-    path, new = wire.rewritten(PATHS[api], body, model="other", max_tokens=100)
+    path, new = wire.rewrite(PATHS[api], body, model="other", max_tokens=100)
     assert body == kept
     request = wire.read(path, new)
     assert (request.model, request.max_tokens) == ("other", 100)
     if api == "gemini":
         assert wire.upstream_path(path) == "/v1beta/models/other:streamGenerateContent?alt=sse"
-    _, more = wire.rewritten(PATHS[api], body, max_tokens=10**6)
+    _, more = wire.rewrite(PATHS[api], body, max_tokens=10**6)
     assert wire.read(PATHS[api], more).max_tokens == 8000
-    _, same = wire.rewritten(PATHS[api], body, without_server_tools=True)
+    _, same = wire.rewrite(PATHS[api], body, without_server_tools=True)
     assert same == body
 
 
@@ -242,7 +242,7 @@ def test_a_body_is_rewritten_only_where_it_must_be(api: str) -> None:
 )
 def test_a_limit_that_is_not_a_number_is_replaced(api: str, name: str) -> None:
     """Whatever a body asks for, a run with a budget can limit the reply."""
-    _, new = WIRES[api].rewritten(PATHS[api], {"model": "m", name: "9000"}, max_tokens=100)
+    _, new = WIRES[api].rewrite(PATHS[api], {"model": "m", name: "9000"}, max_tokens=100)
     assert new == {"model": "m", name: 100}
 
 
@@ -269,9 +269,9 @@ def test_keys_and_connections_of_agents_are_not_passed_on(api: str) -> None:
 @EACH
 def test_errors_have_the_words(api: str) -> None:
     wire = WIRES[api]
-    whole = json.loads(wire.error(400, "budget", "The budget is spent."))
+    whole = json.loads(wire.write_error(400, "budget", "The budget is spent."))
     assert "The budget is spent." in whole["error"]["message"]
-    assert b"The budget is spent." in wire.stream_error(400, "budget", "The budget is spent.")
+    assert b"The budget is spent." in wire.write_stream_error(400, "budget", "The budget is spent.")
 
 
 @EACH
@@ -371,7 +371,7 @@ def test_tools_that_the_provider_would_run_are_named_and_removed(
     talk.say("Count.")
     body = talk.body() | fields
     assert wire.read(PATHS[api], body).server_tools == names
-    _, new = wire.rewritten(PATHS[api], body, without_server_tools=True)
+    _, new = wire.rewrite(PATHS[api], body, without_server_tools=True)
     request = wire.read(PATHS[api], new)
     assert request.server_tools == ()
     assert [tool["function"]["name"] for tool in request.tools] == ["bash"]
@@ -448,7 +448,7 @@ def test_tools_with_free_text_are_tools_with_one_argument() -> None:
     completion = read_reply(wire.api, exact_json.dumps(reply))
     assert completion.message["tool_calls"] == made["tool_calls"]
     assert completion.finish_reason == "tool_calls"
-    assert assembled(wire, wire.stream_of(reply)) == reply
+    assert assembled(wire, wire.write_stream(reply)) == reply
 
 
 @pytest.mark.parametrize("schema", [True, [], "object", 1])

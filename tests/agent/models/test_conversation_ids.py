@@ -13,9 +13,9 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.client.endpoint import open_model
-from agent.models.client.prepared import with_session
+from agent.models.client.prepared import add_session_headers
 from agent.models.client.relayed import RelayRequest
-from agent.models.conversation_id import id_of_task, id_within, new_run_key
+from agent.models.conversation_id import inner_conversation_id, new_run_key, task_conversation_id
 from agent.models.dialects import openai_chat, openai_responses
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
@@ -74,19 +74,24 @@ def ask(
 
 def test_an_id_depends_on_run_task_and_place_and_tells_nothing_else() -> None:
     run, other = new_run_key(), new_run_key()
-    mine = id_of_task(run, b"task")
+    mine = task_conversation_id(run, b"task")
     ids = [
         mine,
-        id_of_task(run, b"other"),
-        id_of_task(other, b"task"),
-        id_within(mine, "call_1"),
-        id_within(mine, "call_2"),
-        id_within(id_within(mine, "call_1"), "call_1"),
+        task_conversation_id(run, b"other"),
+        task_conversation_id(other, b"task"),
+        inner_conversation_id(mine, "call_1"),
+        inner_conversation_id(mine, "call_2"),
+        inner_conversation_id(inner_conversation_id(mine, "call_1"), "call_1"),
     ]
     assert len(set(ids)) == len(ids)
     assert all(8 <= len(id) <= 64 and id.isascii() and id.isalnum() for id in ids)
-    assert (id_of_task(run, b"task"), id_within(mine, "call_1")) == (ids[0], ids[3])
-    assert id_of_task("", b"task") == id_within("", "call_1") == "", "no key, no id"
+    assert (task_conversation_id(run, b"task"), inner_conversation_id(mine, "call_1")) == (
+        ids[0],
+        ids[3],
+    )
+    assert task_conversation_id("", b"task") == inner_conversation_id("", "call_1") == "", (
+        "no key, no id"
+    )
 
 
 @pytest.mark.parametrize("api", PATHS)
@@ -166,7 +171,9 @@ def test_what_cannot_be_a_session_header_is_refused(name: str) -> None:
 
 
 def test_headers_of_the_user_and_of_an_agent_win() -> None:
-    headers = with_session({"X-Session-ID": "mine"}, ("x-session-id", "x-session-affinity"), ID)
+    headers = add_session_headers(
+        {"X-Session-ID": "mine"}, ("x-session-id", "x-session-affinity"), ID
+    )
     assert headers == {"X-Session-ID": "mine", "x-session-affinity": ID}
 
 

@@ -15,7 +15,7 @@ import pytest
 from agent.messages.message import FinishReason
 from agent.models.dialects.dialect import read_reply
 from agent.models.endpoint_words import find_phrase, load_tables, load_words
-from agent.models.error_bodies import error_behind_200, find_error, read_error, refusal_of
+from agent.models.error_bodies import error_behind_200, find_error, read_error, read_refusal
 from agent.models.errors import RULES, ModelError
 
 JSON = dict[str, Any]
@@ -373,14 +373,16 @@ REFUSALS: list[tuple[int, Any, str]] = [
 )
 def test_the_words_of_further_servers(status: int, message: str, kind: str) -> None:
     """A star in a phrase stands for a space alone, too, and for other marks."""
-    assert refusal_of(status, {}, json.dumps({"error": {"message": message}}).encode()).kind == kind
+    assert (
+        read_refusal(status, {}, json.dumps({"error": {"message": message}}).encode()).kind == kind
+    )
 
 
 @pytest.mark.parametrize(("status", "body", "kind"), REFUSALS)
 def test_a_refusal_is_known_by_status_in_a_200_and_in_a_stream(
     status: int, body: Any, kind: str
 ) -> None:
-    assert refusal_of(status, {}, json.dumps(body).encode()).kind == kind
+    assert read_refusal(status, {}, json.dumps(body).encode()).kind == kind
     if kind in ("context_exceeded", "no_credit", "filtered"):
         assert error_behind_200(body, "the stream").kind == kind
 
@@ -416,22 +418,22 @@ def test_an_error_that_quotes_the_request_is_not_about_its_words() -> None:
         f"Invalid message: Hi. {prompt}",
     ):
         body = json.dumps(nested(message)).encode()
-        assert refusal_of(400, {}, body, request).kind == "bad_request"
+        assert read_refusal(400, {}, body, request).kind == "bad_request"
     # The same conversation meets a real one.
     full = json.dumps(nested("prompt is too long: 250000 tokens > 200000 maximum")).encode()
-    assert refusal_of(400, {}, full, request).kind == "context_exceeded"
+    assert read_refusal(400, {}, full, request).kind == "context_exceeded"
 
 
 def test_what_an_error_holds_besides_its_words_is_no_error() -> None:
     item = {"type": "missing", "loc": ["body", "x"], "msg": "Field required"}
     body = {"detail": [{**item, "input": {"messages": "the prompt is too long"}}]}
-    assert refusal_of(422, {}, json.dumps(body).encode()).kind == "bad_request"
+    assert read_refusal(422, {}, json.dumps(body).encode()).kind == "bad_request"
     read = read_error(json.dumps(body).encode())
     assert (read.message, read.param) == ("body.x: Field required", "x")
 
 
 def test_the_words_of_router_and_provider_are_both_shown() -> None:
-    error = refusal_of(400, {}, json.dumps(raw("At most 1 image.", type="e")).encode())
+    error = read_refusal(400, {}, json.dumps(raw("At most 1 image.", type="e")).encode())
     assert str(error) == "HTTP 400: Provider returned error: Acme: At most 1 image."
     assert error.code == "e"
 
@@ -468,8 +470,8 @@ def test_a_200_that_nobody_can_read_is_quoted() -> None:
 def test_google_says_in_the_body_how_long_to_wait() -> None:
     info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "34.5s"}
     body = json.dumps(nested("x", code=429, details=[info])).encode()
-    assert refusal_of(429, {}, body).retry_after_s == 34.5
-    assert refusal_of(429, {"retry-after": "2"}, body).retry_after_s == 2.0
+    assert read_refusal(429, {}, body).retry_after_s == 34.5
+    assert read_refusal(429, {"retry-after": "2"}, body).retry_after_s == 2.0
 
 
 def test_the_tables_are_read_once() -> None:

@@ -45,7 +45,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_key_is_taken_out_in_every_form(form: str) -> None:
     body = b'{"a": "\xc3\xa9 ' + form.encode() + b' z"}'
-    cleaned = orjson.loads(Key(KEY).out_of(body))["a"]
+    cleaned = orjson.loads(Key(KEY).remove_from(body))["a"]
     assert MARK in cleaned
     assert cleaned.startswith("\xe9 ")
     assert cleaned.endswith(" z")
@@ -55,20 +55,20 @@ def test_a_key_is_taken_out_in_every_form(form: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_a_key_is_removed_from_text_that_is_not_utf_8(encoding: str) -> None:
-    assert KEY.encode(encoding) not in Key(KEY).out_of(f"no {KEY}".encode(encoding))
+    assert KEY.encode(encoding) not in Key(KEY).remove_from(f"no {KEY}".encode(encoding))
 
 
 def test_an_object_without_a_key_is_returned_as_it_is() -> None:
     for body in (b'{"a": 1}', b'{"a": "caf\\u00e9 \\u003c"}', b"\\u00 no JSON", b"\0", b"[" * 500):
-        assert Key(KEY).out_of(body) is body
+        assert Key(KEY).remove_from(body) is body
 
 
 @pytest.mark.parametrize("key", ["no-key", "EMPTY", "password", "not-needed", "lm-studio", ""])
 def test_a_placeholder_is_not_a_secret(key: str) -> None:
     """It may be a word of a reply, and that is data."""
     body = f"say {key} here".encode()
-    assert Key(key).out_of(body) is body
-    assert Key(key).out_of_text(f"say {key} here") == f"say {key} here"
+    assert Key(key).remove_from(body) is body
+    assert Key(key).remove_from_text(f"say {key} here") == f"say {key} here"
 
 
 def events(dialect: str, text: str) -> list[dict[str, Any]]:

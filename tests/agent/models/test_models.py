@@ -20,10 +20,10 @@ from agent.models.batches.calls import has_batches
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.error_bodies import retry_after_s
-from agent.models.errors import RULES, ModelError, kind_of
+from agent.models.errors import RULES, ModelError, classify_error
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import parse_object
-from agent.models.prices import is_known, price
+from agent.models.prices import has_known_price, price
 from agent.models.resolve import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.scripted import parse_script
 from batch_trajectories.basics.exact_json import is_nested_too_deep
@@ -652,7 +652,7 @@ def test_anthropic_input_tokens_include_what_was_cached() -> None:
     ],
 )
 def test_the_kind_of_an_http_error(status: int, code: str, message: str, kind: str) -> None:
-    assert kind_of(status, (code,), message) == kind
+    assert classify_error(status, (code,), message) == kind
 
 
 def test_an_error_message_holds_nothing_that_a_terminal_obeys() -> None:
@@ -961,5 +961,5 @@ def test_a_wrong_script_names_turn_and_key() -> None:
 @pytest.mark.parametrize("name", ["gpt-4.1-2099-01-01", "gpt-4.1-20990101"])
 def test_the_day_of_a_snapshot_is_not_needed_to_know_its_price(name: str) -> None:
     """A model's date is ignored unless the table lists that very day."""
-    assert is_known(dataclasses.replace(SETTINGS, name=name, provider="openai"))
-    assert not is_known(dataclasses.replace(SETTINGS, name="nobody-knows-2099-01-01"))
+    assert has_known_price(dataclasses.replace(SETTINGS, name=name, provider="openai"))
+    assert not has_known_price(dataclasses.replace(SETTINGS, name="nobody-knows-2099-01-01"))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agent.messages.message import Message
-from agent.models.dialects.dialect import dialect_of, read_asked, read_reply
-from agent.models.error_bodies import error_behind_200, refusal_of
+from agent.models.dialects.dialect import get_dialect, read_own_reply, read_reply
+from agent.models.error_bodies import error_behind_200, read_refusal
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, ignored
+from agent.models.model import Completion, ModelSettings, ignore_event
 from agent.models.parsing import load_object
 from agent.state.events import Clock, reply_event
 from agent.wires.wires import WIRES
@@ -167,7 +167,7 @@ def settings_of(api: str) -> ModelSettings:
 def read(api: str, body: bytes) -> Completion | None:
     """What the body says, as it is recorded and priced; None if it is malformed or an error."""
     try:
-        completion = read_asked(settings_of(api), body)
+        completion = read_own_reply(settings_of(api), body)
     except ModelError:
         return None
     message: Message = completion.message
@@ -187,14 +187,14 @@ def test_any_value_in_a_whole_reply_is_read_or_malformed(api: str) -> None:
         body = exact_json.dumps(odd) if not isinstance(odd, float) else b"1.5"
         if read(api, body) is not None:
             readable += 1
-            assert wire.whole(load_object(body))
-            assert all(isinstance(event, bytes) for event in wire.stream_of(load_object(body)))
+            assert wire.write_whole(load_object(body))
+            assert all(isinstance(event, bytes) for event in wire.write_stream(load_object(body)))
     assert readable > 100
 
 
 def events_of(api: str) -> list[JSON]:
     """The data of the events of a stream."""
-    events = [event.partition(b"data: ")[2] for event in WIRES[api].stream_of(WHOLE[api])]
+    events = [event.partition(b"data: ")[2] for event in WIRES[api].write_stream(WHOLE[api])]
     return [json.loads(event) for event in events if event.startswith(b"{")]
 
 
@@ -204,8 +204,8 @@ def test_any_value_in_a_stream_is_read_or_malformed(api: str) -> None:
     kinds = [(event.get("type"), sorted(event)) for event in events]
     for n, event in enumerate(events):
         for odd in spoilt(event) if kinds.index(kinds[n]) == n else ():
-            assembly = dialect_of(api).assembly(ignored)
-            assert wire.last_event(json.dumps(odd)) in (True, False)
+            assembly = get_dialect(api).assembly(ignore_event)
+            assert wire.ends_reply(json.dumps(odd)) in (True, False)
             for part in (*events[:n], odd, *events[n + 1 :]):
                 if isinstance(part, dict) and not part.get("error"):
                     assembly.add(part)
@@ -219,8 +219,8 @@ def test_an_error_of_any_form_is_an_error(odd: Any) -> None:
     for key in ("message", "type", "code", "details", "param"):
         assert isinstance(error_behind_200({"message": "m", key: odd}, "a reply"), ModelError)
         body = json.dumps({"error": {key: odd}}).encode()
-        assert isinstance(refusal_of(400, {}, body), ModelError)
-    assert isinstance(refusal_of(400, {}, json.dumps(odd).encode()), ModelError)
+        assert isinstance(read_refusal(400, {}, body), ModelError)
+    assert isinstance(read_refusal(400, {}, json.dumps(odd).encode()), ModelError)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_half_an_emoji_in_an_error_hides_none_of_its_codes(
 ) -> None:
     """Servers that cut a text at a number of characters send one, whole and in a stream."""
     assert json.loads(body)
-    refused = refusal_of(status, {}, body.encode())
+    refused = read_refusal(status, {}, body.encode())
     assert refused.kind == kind, str(refused)
     str(refused).encode()
     streamed = error_behind_200(exact_json.loads_part(body), "the stream")

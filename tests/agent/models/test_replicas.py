@@ -44,7 +44,7 @@ def replicas(urls: Sequence[str] = URLS, **given: Any) -> tuple[Replicas, Clock]
     clock = Clock()
     known = Replicas(urls, now=clock, **given)
     for number in known.due():
-        known.looked(number, 200)
+        known.record_check(number, 200)
     return known, clock
 
 
@@ -110,7 +110,7 @@ def test_a_replica_that_is_gone_costs_only_its_own_conversations_their_place() -
     moved = {id: ask(known, id) for id in homes}
     assert dead not in moved.values()
     assert all(moved[id] == homes[id] for id in homes if homes[id] != dead)
-    known.looked(dead, 200)
+    known.record_check(dead, 200)
     assert {id: ask(known, id) for id in homes} == moved, "they stay where they are now"
     assert dead in {ask(known, f"new {n}") for n in range(60)}, "it takes new ones"
 
@@ -125,7 +125,7 @@ def test_a_failure_is_looked_into_before_conversations_move(error: ModelError) -
     assert known.state(home) == "draining"
     assert known.choose("a") == home
     assert home not in {ask(known, f"new {n}") for n in range(200)}
-    known.looked(home, 200)
+    known.record_check(home, 200)
     assert known.state(home) == "up"
 
 
@@ -133,7 +133,7 @@ def test_a_failure_is_looked_into_before_conversations_move(error: ModelError) -
 def test_what_fails_and_is_not_well_is_gone(status: int | None) -> None:
     known, _ = replicas()
     home = ask(known, "a", FAILED)
-    known.looked(home, status)
+    known.record_check(home, status)
     assert known.state(home) == "down"
     assert ask(known, "a") != home
 
@@ -141,7 +141,7 @@ def test_what_fails_and_is_not_well_is_gone(status: int | None) -> None:
 def test_a_replica_that_drains_keeps_its_conversations_until_a_call_fails() -> None:
     known, _ = replicas()
     home = ask(known, "a")
-    known.looked(home, 503)
+    known.record_check(home, 503)
     assert [ask(known, "a") for _ in range(3)] == [home] * 3
     assert home not in {ask(known, f"new {n}") for n in range(200)}
     ask(known, "a", FAILED)
@@ -151,20 +151,20 @@ def test_a_replica_that_drains_keeps_its_conversations_until_a_call_fails() -> N
 def test_a_late_look_alone_moves_nobody() -> None:
     known, clock = replicas()
     home = ask(known, "a")
-    known.looked(home, None)
+    known.record_check(home, None)
     assert (known.state(home), ask(known, "a")) == ("draining", home)
     assert known.state(home) == "up", "a call was answered"
-    known.looked(home, None)
+    known.record_check(home, None)
     clock.now += 1
     assert known.due() == [home], "it is looked at again soon"
-    known.looked(home, None)
+    known.record_check(home, None)
     assert known.state(home) == "down"
 
 
 @pytest.mark.parametrize("status", [200, 301, 401, 404, 405, 501])
 def test_a_server_without_such_a_path_is_well(status: int) -> None:
     known, _ = replicas()
-    known.looked(3, status)
+    known.record_check(3, status)
     assert known.state(3) == "up"
 
 
@@ -174,7 +174,7 @@ def test_calls_that_keep_failing_take_a_replica_out_however_well_it_says_it_is()
     home = ask(known, "a")
     for _ in range(20):
         assert ask(known, "a", FAILED) == home
-        known.looked(home, 200)
+        known.record_check(home, 200)
     clock.now += FAILING_S
     assert ask(known, "a", FAILED) == home
     assert ask(known, "a") != home
@@ -199,7 +199,7 @@ def test_while_all_are_gone_each_is_tried_and_looked_at_less_and_less() -> None:
     known, clock = replicas(URLS[:3])
     for _ in range(3):
         for n in range(3):
-            known.looked(n, GONE)
+            known.record_check(n, GONE)
     assert {known.state(n) for n in range(3)} == {"down"}
     clock.now += 1
     assert known.due() == []
@@ -215,10 +215,10 @@ def test_while_all_are_gone_each_is_tried_and_looked_at_less_and_less() -> None:
 def test_a_request_that_is_broken_off_says_nothing_of_its_replica() -> None:
     known, _ = replicas()
     home = ask(known, "a", FAILED)
-    known.looked(home, 503)
+    known.record_check(home, 503)
     assert known.state(home) == "down"
     number = known.choose("a")
-    known.looked(number, None)
+    known.record_check(number, None)
     known.leave(number, "a", None, is_answered=False)
     assert known.state(number) == "draining"
 
@@ -429,10 +429,10 @@ def test_a_replica_gets_no_more_at_once_than_its_part_of_the_limit(of: int, most
 def test_rates_of_a_replica_spread_its_calls() -> None:
     now = [0.0]
     pace = fleet_module._Pace(60 / 2, now=lambda: now[0])
-    assert [pace.take() for _ in range(3)] == [0.0, 2.0, 4.0]
+    assert [pace.reserve() for _ in range(3)] == [0.0, 2.0, 4.0]
     now[0] = 10.0
-    assert pace.take() == 0.0
-    assert fleet_module._Pace(None).take() == 0.0
+    assert pace.reserve() == 0.0
+    assert fleet_module._Pace(None).reserve() == 0.0
 
 
 def test_calls_at_a_replica_that_answers_nothing_any_more_are_made_elsewhere(
@@ -440,9 +440,9 @@ def test_calls_at_a_replica_that_answers_nothing_any_more_are_made_elsewhere(
 ) -> None:
     """Its machine is gone: nothing ends the connections."""
     monkeypatch.setattr(replicas_module, "LOST_S", 0.2)
-    monkeypatch.setattr(replicas_module, "LOOK_EVERY_S", 0.1)
-    monkeypatch.setattr(replicas_module, "_FIRST_LOOK_S", 0.05)
-    monkeypatch.setattr(fleet_module, "_LOOK_S", 0.1)
+    monkeypatch.setattr(replicas_module, "CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr(replicas_module, "_FIRST_CHECK_S", 0.05)
+    monkeypatch.setattr(fleet_module, "_CHECK_TIMEOUT_S", 0.1)
     with servers(2) as running:
         for one in running:
             one.goes_on.clear()

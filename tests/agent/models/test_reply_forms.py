@@ -20,7 +20,7 @@ from agent.models.client.endpoint import EndpointModel, open_model
 from agent.models.client.retrying import RetryingModel
 from agent.models.dialects.dialect import DIALECTS
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request, ignored
+from agent.models.model import Completion, ModelSettings, Request, ignore_event
 from tests.agent.models.by_dialect import SAMPLES
 from tests.helpers.running import PATIENCE_S
 
@@ -128,7 +128,7 @@ def ask(api: str, play: Play, *, streamed: bool, **given: Any) -> tuple[Completi
         async with served(play) as (root, asked):
             model = EndpointModel(settings_of(api, root, **given), "sk-test")
             said = [Message(role="user", content="Hi.")]
-            on_delta = ignored if streamed else None
+            on_delta = ignore_event if streamed else None
             try:
                 return await model.complete(Request(said, on_delta=on_delta)), asked
             finally:

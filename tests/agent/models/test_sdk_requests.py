@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
-from agent.models.dialects.dialect import DIALECTS, dialect_of
-from agent.models.error_bodies import error_behind_200, refusal_of
+from agent.models.dialects.dialect import DIALECTS, get_dialect
+from agent.models.error_bodies import error_behind_200, read_refusal
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from tests.agent.models.by_dialect import SAMPLES
@@ -158,7 +158,7 @@ def test_a_body_has_the_type_that_the_client_declares(
     on_delta = (lambda event: None) if is_streamed else None
     for tool_choice in ("auto", "none"):
         request = Request(CONVERSATION, TOOLS, tool_choice=tool_choice, on_delta=on_delta)
-        body = dialect_of(dialect).body(settings, request)
+        body = get_dialect(dialect).body(settings, request)
         check_same(adapter.validate_python(body), body)
         with pytest.raises(ValidationError):
             adapter.validate_python({**body, "model": None})
@@ -427,7 +427,7 @@ CLIENT = "2.14.0"
 def test_every_code_of_anthropic_has_its_consequence() -> None:
     for (status, code), kind in DUE.items():
         body = json.dumps({"type": "error", "error": told(code)}).encode()
-        refusal = refusal_of(status, {}, body)
+        refusal = read_refusal(status, {}, body)
         assert (refusal.kind, refusal.code) == (kind, code)
 
 
@@ -462,7 +462,7 @@ def test_a_code_that_stops_a_run_does_so_inside_a_stream_too(code: str) -> None:
     ],
 )
 def test_codes_are_looked_for_where_the_clients_look(error: Any, kind: str) -> None:
-    assert refusal_of(400, {}, json.dumps(error).encode()).kind == kind
+    assert read_refusal(400, {}, json.dumps(error).encode()).kind == kind
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from agent.models.client.retrying import MAX_WAIT_S, RetryingModel
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.prices import is_known, price
+from agent.models.prices import has_known_price, price
 from agent.models.resolve import resolve_model
 
 GO = Request([Message(role="user", content="Go.")])
@@ -249,7 +249,7 @@ def test_the_cost_is_the_sum_of_four_kinds_of_tokens() -> None:
 )
 def test_prices_are_found_by_id_with_and_without_a_date(name: str, known: bool) -> None:
     """Prices are found by id, dated ones too where the table lists them."""
-    assert is_known(resolve(name)) is known
+    assert has_known_price(resolve(name)) is known
 
 
 def test_an_unknown_price_is_warned_about_once_for_each_model(

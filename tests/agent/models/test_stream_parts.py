@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.models.dialects.dialect import dialect_of, read_reply
+from agent.models.dialects.dialect import get_dialect, read_reply
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ignored
+from agent.models.model import Completion, ignore_event
 
 JSON = dict[str, Any]
 MANY = settings(max_examples=4 * settings.default.max_examples)  # type: ignore[union-attr]
@@ -33,7 +33,7 @@ class Said(NamedTuple):
 
 
 def assemble(api: str, parts: Sequence[JSON]) -> bytes:
-    assembly = dialect_of(api).assembly(ignored)
+    assembly = get_dialect(api).assembly(ignore_event)
     for part in parts:
         assembly.add(json.loads(json.dumps(part)))
     return assembly.finish()
@@ -296,7 +296,7 @@ def test_parts_of_a_content_are_the_same_whole_and_streamed(content: Any) -> Non
     message = {"role": "assistant", "content": content}
     body = {"choices": [{"message": message, "finish_reason": "stop"}]}
     whole = read_reply("openai_chat", json.dumps(body).encode()).message
-    assembly = dialect_of("openai_chat").assembly(ignored)
+    assembly = get_dialect("openai_chat").assembly(ignore_event)
     for part in (chat_part({"content": content}), chat_part({}, "stop")):
         assembly.add(part)
     parts = read_reply("openai_chat", assembly.finish()).message
@@ -308,7 +308,7 @@ def test_parts_of_a_content_are_the_same_whole_and_streamed(content: Any) -> Non
 
 def test_a_reason_that_is_null_in_words_is_no_end() -> None:
     """A pause after it is none after the reply."""
-    assembly = dialect_of("openai_chat").assembly(ignored)
+    assembly = get_dialect("openai_chat").assembly(ignore_event)
     has_reason = []
     for part in (chat_part({"content": "a"}, "null"), chat_part({}, "stop")):
         assembly.add(part)
@@ -616,7 +616,7 @@ def test_pieces_of_a_block_in_other_forms_are_read() -> None:
         },
         {"type": "message_stop", "usage": {"input_tokens": 100, "output_tokens": 10}},
     ]
-    assembly = dialect_of("anthropic_messages").assembly(ignored)
+    assembly = get_dialect("anthropic_messages").assembly(ignore_event)
     for event in events:
         assembly.add(event)
     completion = read_reply("anthropic_messages", assembly.finish())

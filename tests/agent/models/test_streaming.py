@@ -24,7 +24,7 @@ from agent.models.model import (
     Request,
     StreamEvent,
     StreamHandler,
-    guarded,
+    guard_handler,
 )
 from agent.models.scripted import ScriptedModel, parse_script
 from tests.fakes.fake_endpoint import FakeEndpoint
@@ -310,7 +310,7 @@ def test_a_handler_that_fails_loses_no_reply_and_is_logged_once(
     whole = asyncio.run(converse(dialect, endpoint.anthropic_url, None, turns=1))
     with caplog.at_level(logging.ERROR):
         reply = asyncio.run(
-            converse(dialect, endpoint.anthropic_url, lambda: guarded(fail), turns=1)
+            converse(dialect, endpoint.anthropic_url, lambda: guard_handler(fail), turns=1)
         )
     assert comparable(reply) == comparable(whole)
     assert len(seen) == 1, "it is not told of the rest"
@@ -668,5 +668,5 @@ def test_the_scripted_model_emits_events_for_its_reply(caplog: pytest.LogCapture
     def fail(event: StreamEvent) -> None:
         raise ZeroDivisionError
 
-    assert play(guarded(fail)) == whole
+    assert play(guard_handler(fail)) == whole
     assert len(caplog.records) == 1

@@ -15,16 +15,16 @@ import pytest
 
 from agent.messages.message import Message, ToolCall
 from agent.messages.tokens import (
-    Sampled,
-    missing_in,
+    SampledTokens,
+    encode_tokens,
+    missing_token_data,
     pack_ids,
     pack_logprobs,
-    to_stored,
     token_turns,
 )
 from agent.models.batches import calls
 from agent.models.dialects import openai_chat
-from agent.models.dialects.dialect import read_asked
+from agent.models.dialects.dialect import read_own_reply
 from agent.models.dialects.openai_chat import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
@@ -50,7 +50,7 @@ def body(choice: JSON, **more: Any) -> JSON:
 
 
 def read(reply: JSON) -> Completion:
-    return read_asked(OWN, orjson.dumps(reply))
+    return read_own_reply(OWN, orjson.dumps(reply))
 
 
 def asked_by(reference: str, base_url: str, request: Request) -> JSON:
@@ -110,7 +110,9 @@ def test_the_reply_of_vllm() -> None:
         kv_transfer_params={"x": 1},
     )
     completion = read(reply)
-    expected = Sampled(pack_ids([1, 2, 3]), pack_ids([7, 2**32 - 1]), pack_logprobs([-0.5, -0.5]))
+    expected = SampledTokens(
+        pack_ids([1, 2, 3]), pack_ids([7, 2**32 - 1]), pack_logprobs([-0.5, -0.5])
+    )
     assert completion.tokens == expected
     assert completion.extra == {
         "reply": {"kv_transfer_params": {"x": 1}},
@@ -125,8 +127,8 @@ def test_a_stream_of_vllm_gives_the_same() -> None:
         choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
         assembly.add({"choices": [{**choice, "token_ids": [n], "logprobs": content(text)}]})
     assembly.add({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    completion = read_asked(OWN, assembly.finish())
-    assert completion.tokens == Sampled(
+    completion = read_own_reply(OWN, assembly.finish())
+    assert completion.tokens == SampledTokens(
         pack_ids([1, 2]), pack_ids([0, 1]), pack_logprobs([-0.5, -0.5])
     )
     assert completion.extra is None
@@ -136,7 +138,7 @@ def test_the_reply_of_sglang() -> None:
     meta = {"output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, "b"]], "weight_version": "3"}
     choice = {"prompt_token_ids": [1], "meta_info": meta, "logprobs": content("a", "b")}
     completion = read(body(choice))
-    assert completion.tokens == Sampled(
+    assert completion.tokens == SampledTokens(
         pack_ids([1]), pack_ids([7, 8]), pack_logprobs([-0.5, -0.5])
     )
     assert completion.extra == {"choice": {"meta_info": {"weight_version": "3"}}}
@@ -146,7 +148,7 @@ def test_ids_that_come_twice_are_kept_once() -> None:
     meta = {"output_token_logprobs": [[-0.5, 7, None]]}
     choice = {"prompt_token_ids": [1], "meta_info": meta, "token_ids": [7]}
     completion = read(body(choice, prompt_token_ids=[1]))
-    assert completion.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
+    assert completion.tokens == SampledTokens(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
     assert completion.extra is None
 
 
@@ -156,7 +158,7 @@ def test_ids_that_contradict_each_other_are_all_kept() -> None:
     other["content"][0]["logprob"] = -0.75
     choice = {"prompt_token_ids": [2], "meta_info": meta, "token_ids": [8], "logprobs": other}
     completion = read(body(choice, prompt_token_ids=[1]))
-    assert completion.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
+    assert completion.tokens == SampledTokens(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
     assert completion.extra == {
         "choice": {"prompt_token_ids": [2], "token_ids": [8], "logprobs": other}
     }
@@ -165,7 +167,7 @@ def test_ids_that_contradict_each_other_are_all_kept() -> None:
 def test_logprobs_alone_keep_the_texts_of_their_tokens() -> None:
     entry = {"bytes": [195, 164], "top_logprobs": []}
     completion = read(body({"logprobs": content("ä", **entry)}))
-    assert completion.tokens == Sampled(logprobs=pack_logprobs([-0.5]), texts=["ä"])
+    assert completion.tokens == SampledTokens(logprobs=pack_logprobs([-0.5]), texts=["ä"])
     assert completion.extra is None
 
 
@@ -233,11 +235,11 @@ def call_of(id: str) -> ToolCall:
 
 def test_the_texts_at_a_split_are_named() -> None:
     texts = {1: "a", 2: "b", 3: "\n\n", 4: "\n"}
-    turns = turns_of(Sampled(pack_ids([1]), pack_ids([3, 2]), None))
+    turns = turns_of(SampledTokens(pack_ids([1]), pack_ids([3, 2]), None))
     prompt = pack_ids([1, 4, 4, 2, 9])
-    stored = to_stored(Sampled(prompt, pack_ids([5])), turns, texts)
+    stored = encode_tokens(SampledTokens(prompt, pack_ids([5])), turns, texts)
     assert stored["split"] == {"sampled": "\n\nb", "shown": "\n\nb[9]"}
-    assert "split" not in to_stored(Sampled(pack_ids([1, 3, 2, 9])), turns, texts)
+    assert "split" not in encode_tokens(SampledTokens(pack_ids([1, 3, 2, 9])), turns, texts)
 
 
 def test_a_turn_has_the_options_that_it_was_sampled_with() -> None:
@@ -248,20 +250,20 @@ def test_a_turn_has_the_options_that_it_was_sampled_with() -> None:
         "logit_bias": {"5": 1},
         "stream": True,
     }
-    completion = read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), options)
+    completion = read_own_reply(OWN, orjson.dumps(body({"token_ids": [7]})), options)
     assert completion.sampling == {"temperature": 0.6, "top_k": 20, "logit_bias": True}
 
 
 def test_other_numbers_of_logprobs_than_ids_stay_as_they_came() -> None:
     completion = read(body({"token_ids": [1], "logprobs": content("a", "b")}))
-    assert completion.tokens == Sampled(completion=pack_ids([1]))
+    assert completion.tokens == SampledTokens(completion=pack_ids([1]))
     assert completion.extra == {"choice": {"logprobs": content("a", "b")}}
 
 
 def test_replies_keep_all_as_it_came_without_the_option() -> None:
     settings = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None)
     reply = body({"token_ids": [7]}, prompt_token_ids=[1])
-    completion = read_asked(settings, orjson.dumps(reply))
+    completion = read_own_reply(settings, orjson.dumps(reply))
     assert completion.tokens is None
     assert completion.extra == {"reply": {"prompt_token_ids": [1]}, "choice": {"token_ids": [7]}}
 
@@ -278,26 +280,26 @@ def test_an_endpoint_that_refuses_them_is_asked_without(
 
 
 def test_calls_by_batches_ask_and_read_the_same() -> None:
-    assert orjson.loads(calls.body_of(ASKED, OWN)).keys() >= {*BOTH, *VLLM}
+    assert orjson.loads(calls.live_body(ASKED, OWN)).keys() >= {*BOTH, *VLLM}
     reply = orjson.dumps(body({"token_ids": [7]}))
-    assert calls.read_reply(reply, OWN).tokens == Sampled(completion=pack_ids([7]))
+    assert calls.read_reply(reply, OWN).tokens == SampledTokens(completion=pack_ids([7]))
 
 
 def test_records_hold_at_most_24_bytes_per_token() -> None:
     ids = [150_000 + n for n in range(500)]
-    sampled = Sampled(pack_ids(ids * 2), pack_ids(ids), pack_logprobs([-1.25] * 500))
+    sampled = SampledTokens(pack_ids(ids * 2), pack_ids(ids), pack_logprobs([-1.25] * 500))
     turns = turns_of(sampled)
     again = sampled._replace(prompt=pack_ids(ids * 4))
-    turns.append({"tokens": to_stored(again, turns)})
+    turns.append({"tokens": encode_tokens(again, turns)})
     assert len(orjson.dumps(turns[0]["tokens"])) < 1500 * 24 / 2
     assert len(orjson.dumps(turns[1]["tokens"])) < 1000 * 24 / 2
 
 
-def turns_of(*sampled: Sampled | None) -> list[JSON]:
+def turns_of(*sampled: SampledTokens | None) -> list[JSON]:
     """Turns that hold these tokens."""
     turns: list[JSON] = []
     for one in sampled:
-        turns.append({} if one is None else {"tokens": to_stored(one, turns)})
+        turns.append({} if one is None else {"tokens": encode_tokens(one, turns)})
     return turns
 
 
@@ -306,9 +308,9 @@ def stored_in(turns: list[JSON]) -> list[StoredTokens | None]:
 
 
 def test_a_prompt_is_stored_as_what_it_adds() -> None:
-    first = Sampled(pack_ids([1, 2]), pack_ids([3]), pack_logprobs([-1.5]))
-    second = Sampled(pack_ids([1, 2, 3, 4]), pack_ids([5]), None)
-    drifted = Sampled(pack_ids([1, 2, 9, 4]), pack_ids([6]), pack_logprobs([-2.0]))
+    first = SampledTokens(pack_ids([1, 2]), pack_ids([3]), pack_logprobs([-1.5]))
+    second = SampledTokens(pack_ids([1, 2, 3, 4]), pack_ids([5]), None)
+    drifted = SampledTokens(pack_ids([1, 2, 9, 4]), pack_ids([6]), pack_logprobs([-2.0]))
     turns = turns_of(first, None, second, drifted)
     assert [turn.get("tokens", {}).get("shared") for turn in turns] == [0, None, 3, 2]
     assert list(token_turns(stored_in(turns))) == [
@@ -316,7 +318,7 @@ def test_a_prompt_is_stored_as_what_it_adds() -> None:
         (2, 3, 3, [4], [5], None),
         (3, 2, 5, [9, 4], [6], [-2.0]),
     ]
-    assert [missing_in(turn) for turn in turns] == [
+    assert [missing_token_data(turn) for turn in turns] == [
         "",
         "prompt token ids, token ids, logprobs",
         "logprobs",
@@ -327,33 +329,33 @@ def test_a_prompt_is_stored_as_what_it_adds() -> None:
 def test_any_turns_are_read_back() -> None:
     draws = random.Random(7)
 
-    def conversation() -> Iterator[Sampled | None]:
+    def conversation() -> Iterator[SampledTokens | None]:
         prompt: list[int] = []
         for _ in range(12):
             keep = draws.randrange(len(prompt) + 1) if draws.random() < 0.3 else len(prompt)
             prompt = prompt[:keep] + [draws.randrange(4) for _ in range(draws.randrange(5))]
             reply = [draws.randrange(2**32) for _ in range(draws.randrange(4))]
             logprobs = pack_logprobs([draws.random() for _ in reply])
-            yield Sampled(pack_ids(prompt), pack_ids(reply), logprobs)
+            yield SampledTokens(pack_ids(prompt), pack_ids(reply), logprobs)
             prompt = prompt + reply
 
     for _ in range(200):
         given = list(conversation())
         sequence: list[int] = []
         for turn, sampled in zip(token_turns(stored_in(turns_of(*given))), given, strict=True):
-            assert turn.of == len(sequence)
+            assert turn.previous_length == len(sequence)
             prompt = sequence[: turn.shared] + turn.prompt
             assert sampled is not None
             assert pack_ids(prompt) == sampled.prompt
             assert pack_ids(turn.completion) == sampled.completion
-            if turn.shared < turn.of:  # no more is shared than that
+            if turn.shared < turn.previous_length:  # no more is shared than that
                 assert prompt[turn.shared : turn.shared + 1] != sequence[turn.shared :][:1]
             sequence = prompt + turn.completion
 
 
 @pytest.mark.parametrize("change", [{"shared": 1}, {"completion": "AAA="}, {"logprobs": ""}])
 def test_tokens_of_no_such_form_are_refused(change: JSON) -> None:
-    (turn,) = turns_of(Sampled(pack_ids([1]), pack_ids([2]), pack_logprobs([-1.0])))
+    (turn,) = turns_of(SampledTokens(pack_ids([1]), pack_ids([2]), pack_logprobs([-1.0])))
     turn["tokens"] |= change
     with pytest.raises(ValueError, match="token"):
         list(token_turns(stored_in([turn])))

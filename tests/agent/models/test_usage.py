@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.messages.message import MOST_TOKENS
-from agent.models.dialects.dialect import dialect_of, read_reply
+from agent.messages.message import MAX_TOKEN_COUNT
+from agent.models.dialects.dialect import get_dialect, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Price
 from agent.models.prices import price
@@ -37,7 +37,7 @@ def streamed(api: str, usage: Any) -> Completion:
         events[-1]["response"]["usage"] = usage
     else:
         events[-1] = {**events[-1], "usage": usage}
-    assembly = dialect_of(api).assembly(lambda _: None)
+    assembly = get_dialect(api).assembly(lambda _: None)
     for event in events:
         assembly.add(event)
     return read_reply(api, assembly.finish())
@@ -321,7 +321,7 @@ def test_several_choices_with_a_usage_each_cost_their_sum(streamed: bool) -> Non
     ]
     body = json.dumps({"choices": choices}).encode()
     if streamed:
-        assembly = dialect_of(CHAT).assembly(lambda _: None)
+        assembly = get_dialect(CHAT).assembly(lambda _: None)
         for choice in choices:
             assembly.add({"choices": [choice]})
         body = assembly.finish()
@@ -340,7 +340,7 @@ def test_several_choices_with_a_usage_each_cost_their_sum(streamed: bool) -> Non
 def test_the_parts_of_a_chat_stream_do_not_take_counts_back(
     usages: list[Any], right: tuple[int, int]
 ) -> None:
-    assembly = dialect_of(CHAT).assembly(lambda _: None)
+    assembly = get_dialect(CHAT).assembly(lambda _: None)
     for usage in usages:
         delta = {"delta": {"content": "a"}, "finish_reason": "stop"}
         assembly.add({"choices": [delta], "usage": usage})
@@ -354,7 +354,7 @@ def test_the_same_in_the_last_part_of_a_stream(place: str) -> None:
         events[-1]["choices"][0]["usage"] = MOONSHOT
     else:
         events[-1]["x_groq"] = {"usage": MOONSHOT}
-    assembly = dialect_of(CHAT).assembly(lambda _: None)
+    assembly = get_dialect(CHAT).assembly(lambda _: None)
     for event in events:
         assembly.add(event)
     assert counts(read_reply(CHAT, assembly.finish())) == (1000, 50, 960, None, None)
@@ -458,7 +458,9 @@ def test_an_hour_of_a_long_request_costs_twice_its_own_input() -> None:
     assert one == pytest.approx(2 * other)
 
 
-NUMBER = st.one_of(st.none(), st.integers(-2, 5), st.integers(0, MOST_TOKENS * 2), st.text("1a"))
+NUMBER = st.one_of(
+    st.none(), st.integers(-2, 5), st.integers(0, MAX_TOKEN_COUNT * 2), st.text("1a")
+)
 PLACE = st.dictionaries(
     st.sampled_from(
         [
@@ -506,7 +508,7 @@ def test_any_usage_is_counts_or_unknown_and_the_output_is_never_less_than_said(
     assert all(count is None or count >= 0 for count in counts(completion))
     for name in ("completion_tokens", "output_tokens"):
         said = usage.get(name)
-        if isinstance(said, int) and 0 < said < MOST_TOKENS:
+        if isinstance(said, int) and 0 < said < MAX_TOKEN_COUNT:
             assert (counts(completion)[1] or 0) >= said
 
 

@@ -76,7 +76,7 @@ def plain_name(name: str) -> str:
     return re.sub("[^A-Za-z0-9_-]", "-", name)
 
 
-def name_around(workspace: Path) -> str:
+def make_container_name(workspace: Path) -> str:
     """Return a new name for a container around a workspace in `workspaces/` of its run."""
     run = run_label(workspace.parent.parent)
     return f"bt-{run}-{plain_name(workspace.name)}.{secrets.token_hex(4)}"
@@ -305,7 +305,7 @@ class DockerSandbox(ServedSandbox):
         """See `ServedSandbox`."""
         program = engine_program(self._engine)
         options = ["run", "--rm", "--interactive", "--init", "--pull", "never", *_NO_STOP_TIMEOUT]
-        options += ["--name", name_around(self._workspace.root)]
+        options += ["--name", make_container_name(self._workspace.root)]
         options += [*self._common_options(self._limits.network), "--cap-drop", "ALL"]
         options += [
             "--user",
@@ -454,7 +454,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         program = engine_program(self._engine)
         return _launch([program, "start", "--attach", "--interactive", self._container])
 
-    def is_kept(self) -> bool:
+    def has_survived(self) -> bool:
         """See `ImageSandbox`."""
         if not self._workspace.root.exists():
             return False

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.basics.process import locked
-from batch_trajectories.basics.text import in_a_line
+from batch_trajectories.basics.process import lock_file
+from batch_trajectories.basics.text import single_line
 from toolsets.images.names import ImageError
 from toolsets.sandbox.base import Pull, SandboxError
 
@@ -103,7 +103,7 @@ def image_config(engine: str, image: str, pull: Pull) -> tuple[dict[str, Any], s
     """
     config = find_config(engine, image)
     if config is None and pull == "missing":
-        with locked(_pull_lock_path(image)):
+        with lock_file(_pull_lock_path(image)):
             config = find_config(engine, image)
             if config is None:
                 done = ask_engine(engine, ["pull", "--quiet", image], timeout_s=_PULL_TIMEOUT_S)
@@ -220,4 +220,4 @@ def run_program(
 
 
 def error_text(done: subprocess.CompletedProcess[bytes]) -> str:
-    return in_a_line(done.stderr.decode(errors="replace")) or "it said nothing"
+    return single_line(done.stderr.decode(errors="replace")) or "it said nothing"

@@ -26,7 +26,7 @@ class HeadTail:
         if len(self._tail) > 2 * self._tail_bytes:
             self._trim()
 
-    def kept(self) -> tuple[bytes, bytes]:
+    def head_and_tail(self) -> tuple[bytes, bytes]:
         """Return the head, and the tail; the tail is empty if the head holds all."""
         self._trim()
         return bytes(self._head), bytes(self._tail)

@@ -182,7 +182,7 @@ class Server:
         if (full_mb := self._full_mb()) is not None:
             reply["full_mb"] = full_mb
         for fd, output in outputs.items():
-            reply[_STREAMS[fd]] = [*map(_encode, output.kept()), output.total]
+            reply[_STREAMS[fd]] = [*map(_encode, output.head_and_tail()), output.total]
         return reply
 
     def _count_running(self) -> int:

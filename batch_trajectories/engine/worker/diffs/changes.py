@@ -178,7 +178,7 @@ def _sort_changes(
     sums = (of.checksums(top, doubtful) for of in (source, source_before))
     other |= {path for path, one, before in zip(doubtful, *sums, strict=True) if one != before}
     changed = {path: state for path, state in ended.items() if path in other}
-    closed = [path for path, one in ended.items() if one.is_closed and begun.get(path) != one]
+    closed = [path for path, one in ended.items() if one.is_unreadable and begun.get(path) != one]
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
     of_image = [p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image)]
     return Changes(
