@@ -4,8 +4,9 @@ The file only grows. A line has `at` (epoch seconds), `who`, `to` (the process i
 `pid` and `started`, as the lock of the run names it), and `do`:
 
     pause, resume
-    limits  with `rpm`, `max_in_flight` or `max_run_cost_usd`
+    limits  with `rpm`, `max_in_flight`, `concurrency` or `max_run_cost_usd`
     stop    one conversation, with `id`
+    stop_run
     retry   the conversations that failed in this start
 
 The process reads what is meant for it, says in `progress.json` how much it has read and what it
@@ -45,7 +46,9 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
     """
     refuse_strangers(run_dir)
     if holder is None:
-        raise RunDirError(f"{run_dir}: no process works on this run, so there is nothing to steer")
+        raise RunDirError(
+            f"{run_dir}: no process works on this run; `resume {run_dir.name}` starts it again"
+        )
     line = {"at": time.time(), "who": user_name(), "to": process_of(holder), "do": do, **values}
     end = append_line(run_dir / CONTROL_FILE, line)
     deadline = time.monotonic() + _PATIENCE_S

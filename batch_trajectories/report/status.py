@@ -127,20 +127,29 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
 def sections(status: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
     """The status for a person: lists of lines, each with its title first."""
     holder, state = status.holder, status.progress
+    steered: dict[str, Any] = (state or {}).get("steered") or {}
     running = "not running"
     if holder is not None:
         running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
     if holder is None and status.totals.pending:
-        running += "; the command of the run continues the pending tasks"
+        running += f"; `resume {status.run_dir.name}` continues the pending tasks"
     head = [f"{status.run_dir}: {running}"]
     if state is not None:
         head.append(f"this start: {plain(describe(state))}")
+        if limits := steered.get("limits"):
+            changed = ", ".join(f"{name} {value:g}" for name, value in limits.items())
+            head.append(f"limits changed for this start: {changed}")
         head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
     parts = [
         head,
         as_table(status.totals).splitlines(),
         [] if status.batches is None else [status.batches.describe()],
-        _in_flight(status.details["in_flight"], in_flight_shown, runs=holder is not None),
+        _in_flight(
+            status.details["in_flight"],
+            in_flight_shown,
+            runs=holder is not None,
+            is_paused=steered.get("is_paused", False),
+        ),
         _slowest(status.details),
         _caches(status.details),
         _errors(status.details["errors"]),
@@ -148,14 +157,17 @@ def sections(status: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]
     return [part for part in parts if part]
 
 
-def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[str]:
+def _in_flight(
+    tasks: list[dict[str, Any]], shown: int, *, runs: bool, is_paused: bool
+) -> list[str]:
     if not tasks:
         return []
     lines = [f"in flight: {count(len(tasks))}, longest without an event first"]
     if not runs:
         lines = [f"unfinished {count(len(tasks))}, the next start continues them"]
     for task in tasks[:shown]:
-        last = f"  {_doing(task)}, {seconds(task['idle_s'])} since its last event" if runs else ""
+        doing = _doing(task, is_paused=is_paused)
+        last = f"  {doing}, {seconds(task['idle_s'])} since its last event" if runs else ""
         lines.append(f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}{last}")
     more = [f"  and {count(len(tasks) - shown)} more"] if len(tasks) > shown else []
     return lines + more
@@ -203,11 +215,12 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _doing(task: dict[str, Any]) -> str:
+def _doing(task: dict[str, Any], *, is_paused: bool) -> str:
     if task["doing"] == "tools":
         return f"runs {one_line(', '.join(task['calls']), _ID_CHARS)}"
     last = f" after {one_line(task['tool'], _ID_CHARS)}" if task["tool"] else ""
-    return f"waits for the model{last}"
+    waits = "paused before the next call" if is_paused else "waits for the model"
+    return f"{waits}{last}"
 
 
 def _id(task_id: str) -> str:

@@ -61,17 +61,17 @@ def test_a_budget_can_only_be_raised(tmp_path: Path) -> None:
         without.raise_to(9.0)
 
 
-@pytest.mark.parametrize("asked", [{"max_in_flight": 0.5}, {"rpm": -1}, {"rpm": True}, {}])
+@pytest.mark.parametrize("asked", [{"max_in_flight": 0.5}, {"concurrency": 0}, {"rpm": -1}, {"rpm": True}, {}])
 def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
     """Whoever wrote the line: half a call in flight would be none, for ever."""
     limits = RunLimits({"openai x": EndpointLimits(8, 8, rpm=None, tpm=None)})
     budget = RunBudget(None, spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
     answers: dict[str, Any] = {}
-    progress = SimpleNamespace(say=lambda text: None, steer=answers.update)
+    progress = SimpleNamespace(say=lambda text, keep: None, steer=answers.update)
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
     pool: Any = SimpleNamespace(workers=[])
     append_line(tmp_path / "control.jsonl", {"to": process_of({}), "do": "limits", **asked})
-    Steering(start, pool, limits, budget).tend()
+    Steering(start, pool, limits, budget, interrupt=pytest.fail).tend()
     assert [answer["refused"] for answer in answers["answers"].values()] == [True]
     worker: Any = Told()
     limits.share([worker])
@@ -81,12 +81,12 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
 def test_limits_change_together_or_not_at_all(tmp_path: Path) -> None:
     budget = RunBudget(Cost(5.0), spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
     answers: dict[str, Any] = {}
-    progress = SimpleNamespace(say=lambda text: None, steer=answers.update)
+    progress = SimpleNamespace(say=lambda text, keep: None, steer=answers.update)
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
     line = {"to": process_of({}), "do": "limits", "max_run_cost_usd": 9.0, "rpm": 5.0}
     append_line(tmp_path / "control.jsonl", line)
     pool: Any = SimpleNamespace(workers=[])
-    Steering(start, pool, RunLimits({}), budget).tend()
+    Steering(start, pool, RunLimits({}), budget, interrupt=pytest.fail).tend()
     (answer,) = answers["answers"].values()
     assert answer["refused"]
     assert "nothing was changed" in answer["text"]
@@ -121,6 +121,7 @@ def test_a_run_that_does_not_work_is_not_steered(tmp_path: Path) -> None:
     done = run(tmp_path, "pause", "r", output_dir=tmp_path)
     assert done.returncode == 2
     assert "no process works on this run" in done.stderr
+    assert "`resume r` starts it again" in done.stderr
 
 
 def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
@@ -166,6 +167,11 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
             assert "no max_run_cost_usd" in refused.stderr
             unknown = run(tmp_path, "stop", "r", "nobody")
             assert "no conversation with the id 'nobody' is in flight" in unknown.stderr
+            wait_until(lambda: "limits changed" in run(tmp_path, "status", "r").stdout)
+            shown = run(tmp_path, "status", "r").stdout
+            assert "limits changed for this start: max_in_flight 1" in shown
+            assert "paused before the next call" in shown
+            assert "left " not in shown
             assert "resumed" in run(tmp_path, "resume", "r").stdout
             assert process.wait(timeout=60) == 0
     log = (tmp_path / "trajectories/r/run.log").read_text()
@@ -218,3 +224,55 @@ def test_a_conversation_is_stopped_and_retried(tmp_path: Path) -> None:
     }
     assert max(one["answered"] for one in counts) == 1, "no reply was paid for twice"
     assert run(tmp_path, "verify", "r").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_moved_and_resumed_without_its_options(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 12)
+    with FakeEndpoint(turns=1, latency_s=0.0, answers=4) as endpoint:
+        with started(tmp_path, **options(endpoint, batch_size=2)) as process:
+            records = tmp_path / "trajectories/r/records.jsonl"
+            wait_until(lambda: records.exists() and len(lines(records)) == 4)
+            stopped = run(tmp_path, "stop", "r")
+            assert "stopping in order" in stopped.stdout, stopped.stderr
+            endpoint.answer(None)
+            assert process.wait(timeout=60) == 130
+        assert "`resume r` continues" in run(tmp_path, "status", "r").stdout
+        done = len(lines(records))
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (tmp_path / "trajectories/r").rename(elsewhere / "moved")
+        resumed = run(elsewhere, "resume", "moved", output_dir=".")
+        assert resumed.returncode == 0, resumed.stderr
+        assert f"resuming: {done} done, {12 - done} to continue" in resumed.stderr
+        assert len(lines(elsewhere / "moved/records.jsonl")) == 12
+        assert (elsewhere / "moved.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_the_name_of_a_run_is_enough_to_start_it_again(tmp_path: Path) -> None:
+    """Options beside the name are those of this start; what is fixed stays fixed."""
+    write_prompts(tmp_path / "p.jsonl", 3)
+    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+        assert run(tmp_path, **options(endpoint, max_samples=1)).returncode == 0
+        assert run(tmp_path, run_name="r", max_samples=2).returncode == 0
+        assert len(lines(tmp_path / "trajectories/r/records.jsonl")) == 2
+        refused = run(tmp_path, run_name="r", model="openai:other")
+        assert refused.returncode == 2
+        assert "model" in refused.stderr
+        new = run(tmp_path, run_name="new")
+        assert new.returncode == 2
+        assert "--dataset_file is missing" in new.stderr
+
+
+@pytest.mark.slow
+def test_the_number_of_conversations_changes_while_a_run_works(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 20)
+    with FakeEndpoint(turns=1, latency_s=0.0, answers=0) as endpoint:
+        with started(tmp_path, **options(endpoint, batch_size=2)) as process:
+            wait_until(lambda: int(endpoint.journal()["requests"]) == 2)
+            changed = run(tmp_path, "limits", "r", concurrency=5)
+            assert "concurrency 5 until this start ends" in changed.stdout, changed.stderr
+            wait_until(lambda: int(endpoint.journal()["requests"]) == 5)
+            endpoint.answer(None)
+            assert process.wait(timeout=60) == 0

@@ -144,7 +144,6 @@ _WITHOUT_WORKERS = (
     "merge",
     "pause",
     "report",
-    "resume",
     "retry",
     "score",
     "show",

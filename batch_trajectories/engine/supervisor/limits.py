@@ -77,6 +77,11 @@ class RunLimits:
         for endpoint in self._endpoints.values():
             endpoint.change(rpm, in_flight)
 
+    def follow_conversations(self, before: int, now: int) -> None:
+        """Set the ceiling of endpoints that only the number of conversations limits."""
+        for endpoint in self._endpoints.values():
+            endpoint.follow_conversations(before, now)
+
     def share(self, workers: Sequence[WorkerHandle]) -> None:
         """Send the workers those of their shares that have changed."""
         ready = [worker for worker in workers if worker.ready]
@@ -149,6 +154,11 @@ class _SharedLimit:
         self._is_paced = self._has_news = False
         self.is_paused = False
         """No call may begin."""
+
+    def follow_conversations(self, before: int, now: int) -> None:
+        """Set the ceiling if it was the number of conversations, or is above it now."""
+        if self._limits.ceiling == before or self._limits.ceiling > now:
+            self.change(None, now)
 
     def change(self, rpm: float | None, in_flight: int | None) -> None:
         if rpm is not None:

@@ -155,9 +155,10 @@ class Progress:
         self._work["cost_usd"] += counters["cost_usd"]
         self._work["cost_unknown"] |= counters["cost_unknown"]
 
-    def say(self, message: str) -> None:
-        """Show a message above the progress line."""
-        self._messages.append(message)
+    def say(self, message: str, *, keep: bool = True) -> None:
+        """Show a message above the progress line; with `keep`, `status` shows it as well."""
+        if keep:
+            self._messages.append(message)
         self._say(message)
 
     def say_failed(self, failure: Failure) -> None:
@@ -252,6 +253,8 @@ class Progress:
         worked = self._ended_now + running / 2
         left_s = (now - self._started_at) * (left - running / 2) / worked if worked else 0.0
         left_s = max(left_s, pause_s)
+        # Nobody knows when a pause ends.
+        is_paused = bool(self.steered and self.steered["is_paused"])
         return {
             "pid": os.getpid(),
             "at": time.time(),
@@ -261,10 +264,10 @@ class Progress:
             "passed": self._checked[True],
             "checked": self._checked[True] + self._checked[False],
             "running": running,
-            "left_s": left_s if self._ended_now and left else None,
+            "left_s": left_s if self._ended_now and left and not is_paused else None,
             "cost_usd": self._spent_before_usd + work["cost_usd"],
             "cost_unknown": work["cost_unknown"],
-            "forecast_usd": self._forecast_usd(worked),
+            "forecast_usd": None if is_paused else self._forecast_usd(worked),
             "limit": limit,
             "turns": None if self._turns is None else work["turns"],
             "tasks_per_min": self._ended_now / max(now - self._started_at, 1e-3) * 60,

@@ -169,7 +169,12 @@ def _work(
                 stopped_by = supervisor.run()
         _remove_leftovers(plan.config, run_dir, supervisor)
     return Outcome(
-        signal=received[0] if received else None,
+        # `stop RUN` ends a run as Ctrl-C does.
+        signal=received[0]
+        if received
+        else int(signal.SIGINT)
+        if supervisor.was_stopped_by_person
+        else None,
         stopped_by=stopped_by or None,
         limits=supervisor.limits.report(),
         is_out_of_budget=supervisor.is_out_of_budget,
@@ -246,6 +251,13 @@ def _show_ended(state: RunState, progress: Progress) -> None:
     if state.opening is not None:  # the other samples are not needed, so far
         known = state.done + state.failed + len(state.remaining)
         progress.add_tasks(known - progress.left)
+    if state.done or state.failed:
+        cost = f", ${state.cost_usd:,.2f} spent" if state.cost_usd else ""
+        progress.say(
+            f"resuming: {state.done + state.failed:,} done, {len(state.remaining):,} to continue"
+            f"{cost}",
+            keep=False,
+        )
     progress.found_ended(
         done=state.done,
         failed=state.failed,

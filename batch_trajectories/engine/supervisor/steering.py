@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from batch_trajectories.basics.errors import RunError
@@ -33,14 +33,26 @@ class Steering:
     """The requests that people have made of one start of a run."""
 
     def __init__(
-        self, start: Start, pool: WorkerPool, limits: RunLimits, budget: RunBudget
+        self,
+        start: Start,
+        pool: WorkerPool,
+        limits: RunLimits,
+        budget: RunBudget,
+        *,
+        interrupt: Callable[[], None],
     ) -> None:
+        """`interrupt` stops the run in order."""
+        self._interrupt = interrupt
         self._path = start.run_dir.path / CONTROL_FILE
         self._me = process_of(read_json(start.run_dir.path / LOCK_FILE) or {})
         self._start, self._pool, self._limits, self._budget = start, pool, limits, budget
         self._read = 0
         self._answers: dict[str, dict[str, Any]] = {}
+        self._changed: dict[str, float] = {}
+        """The limits that were changed in this start, as they are now."""
         self.is_paused = False
+        self.is_stopping = False
+        """A person has stopped the run."""
 
     def tend(self) -> None:
         """Carry out the requests made since the last call."""
@@ -69,11 +81,14 @@ class Steering:
             text, is_refused = str(error), True
         log.info("%s asked: %s: %s%s", who, do, "refused: " if is_refused else "", text)
         if not is_refused:
-            self._start.progress.say(f"{who}: {text}")
+            # Of limits only the present ones are of interest later.
+            self._start.progress.say(f"{who}: {text}", keep=do != "limits")
         self._answers[str(self._read)] = {"text": text, "refused": is_refused}
         while len(self._answers) > _ANSWERS:
             del self._answers[next(iter(self._answers))]
-        self._start.progress.steer({"is_paused": self.is_paused, "answers": self._answers})
+        self._start.progress.steer(
+            {"is_paused": self.is_paused, "limits": self._changed, "answers": self._answers}
+        )
 
     def _do(self, do: str, line: Mapping[str, Any]) -> str:
         match do:
@@ -87,19 +102,23 @@ class Steering:
                 return self._change_limits(line)
             case "stop":
                 return self._stop(str(line.get("id")))
+            case "stop_run":
+                self.is_stopping = True
+                self._interrupt()
+                return "stopping in order; `resume` continues the run"
             case "retry":
                 return self._retry()
         raise _Refused(f"{do!r} is unknown to the version of the program that works on the run")
 
     def _change_limits(self, line: Mapping[str, Any]) -> str:
-        names = ("rpm", "max_in_flight", "max_run_cost_usd")
+        names = ("rpm", "max_in_flight", "concurrency", "max_run_cost_usd")
         given = {name: line[name] for name in names if line.get(name) is not None}
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _Refused(f"{name}: {value!r} is not a number")
             if not 0 < value < math.inf:
                 raise _Refused(f"{name}: must be above 0 (got {value!r})")
-            if name == "max_in_flight" and value < 1:
+            if name in ("max_in_flight", "concurrency") and value < 1:
                 raise _Refused(f"{name}: must be at least 1; `pause` lets no call begin")
         if "rpm" in given or "max_in_flight" in given:
             self._limits.refuse_without_endpoints()
@@ -108,10 +127,20 @@ class Steering:
         if "rpm" in given or "max_in_flight" in given:
             in_flight = given.get("max_in_flight")
             self._limits.change(given.get("rpm"), None if in_flight is None else int(in_flight))
+        if "concurrency" in given:
+            self._change_concurrency(int(given["concurrency"]))
+        self._changed |= given
         if not given:
             raise _Refused(f"no limit is given; give {', '.join(names)}")
         changed = ", ".join(f"{name} {value:g}" for name, value in given.items())
         return f"{changed} until this start ends"
+
+    def _change_concurrency(self, conversations: int) -> None:
+        """Have each worker hold this many conversations; those in flight go on."""
+        before = self._pool.conversations_per_worker
+        self._pool.conversations_per_worker = conversations
+        workers = self._start.config.num_workers
+        self._limits.follow_conversations(before * workers, conversations * workers)
 
     def _retry(self) -> str:
         failed = self._start.queue.retry()

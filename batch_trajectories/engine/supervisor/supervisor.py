@@ -135,6 +135,8 @@ class Supervisor:
         texts = [part.describe() for part in parts if part is not None]
         if self._is_paused:
             texts.insert(0, "paused")
+        if self._pool.workers and not any(worker.ready for worker in self._pool.workers):
+            texts.insert(0, f"starting {plural(len(self._pool.workers), 'worker')}")
         return ", ".join(filter(None, texts))
 
     def _is_over(self) -> bool:
@@ -319,6 +321,11 @@ class Supervisor:
     def _is_paused(self) -> bool:
         return self._steering is not None and self._steering.is_paused
 
+    @property
+    def was_stopped_by_person(self) -> bool:
+        """Whether a person has stopped the run by `stop RUN`."""
+        return self._steering is not None and self._steering.is_stopping
+
     def _steer(self) -> None:
         """Carry out the requests of people who steer the run."""
         if self._steering is None:
@@ -326,7 +333,9 @@ class Supervisor:
                 return
             from batch_trajectories.engine.supervisor.steering import Steering  # few are steered
 
-            self._steering = Steering(self._start, self._pool, self.limits, self.budget)
+            self._steering = Steering(
+                self._start, self._pool, self.limits, self.budget, interrupt=self.interrupt
+            )
         self._steering.tend()
 
     def _serve_batches(self) -> None:

@@ -211,6 +211,8 @@ class WorkerPool:
         self._config = config
         self._numbers = itertools.count(first_number)
         self._checked_at = time.monotonic()
+        self.conversations_per_worker = config.agents_per_worker
+        """How many conversations a worker may hold; people may change it while the run works."""
         self.inbox: Inbox = queue.SimpleQueue()
         self.workers: list[WorkerHandle] = []
 
@@ -241,7 +243,7 @@ class WorkerPool:
         """The worker with the most room while `left` tasks have not ended, None if all are full."""
         # Near the end each worker gets only its share, so no worker idles beside a full one.
         share = -(-left // self._config.num_workers)
-        limit = min(self._config.agents_per_worker, max(1, share))
+        limit = min(self.conversations_per_worker, max(1, share))
         able = [w for w in self.workers if w.ready and not w.isolated and len(w.assigned) < limit]
         return min(able, key=lambda worker: len(worker.assigned), default=None)
 
