@@ -1,7 +1,7 @@
 """Reads the errors by which endpoints refuse requests: with a status, inside a 200, in a stream.
 
 Every API, router and server has its own form. This module reads all of them into codes and a
-message, and `agent.models.errors.kind_of` classifies these.
+message, and `agent.models.errors.classify_error` classifies these.
 """
 
 from __future__ import annotations

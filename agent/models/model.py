@@ -133,7 +133,7 @@ class Request:
     """The choice of the model: with "none" the tools are listed, but must not be called."""
     on_delta: StreamHandler | None = None
     """Gets the reply's parts as they arrive; None requests the reply in one piece. It must not
-    raise: see `agent.models.model.guarded`."""
+    raise: see `agent.models.model.guard_handler`."""
     deadline: Deadline | None = None
     """The time limit, which pauses while the call waits for its turn; None: no limit."""
     on_unreadable: Callable[[Completion], None] | None = None

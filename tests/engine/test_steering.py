@@ -18,7 +18,7 @@ from batch_trajectories.engine.messages import SetLimits
 from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.steering import Steering
-from batch_trajectories.records.files import append_line
+from batch_trajectories.records.files import append_line, read_json
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import lines, run, started, wait_until, write_prompts
@@ -61,7 +61,9 @@ def test_a_budget_can_only_be_raised(tmp_path: Path) -> None:
         without.raise_to(9.0)
 
 
-@pytest.mark.parametrize("asked", [{"max_in_flight": 0.5}, {"concurrency": 0}, {"rpm": -1}, {"rpm": True}, {}])
+@pytest.mark.parametrize(
+    "asked", [{"max_in_flight": 0.5}, {"concurrency": 0}, {"rpm": -1}, {"rpm": True}, {}]
+)
 def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
     """Whoever wrote the line: half a call in flight would be none, for ever."""
     limits = RunLimits({"openai x": EndpointLimits(8, 8, rpm=None, tpm=None)})
@@ -103,7 +105,7 @@ def test_an_answer_written_just_before_the_end_is_still_read(
         answers = {str(end): {"text": "resumed", "refused": False}}
         (tmp_path / "progress.json").write_bytes(orjson.dumps({"steered": {"answers": answers}}))
 
-    monkeypatch.setattr(control, "holder_of", ended)
+    monkeypatch.setattr(control, "read_holder", ended)
     assert control.steer(tmp_path, {}, "resume") == "resumed"
 
 
@@ -273,6 +275,8 @@ def test_the_number_of_conversations_changes_while_a_run_works(tmp_path: Path) -
             wait_until(lambda: int(endpoint.journal()["requests"]) == 2)
             changed = run(tmp_path, "limits", "r", concurrency=5)
             assert "concurrency 5 until this start ends" in changed.stdout, changed.stderr
-            wait_until(lambda: int(endpoint.journal()["requests"]) == 5)
+            progress = tmp_path / "trajectories/r/progress.json"
+            # Their calls wait until the endpoint has shown that it answers more than two.
+            wait_until(lambda: (read_json(progress) or {}).get("running") == 5)
             endpoint.answer(None)
             assert process.wait(timeout=60) == 0

@@ -407,11 +407,11 @@ def test_a_row_without_a_valid_beginning_is_not_a_branch() -> None:
 
 WHAT_RULES_SEE = (
     "messages",
-    "opening",
+    "opening_length",
     "call_ids",
     "replies_used",
     "reasks",
-    "noted",
+    "new_notes",
     "_notes_of",
     "_text_before",
     "discarded",

@@ -134,7 +134,7 @@ needs_first_place = pytest.mark.skipif(
 def as_first(code: str) -> list[str]:
     head = "import os, signal, subprocess, sys, time; from pathlib import Path; "
     module = "batch_trajectories.basics.process"
-    leave = f"from {module} import leave_first_place; leave_first_place()\n"
+    leave = f"from {module} import fork_if_init; fork_if_init()\n"
     return [*AS_FIRST, sys.executable, "-c", head + leave + code]
 
 

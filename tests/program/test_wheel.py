@@ -120,6 +120,6 @@ def test_the_scripts_of_the_docs_pass_a_strict_type_checker(python: Path, tmp_pa
 
 
 def test_it_says_how_to_install_what_is_missing(python: Path) -> None:
-    code = "from batch_trajectories.basics.errors import install; print(install('live'))"
+    code = "from batch_trajectories.basics import errors; print(errors.install_command('live'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
     assert done.stdout == "pip install 'batch-trajectories[live]'\n"

@@ -311,11 +311,11 @@ def test_functions_that_hold_all_threads_for_ever_stop_the_run(
 
 HANGING = """
 import asyncio, threading
-from toolsets.function_threads import LateCall, in_thread
+from toolsets.function_threads import LateCall, call_in_thread
 
 async def call():
     try:
-        await in_thread(threading.Event().wait, timeout_s=0.05)
+        await call_in_thread(threading.Event().wait, timeout_s=0.05)
     except LateCall as error:
         assert not error.future.done()
 
