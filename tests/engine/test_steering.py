@@ -270,13 +270,15 @@ def test_the_name_of_a_run_is_enough_to_start_it_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_number_of_conversations_changes_while_a_run_works(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 20)
-    with FakeEndpoint(turns=1, latency_s=0.0, answers=0) as endpoint:
-        with started(tmp_path, **options(endpoint, batch_size=2)) as process:
-            wait_until(lambda: int(endpoint.journal()["requests"]) == 2)
-            changed = run(tmp_path, "limits", "r", concurrency=5)
-            assert "concurrency 5 until this start ends" in changed.stdout, changed.stderr
-            progress = tmp_path / "trajectories/r/progress.json"
-            # Their calls wait until the endpoint has shown that it answers more than two.
-            wait_until(lambda: (read_json(progress) or {}).get("running") == 5)
-            endpoint.answer(None)
-            assert process.wait(timeout=60) == 0
+    with (
+        FakeEndpoint(turns=1, latency_s=0.0, answers=0) as endpoint,
+        started(tmp_path, **options(endpoint, batch_size=2)) as process,
+    ):
+        wait_until(lambda: int(endpoint.journal()["requests"]) == 2)
+        changed = run(tmp_path, "limits", "r", concurrency=5)
+        assert "concurrency 5 until this start ends" in changed.stdout, changed.stderr
+        progress = tmp_path / "trajectories/r/progress.json"
+        # Their calls wait until the endpoint has shown that it answers more than two.
+        wait_until(lambda: (read_json(progress) or {}).get("running") == 5)
+        endpoint.answer(None)
+        assert process.wait(timeout=60) == 0
