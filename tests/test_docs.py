@@ -174,6 +174,7 @@ KEYS = {
     "openai": "OPENAI_API_KEY",
     "anthropic": "ANTHROPIC_API_KEY",
     "openrouter": "OPENROUTER_API_KEY",
+    "server": None,
     "vllm": None,
     "ollama": None,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from batch_trajectories.api.results import write_results
@@ -36,7 +37,7 @@ LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | Non
 _IDS_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunEnd:
     """The result of a start of a run."""
 
@@ -57,6 +58,32 @@ class RunEnd:
     is_out_of_budget: bool
     is_hopeless: bool = False
     """A rule of `stop_if` stopped it."""
+
+    def __repr__(self) -> str:
+        """Return one line: path, exit code and counts."""
+        return f"<RunEnd {str(self.path)!r}: exit {self.exit_code}; {self._counts()}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        checks = self.totals.checks
+        cost = f"${self.totals.spent_usd:,.4f}"
+        if self.totals.spent_unknown:
+            cost = f"{cost}, and an unknown part" if self.totals.spent_usd else "unknown"
+        rows = {
+            "run": str(self.path),
+            "conversations": self._counts(),
+            "passed": f"{checks.passed:,} of {checks.passed + checks.failed:,} judged",
+            "cost": cost,
+            "training file": str(self.training_file),
+            **({} if self.reason is None else {"reason": self.reason}),
+        }
+        cells = (f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        return f"<table>{''.join(cells)}</table>"
+
+    def _counts(self) -> str:
+        totals = self.totals
+        counts = {"done": totals.done, "failed": totals.failed, "pending": totals.pending}
+        return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
 
 
 def run(

@@ -325,9 +325,10 @@ def _describe(settings: ModelSettings, weight: float | None) -> str:
     from agent.models.prices import table_price
 
     known = table_price(settings)
-    return (
-        f"{description}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
-    )
+    if known is None:
+        example = json.dumps({settings.name: {"input": 1, "output": 2}})
+        return f"{description}, price unknown (--prices='{example}' sets it)"
+    return f"{description}, known prices: {_price(known)}"
 
 
 def _price(price: Price) -> str:

@@ -173,7 +173,8 @@ class ConversationText(_Blocks):
         if missed := row["missed_turns"]:
             turns = ", ".join(map(str, missed))
             yield f"{plural(len(missed), 'turn')} missed the prompt cache: {turns}"
-        if flags := flags_of(record):
+        # The verdict stands above.
+        if flags := [name for name in flags_of(record) if name not in ("passed", "not passed")]:
             yield f"unusual: {', '.join(flags)}"
 
 

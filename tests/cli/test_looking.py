@@ -176,9 +176,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
     del written["crc32"]
     (copy / "run.json").write_text(json.dumps(written))
     head = run(tmp_path, "status", "r").stdout.splitlines()[0]
-    assert head == (
-        "trajectories/r: not running; the command of the run continues the pending tasks"
-    )
+    assert head == "trajectories/r: not running; `resume r` continues the pending tasks"
 
 
 def test_status_in_the_moment_in_which_a_start_locks_the_run(cwd: Path, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ class TestDryRun:
             "max_tokens": 100,
         }
         unknown = run(tmp_path, "--dry_run", **given, **options).stdout
-        assert "price unknown" in unknown
+        assert "price unknown (--prices=" in unknown
         assert "\nbudget     20,000 tokens\n" in unknown
 
     def test_it_warns_of_answers_that_nothing_is_compared_with(self, tmp_path: Path) -> None:

@@ -101,6 +101,10 @@ class TestRun:
         write_rows(config.dataset_file, FAILS)
         ended = run(config, progress=False)
         assert (ended.exit_code, ended.totals.failed) == (1, 1)
+        assert repr(ended) == f"<RunEnd {str(config.run_dir)!r}: exit 1; 1 failed>"
+        table = ended._repr_html_()
+        assert "<td>1 failed</td>" in table
+        assert "<td>0 of 0 judged</td>" in table
 
     def test_the_budget_is_exit_code_3(self, tmp_path: Path) -> None:
         totals = run(scripted(tmp_path), progress=False).totals

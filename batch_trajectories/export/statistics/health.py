@@ -19,7 +19,7 @@ from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import CacheUse, PriceOf
 from batch_trajectories.export.statistics.counts import KeyCounts
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import ended_by_wrong_answer, judgement_of
 from batch_trajectories.records.record_types import Record, StoredMessage
 
 
@@ -136,7 +136,7 @@ class Health:
         """Check one record."""
         id, turns, counts = record.id, authored.turns, authored.counts
         is_completed = record.status == "completed"
-        self._count("unfinished", id, not is_completed)
+        self._count("unfinished", id, not (is_completed or ended_by_wrong_answer(record)))
         if self._has_samples:
             ending = _VARIED if is_completed else f"{record.status}: {record.status_reason}"
             if record.error is not None:
