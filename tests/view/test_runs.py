@@ -115,7 +115,7 @@ def test_the_health_of_a_finished_run_is_computed_once_and_kept(
     assert path.stat().st_mtime_ns == before
     with viewing(copy.parent) as viewer:
         (found,) = viewer.get("/runs")["runs"]
-    assert [one["name"] for one in found["health"]][:1] == ["unfinished"]
+    assert [one["name"] for one in found["health"]][:1] == ["failing_prompts"]
 
 
 def keeper_rests(keeper: HealthKeeper, places: list[RunPlace]) -> bool:
