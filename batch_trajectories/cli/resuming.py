@@ -23,7 +23,7 @@ def stored_options(stored: StoredRun, *, trust_run: bool = False) -> dict[str, A
     if not (stored.is_own or trust_run):
         raise RunDirError(
             f"{stored.path}: this run was not started here, and its run.json names what is run and "
-            "asked; read it, then add --trust_run"
+            f"asked; read it, then `resume {stored.path.name} --trust_run`"
         )
     dataset = stored.identity["dataset"]
     if dataset.get("source") is None and Path(dataset["path"]).is_absolute():
@@ -37,6 +37,10 @@ def _refuse_runs_of_other_commands(stored: StoredRun, options: dict[str, Any]) -
         raise RunDirError(f"{stored.path}: this is an audit; `check_tasks` continues it")
     if options.get("checked_run"):
         raise RunDirError(f"{stored.path}: this is a run of `check`, which continues it")
+    if (stored.path / "imported").is_dir():
+        raise RunDirError(
+            f"{stored.path}: these conversations were imported; `import` goes on with its sources"
+        )
     if (stored.path / "sessions").is_dir():
         raise RunDirError(f"{stored.path}: this is a recording; `record` continues it")
 

@@ -111,7 +111,10 @@ def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]
     manifest = _read(run_dir / EXPORTS / MANIFEST_FILE)
     if manifest is None:
         return
-    lost = {**_left_out_of_all(manifest), "ended early": manifest["partial"]}
+    # Both kinds are in exports/partial.jsonl, whose manifest counts them together.
+    wrong = min(manifest["partial"], totals.statuses.get("wrong_answer", 0))
+    early = manifest["partial"] - wrong
+    lost = {**_left_out_of_all(manifest), "wrong answer": wrong, "ended early": early}
     rows = manifest["exported"]
     path = training_file_of(run_dir).name
     yield _export(
