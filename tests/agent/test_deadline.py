@@ -22,6 +22,7 @@ from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
 from run_agent import AIAgent
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.playing import TOOLS, call, calls, play, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from toolsets.context import ToolContext
@@ -154,7 +155,7 @@ class TestTheEnd:
             function = {"name": "helper", "arguments": '{"task": "the task"}'}
             call = {"id": "c", "type": "function", "function": function}
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+            return 200, chat_reply(message)
 
         given: dict[str, Any] = {"max_conversation_s": 2, "subagents": [HELPER]}
         with answering(answer) as (url, requests):
@@ -212,8 +213,7 @@ def test_a_call_that_waits_for_its_turn_is_not_cut_off(
     tools = AgentTools(Toolbox((), ToolContext(Workspace(tmp_path))), trajectory, options)
 
     def answer(path: str, body: JSON) -> tuple[int, JSON]:
-        message = {"role": "assistant", "content": "Done."}
-        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+        return 200, chat_reply("Done.")
 
     async def converse(url: str) -> str:
         settings = resolve_model("m", base_url=url, api=None, key_env="none")

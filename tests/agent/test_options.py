@@ -18,6 +18,7 @@ from agent.views.views import compact, first_compacted_reply
 from batch_trajectories.basics.text import clip
 from run_agent import AIAgent
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.playing import SETTINGS, call, calls, play, say
 
 ANSWER = say("done")
@@ -373,7 +374,7 @@ class TestSummary:
             function = {"name": "list_files", "arguments": json.dumps({"path": f"{n}"})}
             call = {"id": f"c{n}", "type": "function", "function": function}
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
-            return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+            return 200, chat_reply(message)
 
         with answering(answer) as (url, requests):
             given: dict[str, Any] = {"summarize_over_messages": 4, "summarize_keep": 1}

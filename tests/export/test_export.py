@@ -14,7 +14,7 @@ from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.statistics.counts import Statistics
 from batch_trajectories.export.training_files import export_run, route_record
-from tests.export.test_hermes import (
+from tests.helpers.builders import (
     OFFERED,
     TEMP,
     assistant,

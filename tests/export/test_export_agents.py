@@ -16,7 +16,7 @@ from batch_trajectories.records.index import index_fields
 from batch_trajectories.report.conversation_text import ConversationText
 from batch_trajectories.report.facts import row_of
 from tests.agent.gateway.talking import MessagesTalk, Recording, Said
-from tests.export.test_hermes import record_of
+from tests.helpers.builders import record_of
 from tests.helpers.exporting import exported, make_run
 from tests.helpers.running import lines
 from tests.helpers.stored import ROW_FORMATS, row_in, stored

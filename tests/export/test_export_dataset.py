@@ -29,7 +29,7 @@ from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.records import RecordFile
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.helpers.running import command, ids, lines, run, wait_until, write_rows
 

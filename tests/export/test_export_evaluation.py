@@ -15,8 +15,8 @@ from batch_trajectories.export.filters.contamination import _RunTable
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
-from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.fakes.fake_hub import REPOSITORY, REVISION, fake_hub
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run
 from tests.helpers.running import lines, run, write_rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run
 from tests.helpers.running import lines
 from tests.helpers.stored import ROW_FORMATS

@@ -18,17 +18,8 @@ from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.messages import messages_of
 from batch_trajectories.records.checks import judgement_of
-from tests.export.test_hermes import (
-    TEMP,
-    arguments_of,
-    assistant,
-    call,
-    ended_by,
-    final,
-    record_of,
-    result,
-    user,
-)
+from tests.export.test_hermes import arguments_of
+from tests.helpers.builders import TEMP, assistant, call, ended_by, final, record_of, result, user
 from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.helpers.running import lines
 from tests.helpers.stored import ROW_FORMATS, row_in, stored, to_row

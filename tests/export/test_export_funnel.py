@@ -21,7 +21,7 @@ from batch_trajectories.export.training_files import export_run
 from batch_trajectories.records.failures import Failure, FailureFile
 from batch_trajectories.report.page.writer import write_report
 from tests.export.test_export_per_turn import asked_twice
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import SCRIPTED, run, write_rows
 

@@ -15,7 +15,7 @@ from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.files import LateKeys
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import judged, make_run, worked
 from tests.helpers.running import lines, run
 

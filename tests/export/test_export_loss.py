@@ -14,7 +14,7 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.turns import Turn
 from batch_trajectories.export.training_files import export_run
 from tests.export.test_export_agents import agents_record
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rows, worked
 from tests.helpers.running import lines
 from tests.helpers.stored import stored

@@ -25,7 +25,7 @@ from batch_trajectories.report.page.writer import masks_of_dataset, training_for
 from tests.export.test_export_agents import agents_record
 from tests.export.test_export_loss import mixed
 from tests.export.test_export_rl import FIRST, SECOND, played
-from tests.export.test_hermes import OFFERED, assistant, call, final, record_of, result, user
+from tests.helpers.builders import OFFERED, assistant, call, final, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows, why
 from tests.helpers.running import lines, run
 from tests.helpers.stored import stored

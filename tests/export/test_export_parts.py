@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.tolerance import Tolerance, parse_re
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.rl import rows_of
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
-from tests.export.test_hermes import record_of
+from tests.helpers.builders import record_of
 from tests.helpers.stored import ROW_FORMATS, row_in, stored
 
 JSON = dict[str, Any]

@@ -21,7 +21,7 @@ from batch_trajectories.export.rows.files import cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates.rendering import load_template
 from tests.export.test_export_loss import mixed
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows, worked
 from tests.helpers.running import lines, run
 from tests.helpers.stored import stored

@@ -10,7 +10,7 @@ import yaml
 
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.templates.rendering import Rendered, load_template
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, worked
 from tests.helpers.running import lines, run
 

@@ -11,7 +11,7 @@ import pytest
 from agent.messages.tokens import SampledTokens, encode_tokens, pack_ids, pack_logprobs
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.formats.rl import rows_of
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
 from tests.helpers.running import ROOT
 from tests.helpers.stored import stored

@@ -17,7 +17,7 @@ from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.statistics.funnel import funnel_of
 from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import read_left_out_ids
-from tests.export.test_hermes import assistant, record_of, user
+from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import ROOT, SCRIPTED, run, write_rows
 

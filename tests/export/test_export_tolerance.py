@@ -21,7 +21,7 @@ from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import run_style
 from batch_trajectories.records.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rows, why
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 

@@ -16,7 +16,7 @@ from agent.runner import was_compacted
 from agent.views.views import compact, first_compacted_reply
 from batch_trajectories.export.conversation.validity import Rejected
 from tests.agent.test_options import ANSWER, echo
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import judged, make_run, rejects, rows
 from tests.helpers.playing import Played, play, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows

@@ -15,25 +15,19 @@ from batch_trajectories.export.conversation.row_json import content_json, dumps_
 from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
 from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.records.record_types import stored_messages
+from tests.helpers.builders import (
+    OFFERED,
+    TEMP,
+    assistant,
+    call,
+    ended_by,
+    final,
+    record_of,
+    result,
+    user,
+)
 from tests.helpers.stored import stored, to_row
 
-TEMP: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "temp",
-        "description": "Air temperature now",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "source": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-RESERVED: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in ("cannot_complete", "final_answer")
-]
-OFFERED = [RESERVED[0], TEMP, RESERVED[1]]
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MARKERS = [
     "<tool_call>",
@@ -65,62 +59,6 @@ CALL_SCHEMA = (
 )
 
 
-def user(content: str = "Go.") -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def call(arguments: str = "{}", *, id: str = "c1", name: str = "temp") -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def assistant(content: str = "", *calls: dict[str, Any], reasoning: str = "") -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
-
-
-def result(content: str, *, id: str = "c1", is_error: bool = False) -> dict[str, Any]:
-    return {
-        "role": "tool",
-        "tool_call_id": id,
-        "name": "not read",
-        "content": content,
-        "is_error": is_error,
-    }
-
-
-def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    replies = sum(message["role"] == "assistant" for message in messages)
-    return {
-        "id": "row-1-0",
-        "row": {"prompt": "Go.", "source": "mine", "long": "y" * 2000, "rows": [1]},
-        "messages": list(messages),
-        "tools": [TEMP],
-        "status": "completed",
-        "error": None,
-        "turns": [
-            {"usage": None, "finish_reason": "stop", "started_at": 1.5, "duration_s": 0.25}
-            for _ in range(replies)
-        ],
-        "api_calls": replies,
-        "usage": {"input_tokens": 10, "output_tokens": None},
-        "model": "m",
-        "model_returned": "m-2026",
-        "api": "openai_chat",
-        "toolsets": ["weather"],
-        "sample": 0,
-        "seed": 7,
-        "sandbox": None,
-        "prompt_id": "row-1",
-        "resumes": [{"interrupted": []}],
-        "config_digest": "d1",
-        "schema_version": 1,
-    } | changes
-
-
 def values(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> list[str]:
     """The values after the system entry."""
     entries = to_conversations(stored_messages(messages), [TEMP] if tools is None else tools)
@@ -140,17 +78,6 @@ def content_of(tool_value: str) -> Any:
 def arguments_of(gpt_value: str) -> Any:
     (block,) = re.findall(r"<tool_call>\n(.*)\n</tool_call>", gpt_value, re.DOTALL)
     return json.loads(block)["arguments"]
-
-
-def final(answer: str, *, id: str = "f") -> dict[str, Any]:
-    return call(json.dumps({"answer": answer}), id=id, name="final_answer")
-
-
-def ended_by(turn: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A record of one call of `temp` and then `turn`, whose calls are answered."""
-    results = [result("ok", id=one["id"]) for one in turn.get("tool_calls", ())]
-    messages = (user(), assistant("", call()), result("r"), turn, *results)
-    return record_of(*messages, **{"tools": OFFERED, **changes})
 
 
 def said(row: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from agent.models.model import Completion
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.statistics.run import as_text, statistics_of
 from batch_trajectories.export.training_files import route_record
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, chat_reply, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from tests.helpers.stored import stored, to_row
@@ -41,7 +41,7 @@ def chat(tokens: int | None = None, **fields: Any) -> Completion:
     details = {} if tokens is None else {"completion_tokens_details": {"reasoning_tokens": tokens}}
     usage = {"prompt_tokens": 5, "completion_tokens": 9, **details}
     message = {"role": "assistant", "content": "Hi.", **fields}
-    reply = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+    reply = chat_reply(message, usage=usage)
     return openai_chat.read_reply(json.dumps(reply).encode())
 
 

@@ -14,7 +14,7 @@ from batch_trajectories.export.training_files import route_record
 from tests.agent.test_leaked_calls import SAMPLES
 from tests.export.test_export_formats import refused, row
 from tests.export.test_export_rl import FIRST, SECOND, played
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, rejects, rows
 from tests.helpers.running import run
 from tests.helpers.stored import ROW_FORMATS, stored

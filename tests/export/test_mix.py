@@ -20,7 +20,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.dataset.splits import JoinedSplits
 from batch_trajectories.export.rows.files import Candidate
 from batch_trajectories.export.rows.recipe import Recipe, RunShare, load_recipe
-from tests.export.test_hermes import assistant, record_of, user
+from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
 from tests.helpers.running import lines, write_rows
 from tests.helpers.stored import stored

@@ -20,7 +20,7 @@ from batch_trajectories.export.templates.parity import (
     judge_templates,
 )
 from batch_trajectories.export.templates.rendering import find_templates
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run
 from tests.helpers.running import run
 

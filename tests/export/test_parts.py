@@ -30,7 +30,7 @@ from batch_trajectories.records.reader import open_index
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.report.page.writer import write_report
 from tests.export.test_export import BROKEN, EARLY, FAILED, INLINE, PLAIN, THOUGHT, export
-from tests.export.test_hermes import assistant, record_of, user
+from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import SCRIPTED, run, write_rows
 

@@ -19,7 +19,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.records.files import DamagedLine, add_checksum
 from batch_trajectories.records.record_types import decode_record
 from batch_trajectories.records.records import RecordFile, UnreadableRecord
-from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
+from tests.helpers.builders import TEMP, assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, rejects, rows
 from tests.helpers.stored import whole
 

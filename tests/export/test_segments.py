@@ -22,7 +22,7 @@ from batch_trajectories.export.segments import Segment, segments_of, views_by_co
 from batch_trajectories.records.record_types import Record
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
 from tests.agent.test_options import ANSWER, echo
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rows
 from tests.helpers.playing import SETTINGS, Played, play, say
 from tests.helpers.stored import stored

@@ -22,10 +22,10 @@ from batch_trajectories.records.files import (
     read_object,
     strip_checksum,
 )
-from tests.export.test_hermes import assistant, record_of, user
 from tests.fakes.bit_flips import FOUND, attack, flips, make_run
 from tests.faults.oracle import judge_run_dir
 from tests.faults.test_disk import scripted_rows
+from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import make_run as make_records
 from tests.helpers.running import SCRIPTED, run
 

@@ -13,7 +13,7 @@ from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.records.tasks import SCHEMA_VERSION
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.running import lines, write_rows
 from tests.helpers.stored import whole
 

@@ -23,8 +23,8 @@ from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.row_json import read_arguments
 from batch_trajectories.records.record_types import StoredCall
-from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, rows, worked
 from tests.helpers.running import lines, run, write_rows
 from toolsets.catalog.custom import make_toolsets

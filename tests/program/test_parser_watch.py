@@ -10,8 +10,8 @@ import pytest
 
 from batch_trajectories.engine.parser_signs import ParserSigns, parser_signs
 from batch_trajectories.engine.supervisor.parser_watch import ParserWatch
-from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import assistant, call, chat_reply, record_of, result, user
 from tests.helpers.running import lines, run, write_prompts
 
 LEAK = "I look.\n<tool_call>\n<function=list_files>\n</function>\n</tool_call>"
@@ -105,9 +105,8 @@ def test_only_what_this_model_wrote_is_a_sign() -> None:
 
 def reply(text: str, **more: Any) -> JSON:
     message = {"role": "assistant", "content": text, **more}
-    end = "tool_calls" if "tool_calls" in more else "stop"
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
-    return {"choices": [{"message": message, "finish_reason": end}], "usage": usage, "model": "m"}
+    return chat_reply(message, usage=usage, model="m")
 
 
 @pytest.mark.slow

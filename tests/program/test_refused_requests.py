@@ -11,6 +11,7 @@ import pytest
 
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.answering import answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.running import lines, run, write_prompts, write_rows
 
 pytestmark = pytest.mark.slow
@@ -110,10 +111,7 @@ def test_different_refusals_fail_their_rows(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "trajectories" / "r" / "failures.jsonl")) == 3
 
 
-REPLY = {
-    "choices": [{"message": {"role": "assistant", "content": "fine"}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 10, "completion_tokens": 1},
-}
+REPLY = chat_reply("fine", usage={"prompt_tokens": 10, "completion_tokens": 1})
 
 
 @pytest.mark.parametrize(
@@ -171,8 +169,7 @@ def test_an_endpoint_that_has_answered_another_worker_is_not_given_up(
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if body["messages"][-1]["content"] == "odd" or not is_answered:
             return 200, {"no": "reply"}
-        message = {"role": "assistant", "content": "fine"}
-        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+        return 200, chat_reply("fine")
 
     with answering(answer) as (url, _):
         options = {**OPTIONS, "base_url": url, "batch_size": 1, "call_attempts": 2}

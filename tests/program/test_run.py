@@ -20,6 +20,7 @@ from agent.models.errors import RULES
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.running import (
     PATIENCE_S,
     ROOT,
@@ -890,10 +891,9 @@ def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> Non
         counts[prompt] += 1
         calls = listed if prompt == "huge" else listed[:1]
         message: JSON = {"role": "assistant", "content": None, "tool_calls": calls}
-        reason = "tool_calls"
         if prompt != "huge" and len(body["messages"]) > 4:
-            message, reason = {"role": "assistant", "content": "Done."}, "stop"
-        return 200, {"choices": [{"message": message, "finish_reason": reason}]}
+            message = {"role": "assistant", "content": "Done."}
+        return 200, chat_reply(message)
 
     names = ["huge", *(f"p{n}" for n in range(8))]
     write_rows(tmp_path / "p.jsonl", *({"id": name, "prompt": name} for name in names))

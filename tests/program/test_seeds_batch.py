@@ -10,10 +10,11 @@ from typing import Any
 
 from batch_trajectories.records.files import AppendFile
 from tests.helpers.answering import answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
-HI = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
+HI = chat_reply("hi")
 CONTEXT_FILES = (
     "AGENTS.md",
     "CLAUDE.md",

@@ -20,8 +20,8 @@ from batch_trajectories.records.checks import Checks, CheckSums, describe, has_p
 from batch_trajectories.records.index import MARK, Index, RowMaker, index_fields
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.scoring.by_judge import load_prompt
-from tests.export.test_hermes import assistant, call
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import assistant, call
 from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.helpers.playing import say
 from tests.helpers.running import ROOT, SCRIPTED, lines, run, started, wait_until, write_rows

@@ -12,7 +12,7 @@ from batch_trajectories.api.stored_run import open_run
 from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import DamagedLine, add_checksum
 from batch_trajectories.records.record_types import Record, decode_record
-from tests.export.test_hermes import assistant, user
+from tests.helpers.builders import assistant, user
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from tests.helpers.stored import ROW_FORMATS, row_in, stored, whole
 

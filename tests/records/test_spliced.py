@@ -11,7 +11,7 @@ import pytest
 from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.record_types import decode_record
-from tests.export.test_hermes import assistant, user
+from tests.helpers.builders import assistant, user
 from tests.helpers.stored import whole
 
 TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object"}}}

@@ -16,7 +16,7 @@ from batch_trajectories.api import tables
 from batch_trajectories.api.tables import TABLES, TableName
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.records.scores import score_key
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import judged, make_run, worked
 from tests.helpers.running import command, write_rows
 

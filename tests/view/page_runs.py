@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, worked
 
 DIFFERENCE = """diff --git a/primes.py b/primes.py

@@ -17,6 +17,7 @@ from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for
+from tests.helpers.builders import chat_reply
 
 JSON = dict[str, Any]
 CALM = settings(deadline=None, derandomize=True, database=None)
@@ -72,7 +73,7 @@ def test_text_and_reasoning_are_streamed_again_in_the_order_in_which_they_came(
     wire = WIRES["openai_chat"]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", **dict.fromkeys(order, "Said."), "tool_calls": [call]}
-    reply = {"choices": [{"message": said, "finish_reason": "tool_calls", "index": 0}]}
+    reply = chat_reply(said)
     events = [json.loads(e.partition(b"data: ")[2]) for e in wire.write_stream(reply)[:-1]]
     keys = [key for event in events for key in event["choices"][0]["delta"]]
     in_one = order[0] != "content"  # clients read the reasoning of a part before its text

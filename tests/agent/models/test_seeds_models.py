@@ -16,6 +16,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import has_known_price, price
 from agent.models.resolve import resolve_model
+from tests.helpers.builders import chat_reply
 
 GO = Request([Message(role="user", content="Go.")])
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=None)
@@ -26,7 +27,7 @@ def resolve(name: str) -> ModelSettings:
 
 
 def openai_reply(**message: Any) -> Completion:
-    body = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    body = chat_reply(message)
     return openai_chat.read_reply(orjson.dumps(body))
 
 

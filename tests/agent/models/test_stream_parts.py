@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from agent.models.dialects.dialect import get_dialect, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ignore_event
+from tests.helpers.builders import chat_reply
 
 JSON = dict[str, Any]
 MANY = settings(max_examples=4 * settings.default.max_examples)  # type: ignore[union-attr]
@@ -294,7 +295,7 @@ def test_calls_and_thoughts_that_only_the_whole_message_of_a_stream_has_are_kept
 def test_parts_of_a_content_are_the_same_whole_and_streamed(content: Any) -> None:
     """What is no text is kept as it came, and goes back."""
     message = {"role": "assistant", "content": content}
-    body = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    body = chat_reply(message)
     whole = read_reply("openai_chat", json.dumps(body).encode()).message
     assembly = get_dialect("openai_chat").assembly(ignore_event)
     for part in (chat_part({"content": content}), chat_part({}, "stop")):
@@ -585,7 +586,7 @@ def test_arguments_that_are_encoded_twice_are_read(api: str, is_streamed: bool) 
         ],
     }
     wholes: dict[str, JSON] = {
-        "openai_chat": {"choices": [{"message": {"tool_calls": [call]}, "finish_reason": "stop"}]},
+        "openai_chat": chat_reply({"tool_calls": [call]}),
         "anthropic_messages": {
             "content": [{**use, "input": json.dumps({"a": 1})}],
             "stop_reason": "tool_use",

@@ -20,6 +20,7 @@ from agent.models.model import Completion, ModelSettings, Request
 from agent.views.react import read_completion
 from agent.views.views import compact
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.running import lines, run, write_rows
 
 SIGNED = {"google": {"thought_signature": "c2lnbmF0dXJl"}}
@@ -417,7 +418,7 @@ def test_a_response_keeps_all_that_it_held_streamed_or_not() -> None:
 
 def answer(reply: JSON) -> JSON:
     """The last reply of a conversation."""
-    return {**reply, "choices": [{"message": {"content": "done"}, "finish_reason": "stop"}]}
+    return {**reply, **chat_reply("done")}
 
 
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url=None, key_env=None)

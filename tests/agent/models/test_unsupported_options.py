@@ -14,12 +14,13 @@ from agent.models.client.endpoint import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import chat_reply
 
 Refuse = Callable[[JSON], JSON | None]
 """The error for a request body; None where it is taken."""
 
 REPLIES: dict[str, JSON] = {
-    "/v1/chat/completions": {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]},
+    "/v1/chat/completions": chat_reply("hi"),
     "/v1/messages": {"content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn"},
     "/v1/responses": {
         "status": "completed",
