@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_trajectories.api.results import write_results
 from batch_trajectories.basics.console import hide_progress, say
@@ -30,6 +32,9 @@ from batch_trajectories.records.files import (
 )
 from batch_trajectories.records.names import INFLIGHT, RUN_FILE
 from batch_trajectories.records.records import parse_record
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.conversation.style import Style
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
 """A context manager that shows the run in a directory; yields a function for messages."""
@@ -220,15 +225,17 @@ def _rejections_of(config: RunConfig) -> Callable[[bytes], str | None]:
     The code that makes rows is imported at the first record: not while calls wait to be sent.
     """
 
+    @cache
+    def style() -> Style:
+        from batch_trajectories.export.training_files import run_style
+
+        return run_style(config.to_json())
+
     def why_rejected(content: bytes) -> str | None:
-        from batch_trajectories.export.training_files import route_record, run_style
+        from batch_trajectories.export.training_files import route_record
 
         record = parse_record(content)
-        return (
-            None
-            if record is None
-            else route_record(record, style=run_style(config.to_json())).reason
-        )
+        return None if record is None else route_record(record, style=style()).reason
 
     return why_rejected
 

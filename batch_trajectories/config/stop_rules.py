@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Sign = Literal["no_pass", "no_call", "failed", "rejected", "same_ending"]
-"""What may show that a run gives nothing to train on."""
+"""The names of the signs that a run gives nothing to train on."""
 
 LEAST = 30
 """With fewer conversations than this, a share says nothing."""

@@ -36,11 +36,11 @@ class EndingCounts:
     tool_calls: int = 0
     offers_tools: bool = False
     reasons: Counter[str] = field(default_factory=Counter)
-    """Other conversations than those of `NO_REASON`, by status or failure class."""
+    """Conversations whose ending is not in `NO_REASON`, by status or failure class."""
     looked_at: int = 0
     """Ended conversations for which it is known whether they give a training row."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Those that give none, by reason."""
+    """Looked-at conversations that give no training row, by reason."""
 
 
 class SignSeen(NamedTuple):
@@ -48,15 +48,38 @@ class SignSeen(NamedTuple):
 
     sign: Sign
     found: int
-    """Conversations that show the sign."""
+    """The number of conversations that show the sign."""
     of: int
-    """Conversations that could."""
-    text: str
-    """The sign for a person, with what to do."""
+    """The number of conversations that could show the sign."""
+    reason: str = ""
+    """The reason that most of these conversations share; "" if the sign has none."""
+
+    @property
+    def text(self) -> str:
+        """The sign for a person, with what to do."""
+        share = f"{self.found:,} of {plural(self.of, 'conversation')}"
+        reason = f", {self.reason}" if self.reason else ""
+        match self.sign:
+            case "failed":
+                return f"{share} failed{reason}"
+            case "same_ending":
+                return f"{share} ended as {self.reason}"
+            case "rejected":
+                return f"{share} give no training row{reason}"
+            case "no_pass":
+                return (
+                    f"none of {plural(self.of, 'judged conversation')} passed: read some of them "
+                    "(`view` or `show`), and what passes (`--dry_run`)"
+                )
+            case "no_call":
+                return (
+                    f"none of {plural(self.of, 'conversation')} called a tool, though tools are "
+                    "offered (--enabled_toolsets=none offers none)"
+                )
 
     def to_json(self) -> dict[str, str | int]:
-        """For the summary, `status --json` and the page."""
-        return self._asdict()
+        """Return the sign as summary.json, `status --json` and the page have it."""
+        return {"sign": self.sign, "found": self.found, "of": self.of, "text": self.text}
 
 
 def offers_tools(config: RunConfig) -> bool:
@@ -69,17 +92,19 @@ def offers_tools(config: RunConfig) -> bool:
     return config.enabled_toolsets != ("none",) or bool(config.tools) or bool(config.mcp)
 
 
-def find_signs(outcomes: EndingCounts) -> list[SignSeen]:
+def find_signs(counts: EndingCounts) -> list[SignSeen]:
     """The signs that hold now, the gravest first."""
-    seen = {sign.sign: sign for sign in _measure(outcomes) if _is_grave(sign)}
+    seen = {one.sign: one for one in _measure(counts) if _is_grave(one)}
     if "failed" in seen:  # it names the most frequent reason as well
         seen.pop("same_ending", None)
     return [*seen.values()]
 
 
-def broken_rule(outcomes: EndingCounts, rules: Sequence[StopRule]) -> SignSeen | None:
+def broken_rule(counts: EndingCounts, rules: Sequence[StopRule]) -> SignSeen | None:
     """The sign for which a run with these rules stops now; None if it goes on."""
-    measured = {sign.sign: sign for sign in _measure(outcomes)}
+    if not rules:
+        return None
+    measured = {one.sign: one for one in _measure(counts)}
     for rule in rules:
         if (seen := measured.get(rule.sign)) is None:
             continue
@@ -95,36 +120,20 @@ def _is_grave(seen: SignSeen) -> bool:
     return seen.of >= LEAST and seen.found >= least * seen.of
 
 
-def _measure(outcomes: EndingCounts) -> Iterator[SignSeen]:
+def _measure(counts: EndingCounts) -> Iterator[SignSeen]:
     """Every sign with its numbers, whether it holds or not, the gravest first."""
-    ended = plural(outcomes.ended, "conversation")
-    text = f"{outcomes.failed:,} of {ended} failed{_most(outcomes.reasons)}"
-    yield SignSeen("failed", outcomes.failed, outcomes.ended, text)
-    for reason, count in outcomes.reasons.most_common(1):
-        text = f"{count:,} of {ended} ended as {reason}"
-        yield SignSeen("same_ending", count, outcomes.ended, text)
-    text = (
-        f"none of {plural(outcomes.judged, 'judged conversation')} passed: read some of them "
-        "(`view` or `show`), and what passes (`--dry_run`)"
-    )
-    yield SignSeen("no_pass", 0 if outcomes.passed else outcomes.judged, outcomes.judged, text)
-    rejected = outcomes.rejected.total()
-    text = (
-        f"{rejected:,} of {plural(outcomes.looked_at, 'conversation')} give no training row"
-        f"{_most(outcomes.rejected)}"
-    )
-    yield SignSeen("rejected", rejected, outcomes.looked_at, text)
-    if outcomes.offers_tools:
-        found = 0 if outcomes.tool_calls else outcomes.ended
-        text = (
-            f"none of {ended} called a tool, though tools are offered "
-            "(--enabled_toolsets=none offers none)"
-        )
-        yield SignSeen("no_call", found, outcomes.ended, text)
+    yield SignSeen("failed", counts.failed, counts.ended, _most_frequent(counts.reasons))
+    for reason, count in counts.reasons.most_common(1):
+        yield SignSeen("same_ending", count, counts.ended, reason)
+    yield SignSeen("no_pass", 0 if counts.passed else counts.judged, counts.judged)
+    rejected = counts.rejected.total()
+    yield SignSeen("rejected", rejected, counts.looked_at, _most_frequent(counts.rejected))
+    if counts.offers_tools:
+        yield SignSeen("no_call", 0 if counts.tool_calls else counts.ended, counts.ended)
 
 
-def _most(reasons: Counter[str]) -> str:
-    """The most frequent reason as an addition to a sentence; "" without any."""
+def _most_frequent(reasons: Counter[str]) -> str:
+    """The most frequent reason, with how many share it; "" without any."""
     for reason, count in reasons.most_common(1):
-        return f", {'all' if count == reasons.total() else 'most'} as {reason}"
+        return f"{'all' if count == reasons.total() else 'most'} as {reason}"
     return ""

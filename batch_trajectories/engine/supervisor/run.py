@@ -162,19 +162,15 @@ def _work(
         plan = _with_earlier_batches(plan, run_dir, stores, state, progress)
         with ExitStack() as services:
             start = _open_start(services, plan, run_dir, stores, state, progress, is_new=is_new)
-            start = replace(start, why_rejected=why_rejected)
-            supervisor = Supervisor(start)
+            supervisor = Supervisor(start, why_rejected=why_rejected)
             del state, start  # frees the memory of the index
             with _signals_to(supervisor) as received:
                 stopped_by = supervisor.run()
         _remove_leftovers(plan.config, run_dir, supervisor)
+    if supervisor.was_stopped_by_person:  # `stop RUN` ends a run as Ctrl-C does
+        received.append(int(signal.SIGINT))
     return Outcome(
-        # `stop RUN` ends a run as Ctrl-C does.
-        signal=received[0]
-        if received
-        else int(signal.SIGINT)
-        if supervisor.was_stopped_by_person
-        else None,
+        signal=received[0] if received else None,
         stopped_by=stopped_by or None,
         limits=supervisor.limits.report(),
         is_out_of_budget=supervisor.is_out_of_budget,

@@ -44,55 +44,56 @@ class RunWatch:
         self._rules = parse_stop_rules(config.stop_if)
         self._is_off = config.stop_if == (NEVER,)
         self._why_rejected = why_rejected
-        self._outcomes = EndingCounts(offers_tools=offers_tools(config))
+        self._counts = EndingCounts(offers_tools=offers_tools(config))
         self._told: dict[str, int] = {}
-        """For each sign that was told, how many conversations had it then."""
+        """The number of conversations that showed a sign when it was told last, by sign."""
+        self.stop_reason: str | None = None
+        """The reason why the run stops by `--stop_if`; None if it goes on."""
 
     def on_finished(self, fields: IndexFields, record: bytes) -> None:
         """Count a conversation that has its record; `fields` are those of the index."""
         if self._is_off:
             return
-        outcomes = self._outcomes
-        outcomes.ended += 1
-        outcomes.tool_calls += fields.tool_calls
+        counts = self._counts
+        counts.ended += 1
+        counts.tool_calls += fields.tool_calls
         if fields.status == "failed":
-            outcomes.failed += 1
-            outcomes.reasons[fields.error_class or "failed"] += 1
+            counts.failed += 1
+            counts.reasons[fields.error_class or "failed"] += 1
         elif fields.status not in NO_REASON:
-            outcomes.reasons[fields.status] += 1
+            counts.reasons[fields.status] += 1
         if fields.passed is not None:
-            outcomes.judged += 1
-            outcomes.passed += fields.passed
+            counts.judged += 1
+            counts.passed += fields.passed
         if fields.status != "failed":
             self._look_at_row(record)
-        self._warn()
+        self._judge()
 
     def on_failed_attempt(self, error_class: str) -> None:
         """Count an attempt that failed, of a conversation that has attempts left."""
         if self._is_off:
             return
-        self._outcomes.ended += 1
-        self._outcomes.failed += 1
-        self._outcomes.reasons[error_class] += 1
-        self._warn()
-
-    def broken_rule(self) -> str | None:
-        """Why the run stops by `--stop_if`; None if it goes on."""
-        seen = broken_rule(self._outcomes, self._rules)
-        return None if seen is None else f"{seen.text} (--stop_if={seen.sign})"
+        self._counts.ended += 1
+        self._counts.failed += 1
+        self._counts.reasons[error_class] += 1
+        self._judge()
 
     def _look_at_row(self, record: bytes) -> None:
-        ended, outcomes = self._outcomes.ended, self._outcomes
-        if self._why_rejected is None or (ended > _LOOK_AT_ALL and ended % _LOOK_AT_ONE_IN):
+        counts = self._counts
+        is_skipped = counts.ended > _LOOK_AT_ALL and counts.ended % _LOOK_AT_ONE_IN
+        if self._why_rejected is None or is_skipped:
             return
-        outcomes.looked_at += 1
+        counts.looked_at += 1
         if (reason := self._why_rejected(record)) is not None:
-            outcomes.rejected[reason] += 1
+            counts.rejected[reason] += 1
 
-    def _warn(self) -> None:
-        """Tell each sign when it first holds, and again each time its number is ten times that."""
-        for seen in find_signs(self._outcomes):
+    def _judge(self) -> None:
+        """Apply the rules, and tell a sign when it first holds and at ten times its number."""
+        broken = broken_rule(self._counts, self._rules)
+        self.stop_reason = None if broken is None else f"{broken.text} (--stop_if={broken.sign})"
+        for seen in find_signs(self._counts):
             if seen.found >= 10 * self._told.get(seen.sign, 0):
                 self._told[seen.sign] = seen.found
-                log.warning("%s", seen.text)
-                self._say(f"warning: {seen.text}")
+                text = seen.text
+                log.warning("%s", text)
+                self._say(f"warning: {text}")

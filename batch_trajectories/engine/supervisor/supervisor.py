@@ -48,7 +48,7 @@ from batch_trajectories.engine.messages import (
 from batch_trajectories.engine.record import as_stored, make_record
 from batch_trajectories.engine.supervisor.parser_watch import ParserWatch
 from batch_trajectories.engine.supervisor.refusals import Outages
-from batch_trajectories.engine.supervisor.run_watch import RunWatch
+from batch_trajectories.engine.supervisor.run_watch import RunWatch, WhyRejected
 from batch_trajectories.engine.supervisor.worker_pool import KILL_AFTER_GRACE_S, Start, WorkerPool
 from batch_trajectories.records.failures import WORKER_DIED, Failure
 from batch_trajectories.records.files import StorageError
@@ -70,7 +70,8 @@ _FAILED_STARTS = 3
 class Supervisor:
     """Runs all tasks of one start. Use `run` once."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, *, why_rejected: WhyRejected | None = None) -> None:
+        """`why_rejected` says of a record why it gives no training row; None: no rows are made."""
         self._start = start
         self._setup = start.setup
         self._progress = start.progress
@@ -89,7 +90,7 @@ class Supervisor:
         )
         self._watch: RunWatch | None = None
         if not (config.audit or config.checked_run):
-            self._watch = RunWatch(start.progress.say, config, why_rejected=start.why_rejected)
+            self._watch = RunWatch(start.progress.say, config, why_rejected=why_rejected)
         self._batches = start.batches
         self._signals = 0
         self._stop_reason: str | None = None
@@ -167,10 +168,9 @@ class Supervisor:
         self._start.run_dir.check_is_there()
         if (problem := self._start.run_dir.problem() or self._parsers.problem()) is not None:
             self._stop(problem)
-        hopeless = None if self._watch is None else self._watch.broken_rule()
-        if hopeless is not None and self._stop_reason is None:
+        if self._watch is not None and self._watch.stop_reason and self._stop_reason is None:
             self.is_hopeless = True
-            self._stop(hopeless)
+            self._stop(self._watch.stop_reason)
         self._acknowledge_finished()
         self._watch_workers()
         self._steer()

@@ -29,7 +29,6 @@ from batch_trajectories.engine.supervisor.budget import RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.progress import Progress
 from batch_trajectories.engine.supervisor.refusals import Refusals
-from batch_trajectories.engine.supervisor.run_watch import WhyRejected
 from batch_trajectories.records.failures import FailureFile
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.records import RecordFile
@@ -199,8 +198,6 @@ class Start:
     batches: CallCollector | None
     keys: KeyService | None
     refusals: Refusals
-    why_rejected: WhyRejected | None = None
-    """Says of a stored record why it gives no training row; None: no rows are made of them."""
 
 
 class WorkerPool:
