@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from agent.models.model import Price
     from batch_trajectories.api.tables import TableName
+    from batch_trajectories.engine.hopeless import SignSeen
     from batch_trajectories.engine.stopping import StoppingRule
 
 _RUNS_SHOWN = 10
@@ -80,6 +81,16 @@ def open_run(
             f"{output_dir / run}: no such run{known}; give their directory by --output_dir"
         )
     return StoredRun(path)
+
+
+class KnownFunnel(NamedTuple):
+    """The funnel of a run, as far as it is known."""
+
+    funnel: dict[str, Any] | None
+    """See `StoredRun.funnel`; None if it is unknown."""
+    why_unknown: str | None = None
+    signs: Sequence[SignSeen] = ()
+    """The signs that the run gives nothing to train on; see `RunTotals.signs`."""
 
 
 class StoredRun:
@@ -320,16 +331,20 @@ class StoredRun:
         See `export.statistics.funnel`. Raises `DatasetError` without the dataset, and `RunDirError`
         if the manifest of an export cannot be read.
         """
+        return self._funnel_from(self.totals())
+
+    def _funnel_from(self, totals: RunTotals) -> dict[str, Any]:
         from batch_trajectories.export.statistics.funnel import funnel_of
 
-        return funnel_of(self.path, self.scan, self.totals(), self.identity["dataset"])
+        return funnel_of(self.path, self.scan, totals, self.identity["dataset"])
 
-    def funnel_if_known(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The funnel; if it is unknown, None and the reason: the dataset may have been moved."""
+    def funnel_if_known(self) -> KnownFunnel:
+        """The funnel with the signs of the totals behind it, or the reason why it is unknown."""
         try:
-            return self.funnel(), None
-        except (DatasetError, RunDirError) as error:
-            return None, str(error)
+            totals = self.totals()
+            return KnownFunnel(self._funnel_from(totals), signs=totals.signs)
+        except (DatasetError, RunDirError) as error:  # the dataset may have been moved
+            return KnownFunnel(None, why_unknown=str(error))
 
     def _not_found(self, wanted: str, longer: list[str]) -> str:
         if not longer:

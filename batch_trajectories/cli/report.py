@@ -57,7 +57,7 @@ def stats(
         stored = open_run(run, output_dir)
         statistics = stored.statistics()
         distribution = stored.identity["meaning"].get("distribution") or {}
-        funnel, trouble = stored.funnel_if_known()
+        funnel, trouble, _ = stored.funnel_if_known()
         if as_json or format == "json":
             show_json({**statistics, "funnel": funnel})
         else:

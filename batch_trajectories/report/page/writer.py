@@ -411,8 +411,8 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
 
 def _about(stored: StoredRun) -> dict[str, Any]:
     run = stored.identity
-    funnel, _ = stored.funnel_if_known()  # why not would name a path of this machine
-    signs = [] if funnel is None else stored.totals().signs
+    # The reason why it is unknown would name a path of this machine.
+    funnel, _, signs = stored.funnel_if_known()
     return {
         "run_name": run["run_name"],
         "created": run["created"],

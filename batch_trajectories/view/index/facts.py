@@ -61,11 +61,11 @@ def make_facts(run_dir: Path, cache: Path) -> None:
         whole.records += part.records
     whole.health.add_failures(stored_failures(run_dir))
     health = whole.health.to_json(stored.price_of)
-    funnel, why = stored.funnel_if_known()
+    funnel, why, signs = stored.funnel_if_known()
     facts = {
         "as_of": {"records": whole.records, "at": time.time()},
         "funnel": funnel,
-        "signs": [] if funnel is None else [sign.to_json() for sign in stored.totals().signs],
+        "signs": [sign.to_json() for sign in signs],
         "funnel_unknown": why,
         "errors": failures_by_class(run_dir),
         "spent": spent_by(run_dir, config.get("max_attempts", NO_LIMIT))._asdict(),
