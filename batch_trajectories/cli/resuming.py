@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.records.names import IMPORTED, RUN_FILE, SESSIONS
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -37,11 +38,11 @@ def _refuse_runs_of_other_commands(stored: StoredRun, options: dict[str, Any]) -
         raise RunDirError(f"{stored.path}: this is an audit; `check_tasks` continues it")
     if options.get("checked_run"):
         raise RunDirError(f"{stored.path}: this is a run of `check`, which continues it")
-    if (stored.path / "imported").is_dir():
+    if (stored.path / IMPORTED).is_dir():
         raise RunDirError(
             f"{stored.path}: these conversations were imported; `import` goes on with its sources"
         )
-    if (stored.path / "sessions").is_dir():
+    if (stored.path / SESSIONS).is_dir():
         raise RunDirError(f"{stored.path}: this is a recording; `record` continues it")
 
 
@@ -53,7 +54,6 @@ def with_stored_options(flags: dict[str, Any]) -> dict[str, Any]:
     if flags.get("dataset_file") is not None or flags.get("run_name") is None:
         return flags
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.records.names import RUN_FILE
 
     output_dir = Path(flags.get("output_dir") or "trajectories")
     name = str(flags["run_name"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from batch_trajectories.cli.shared import (
     start,
     trust_option,
 )
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.stored_run import StoredRun
 
 
 @click.command()
@@ -40,7 +43,7 @@ def resume(run: str, output_dir: Path, trust_run: bool) -> None:
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=True)
         if stored.holder is not None:
-            _steer(run, output_dir, "resume")
+            _ask(stored, "resume")
             return
         flags = stored_options(stored, trust_run=trust_run)
         starting = Starting(config_file=None, fresh=False, accept_config_change=())
@@ -99,8 +102,13 @@ def retry(run: str, output_dir: Path) -> None:
 
 def _steer(run: str, output_dir: Path, do: str, **values: Any) -> None:
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.engine.control import steer
 
     with errors_as_exit_codes():
-        stored = open_run(run, output_dir, writes=True)
-        show(f"{stored.path}: {steer(stored.path, stored.holder, do, **values)}")
+        _ask(open_run(run, output_dir, writes=True), do, **values)
+
+
+def _ask(stored: StoredRun, do: str, **values: Any) -> None:
+    """Ask the process that works on a run, and print its answer."""
+    from batch_trajectories.engine.control import steer
+
+    show(f"{stored.path}: {steer(stored.path, stored.holder, do, **values)}")

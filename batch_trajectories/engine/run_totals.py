@@ -52,6 +52,7 @@ from batch_trajectories.records.names import (
     MANIFEST_FILE,
     QUARANTINE,
     SCORES_FILE,
+    SESSIONS,
     VERDICTS_FILE,
 )
 from batch_trajectories.records.records import lines_from, load_index
@@ -260,7 +261,7 @@ def compute_totals(
         checks=checks.sums(),
         gone=gone,
         shard=None if scan.shard is None else str(scan.shard),
-        is_recording=(run_dir / "sessions").is_dir(),
+        is_recording=(run_dir / SESSIONS).is_dir(),
     )
     if (
         samples := needed_samples(run_dir, config, scan, index, rows, begun=journaled.tasks)

@@ -44,7 +44,7 @@ from batch_trajectories.records.files import (
     repair_tail,
     replace_file,
 )
-from batch_trajectories.records.names import RUN_FILE
+from batch_trajectories.records.names import IMPORTED, RUN_FILE
 from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import Task
 
@@ -116,7 +116,7 @@ def import_conversations(
     for name in names:
         if not str(name).startswith(HUB_PREFIX) and not name.exists():
             raise DatasetError(f"{name}: no such file or directory")
-    path = output_dir / run_name / "imported" / "conversations.jsonl"
+    path = output_dir / run_name / IMPORTED / "conversations.jsonl"
     config = load_config(
         None,
         {

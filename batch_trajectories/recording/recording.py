@@ -34,7 +34,7 @@ from batch_trajectories.recording.upstream import Models, Upstream
 from batch_trajectories.records.failures import FailureFile, Settled
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Inflight, JournalWriter, next_worker_number
-from batch_trajectories.records.names import LOG_FILE
+from batch_trajectories.records.names import LOG_FILE, SESSIONS
 from batch_trajectories.records.records import RecordFile
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Listening:
 
 def sessions_path(run_dir: Path) -> Path:
     """Return the path of the dataset of a recording."""
-    return run_dir / "sessions" / "sessions.jsonl"
+    return run_dir / SESSIONS / "sessions.jsonl"
 
 
 def open_recording(
