@@ -262,7 +262,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.volatile: Volatile = NOTHING_VOLATILE
-        """What digests leave out. Set it before the first `place`."""
+        """The changing texts that digests leave out. Set before the first `place`."""
         self.exchanges: list[ExchangeEvent] = []
         """All recorded calls, by number."""
         self.threads: list[Thread] = []

@@ -150,7 +150,7 @@ class _Start:
     in_image: bool
 
     def terms(self, prompt: str, *, is_first: bool) -> dict[str, Any]:
-        """What `inside.forward` gets to run the command for a message of the user."""
+        """The arguments of `inside.forward`, to run the command for a message of the user."""
         agent = self.agent
         values = {
             "prompt": prompt,

@@ -211,7 +211,7 @@ class Load:
     failures: int = 0
     """Attempts that failed otherwise than by a refusal (429), and are repeated."""
     overloads: int = 0
-    """Those failures that the load of the endpoint may have caused."""
+    """Failures that the load of the endpoint may have caused; `failures` counts them as well."""
 
 
 class Ready(PipeMessage):

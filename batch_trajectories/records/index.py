@@ -172,7 +172,7 @@ class IndexFields(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
-    """As in `IndexEntry`."""
+    """The class of the error that failed the task; `CHECK_FAILED` if only its check failed."""
     verdict: bool | None
     reward: float | None
 

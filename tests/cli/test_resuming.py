@@ -21,7 +21,7 @@ def test_imported_conversations_are_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_not_started_here_needs_a_decision(tmp_path: Path) -> None:
-    """Its run.json may name code, keys and addresses of someone else."""
+    """The run.json of someone else may name code, keys and addresses."""
     write_prompts(tmp_path / "p.jsonl", 2)
     (tmp_path / "s.yaml").write_text("- content: Hi.\n")
     options = {**SCRIPTED, "script_file": tmp_path / "s.yaml"}

@@ -19,7 +19,7 @@ class BatchState:
     failure: str = ""
     """The reason why the batch as a whole was refused; "" if it was not."""
     is_for_want_of_room: bool = False
-    """It was refused because too much is queued, so it may be accepted later."""
+    """The batch was refused because too much is queued, so it may be accepted later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,9 +425,9 @@ class AcceptedThoughts(NamedTuple):
     """The kinds of thoughts without encrypted content that an endpoint accepts in a history."""
 
     stored: bool = False
-    """It accepts all: it stores replies and finds thoughts by their ids."""
+    """The endpoint accepts all thoughts: it stores replies and finds thoughts by their ids."""
     readable: bool = True
-    """It accepts thoughts whose text it sent (`content`), as vLLM does; OpenAI itself does not."""
+    """The endpoint accepts thoughts whose text it sent (`content`): vLLM does, OpenAI does not."""
 
 
 _USUALLY_ACCEPTED = AcceptedThoughts()
