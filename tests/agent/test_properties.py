@@ -931,6 +931,7 @@ IN_TURN = re.compile(r"system human(?: gpt(?: tool gpt)* human)*(?: gpt(?: tool 
         {"result_references": True, "completion_tools": True},
     )
 )
+@example(scene=Scene([{"content": "0\r"}, {"content": "done"}], {}))
 @example(
     scene=Scene(
         [ECHOED, {"content": "done"}],
@@ -968,7 +969,7 @@ def test_a_record_is_rejected_or_becomes_a_row_with_alternating_roles(
         assert entries[-1]["from"] == "gpt"
         # A text that was cut and continued is one answer in two turns, one after a pause not.
         answer = split_inline_reasoning(played.trajectory.final_text()).rest.strip()
-        told = split_inline_reasoning(entries[-1]["value"]).rest
+        told = split_inline_reasoning(entries[-1]["value"]).rest.strip()
         assert told.endswith(answer) or answer.endswith(told)
 
 
