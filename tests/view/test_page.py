@@ -32,7 +32,7 @@ from tests.helpers.running import (
 from tests.view.page_runs import PAYLOADS, make_hostile, make_pairs, make_rich
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = pytest.mark.browser
 
@@ -329,6 +329,24 @@ def test_decisions_are_labels_and_can_be_undone(
         ("bob", "reject"),
         ("bob", None),
     ]
+
+
+def test_a_note_is_written_on_where_the_cursor_is_when_an_answer_comes(
+    browser: Browser, address: str
+) -> None:
+    with opened(browser, address, "#") as page:
+        read(page, "rich", "t1")
+        held: list[Route] = []
+        page.route("**/labels", lambda route: held.append(route))
+        page.keyboard.press("1")
+        page.keyboard.press("m")
+        page.keyboard.type("short right")
+        for _ in "right":
+            page.keyboard.press("ArrowLeft")
+        held.pop().continue_()
+        page.locator("#decide-words").get_by_text("decided: keep").wait_for()
+        page.keyboard.type("and ")
+        assert page.input_value("#note") == "short and right"
 
 
 @pytest.mark.slow

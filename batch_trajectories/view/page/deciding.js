@@ -69,13 +69,14 @@ function redrawDecisions() {
   const panel = $("decide");
   if (!panel || !open) return;
   const name = panel.contains(document.activeElement) ? document.activeElement.textContent : null;
-  const writing = document.activeElement === $("note") ? $("note").value : null;
+  const { value, selectionStart, selectionEnd } = document.activeElement === $("note") ? $("note") : {};
   const said = $("decide-words")?.textContent;
   fill((panel.replaceChildren(), panel), {}, [panelParts(open)]);
   announce(said ?? "");
-  if (writing !== null) {
-    $("note").value = writing;
+  if (value !== undefined) { // what is being written stays, with the cursor at its place
+    $("note").value = value;
     $("note").focus();
+    $("note").setSelectionRange(selectionStart, selectionEnd);
   } else if (name) [...panel.querySelectorAll("button")].find((button) => button.textContent === name)?.focus({ preventScroll: true });
   for (const mark of $("reader").querySelectorAll(":scope > .messages > article .turn-mark")) showTurnMark(mark);
 }
