@@ -13,7 +13,7 @@ from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import join_commas, plural
 from batch_trajectories.basics.validation import UrlPath
 from batch_trajectories.cli.command_line import LocalPath, PlacePath
-from batch_trajectories.records.names import EXPORTS
+from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.export.dataset.runs import Source
@@ -89,6 +89,11 @@ class ExportCommand(click.Command):
 def dataset_options(function: Any) -> Any:
     """Add the options for datasets to a command."""
     flags = (
+        click.option(
+            "--replace",
+            is_flag=True,
+            help="Remove formats of earlier exports that this one does not write.",
+        ),
         click.option("--check", is_flag=True, help="Compare the dataset with the records."),
         click.option(
             "--trust_run",
@@ -110,7 +115,7 @@ def dataset_options(function: Any) -> Any:
         click.option(
             "--require_passed",
             is_flag=True,
-            help="Leave out conversations that did not pass.",
+            help="Leave out conversations that did not pass; alone, of the training file.",
         ),
         click.option(
             "--per_turn",
@@ -171,7 +176,7 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
     given = {key: value for key, value in named.items() if value not in (None, False)}
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
-        if given or filters or flags["recipe"] or flags["mix"]:
+        if given or filters or flags["recipe"] or flags["mix"] or flags["replace"]:
             raise ConfigError(
                 "--check uses the recipe of the dataset; leave out other options for datasets"
             )
@@ -200,7 +205,7 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
     if render is not None and "openai" not in recipe.formats:
         raise ConfigError("--render shows rows of the format openai; add it to --format")
     prove = _prover(flags, recipe)
-    manifest = prove(export_dataset(source, recipe, directory), directory)
+    manifest = prove(export_dataset(source, recipe, directory, replace=flags["replace"]), directory)
     if manifest["pending"]:
         say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
     has_stopped = any(one.config and one.config.until_passed is not None for one in sources)
@@ -214,7 +219,17 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
         _show_rows(render, directory, manifest, flags["render_rows"])
     if flags["push_to_hub"]:
         _push(directory, flags["push_to_hub"], manifest, for_real=flags["push_for_real"])
-    return 0
+    return _end_without_rows(manifest)
+
+
+def _end_without_rows(manifest: Mapping[str, Any]) -> int:
+    """Name the formats without a row; returns the exit code: 1 if there are any, else 0."""
+    from batch_trajectories.export.dataset.directory import describe_losses
+
+    empty = [part for part in manifest["formats"] if not part["rows"]]
+    for part in empty:
+        say(f"error: no row of {part['format']}: {describe_losses(manifest, part)}")
+    return 1 if empty else 0
 
 
 def _one(sources: Sequence[Source], output: Path | None) -> tuple[Source, Path]:
@@ -414,6 +429,7 @@ def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
     """Write the training files of RUN again from its records.
 
     With any option for datasets, build a dataset instead, also of several RUNs; see docs/export.md.
+    Formats that an earlier export wrote stay, unless --replace is given.
     """
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
@@ -421,16 +437,59 @@ def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
     from batch_trajectories.export.dataset.runs import Source
 
     with errors_as_exit_codes():
-        opened = [open_run(run, output_dir) for run in runs]
+        changes = {name for name, value in flags.items() if value not in (None, False)}
+        is_training_file = len(runs) == 1 and changes <= {"require_passed"}
+        opened = [
+            open_run(run, output_dir, writes=bool(changes) and is_training_file) for run in runs
+        ]
         for stored in opened:
             refuse_narrowing(stored.path, stored.scan, stored.config, stored.identity, accepted=())
-        if len(runs) > 1 or any(value not in (None, False) for value in flags.values()):
+        if not is_training_file:
             sources = [
                 Source(one.path, one.scan, one.config.num_samples, one.config) for one in opened
             ]
             sys.exit(make_dataset(sources, flags=flags))
-        path, scan, config = opened[0].path, opened[0].scan, opened[0].config
-        totals = write_results(path, scan, config)
+        path = opened[0].path
+        if flags["require_passed"]:
+            _leave_out_not_passed(path)
+        stored = open_run(path)
+        totals = write_results(path, stored.scan, stored.config)
     if totals.pending:
         say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")
     show_run(path, totals)
+    manifest = json.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())
+    if not manifest["exported"]:
+        say(f"error: the training file has no row: {_describe_training_losses(manifest)}")
+        sys.exit(1)
+
+
+def _leave_out_not_passed(path: Path) -> None:
+    """Set `require_passed` in the config of a run. Raises `RunLocked` while a process works on it.
+
+    The option stays, so that the end of a later start, `verify` and the report agree with the file.
+    """
+    from batch_trajectories.engine.run_dir import (
+        locked,
+        read_run_json,
+        was_started_here,
+        write_run_json,
+    )
+
+    with locked(path):
+        run = read_run_json(path)
+        if not run["config"].get("require_passed"):
+            is_own = was_started_here(path)
+            run["config"]["require_passed"] = True
+            write_run_json(path, run, is_own=is_own)
+            say(
+                "the training file has conversations that passed alone, from now on; "
+                f"`--run_name={path.name} --no-require_passed` takes this back"
+            )
+
+
+def _describe_training_losses(manifest: Mapping[str, Any]) -> str:
+    counts = [(manifest[key], key) for key in ("discarded", "failed", "pending")]
+    counts.append((manifest["partial"], "ended early"))
+    counts += [(n, f"rejected as {why}") for why, n in manifest["rejected_by_reason"].items()]
+    told = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
+    return f"{plural(manifest['tasks'], 'task')}: {told or 'none ended'}"

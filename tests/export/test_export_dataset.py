@@ -19,6 +19,7 @@ from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunLo
 from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.directory import (
+    NoRows,
     derive_manifest,
     export_dataset,
     listed_files,
@@ -623,6 +624,70 @@ class TestDirectory:
             "notes.txt",
         }
 
+    def test_formats_that_an_export_does_not_write_stay_and_are_checked(
+        self, tmp_path: Path
+    ) -> None:
+        source = make_run(tmp_path, worked("A"), worked("B"))
+        directory, _ = exported(source, formats="openai,llamafactory,parquet")
+        before = {path: path.read_bytes() for path in directory.glob("*/*")}
+        _, manifest = exported(source, formats="raw", replace=False)
+        assert {path: path.read_bytes() for path in before} == before
+        assert {part["format"] for part in manifest["formats"]} == {"raw"}
+        (first,) = manifest["earlier"]
+        assert [part["format"] for part in first["formats"]] == ["openai", "llamafactory"]
+        assert list(find_problems(source, directory)) == []
+        card = (directory / "README.md").read_text()
+        (header,) = yaml.safe_load_all(card.split("---")[1])
+        assert {one["config_name"] for one in header["configs"]} >= {"openai"}
+
+        # A second one takes some of the directories of the first: these are no longer its.
+        _, manifest = exported(source, formats="openai", tools="list", replace=False)
+        assert [
+            sorted({file["path"].partition("/")[0] for p in one["formats"] for file in p["files"]})
+            for one in manifest["earlier"]
+        ] == [["raw"], ["llamafactory", "llamafactory_parquet", "openai_parquet"]]
+        assert list(find_problems(source, directory)) == []
+
+        (directory / "raw" / "train.jsonl").write_text("{}\n")
+        (directory / "llamafactory" / "dataset_info.json").unlink()
+        assert {problem.partition(":")[0] for problem in find_problems(source, directory)} == {
+            "raw/train.jsonl",
+            "llamafactory/dataset_info.json",
+        }
+        exported(source, formats="openai", replace=True)
+        left = {path.name for path in directory.iterdir()}
+        assert left == {"openai", "README.md", "manifest.json", "rejects.jsonl"}
+
+    def test_records_that_changed_since_an_earlier_export_are_named(self, tmp_path: Path) -> None:
+        exported(make_run(tmp_path, worked("A")), formats="raw")
+        source = make_run(tmp_path, worked("B"))
+        directory, _ = exported(source, formats="openai", replace=False)
+        told = [problem.split(", and")[0] for problem in find_problems(source, directory)]
+        assert told == [
+            "raw/train.jsonl: of an earlier export",
+        ]
+
+    @pytest.mark.parametrize("formats", ["openai", "kto", "openai,hermes"])
+    def test_a_format_without_rows_leaves_the_files_of_the_last_export(
+        self, tmp_path: Path, formats: str
+    ) -> None:
+        source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"))
+        directory, _ = exported(source, formats="openai,kto,hermes")
+        before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        with pytest.raises(NoRows, match="2 rejected as min_turns") as raised:
+            exported(source, formats=formats, filters={"min_turns": 9}, replace=False)
+        assert raised.value.exit_code == 1
+        after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+        assert after == before
+        exported(source, formats=formats, filters={"min_turns": 9}, replace=True)
+
+    def test_the_dataset_of_another_run_stays(self, tmp_path: Path) -> None:
+        exported(make_run(tmp_path, worked(), name="a"), formats="raw")
+        other = make_run(tmp_path, worked(), name="b")
+        with pytest.raises(ConfigError, match=r"holds a dataset of a;.*--replace"):
+            exported(other, formats="raw", replace=False)
+        exported(other, formats="raw", replace=True)
+
     def test_a_directory_with_other_things_is_left_alone(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
         (tmp_path / "out").mkdir()
@@ -642,7 +707,7 @@ class TestDirectory:
         exported(source, formats="raw")
         output = capsys.readouterr().err
         assert output.count("train-0") == 5
-        assert "00004-of-00009.jsonl and 4 more; --output keeps several" in output
+        assert "00004-of-00009.jsonl and 4 more" in output
 
     def test_a_manifest_that_points_outside_is_refused(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
@@ -944,7 +1009,9 @@ class TestCommand:
         assert not (tmp_path / "r.jsonl").exists()
         assert run(tmp_path, "export", source.run_dir, "--check").returncode == 0
         other = run(tmp_path, "export", source.run_dir, format="openai")
-        assert "replaces the previous one: atif/train.jsonl;" in other.stderr
+        assert (other.returncode, (dataset / "atif").exists()) == (0, True)
+        other = run(tmp_path, "export", source.run_dir, "--replace", format="openai")
+        assert "where this export replaces them: atif/train.jsonl" in other.stderr
         assert not (dataset / "atif").exists()
         (dataset / "README.md").unlink()
         sent = run(tmp_path, "export", source.run_dir, "--check", push_to_hub="a/b")
@@ -953,6 +1020,36 @@ class TestCommand:
         checked = run(tmp_path, "export", source.run_dir, "--check")
         assert (checked.returncode, checked.stdout) == (1, "")
         assert "README.md" in checked.stderr
+
+    def test_require_passed_alone_is_of_the_training_file_and_stays(self, tmp_path: Path) -> None:
+        write_rows(
+            tmp_path / "p.jsonl", *({"id": n, "prompt": "Say 1.", "expected": n} for n in "12")
+        )
+        (tmp_path / "script.json").write_text(json.dumps([{"content": "1"}]))
+        flags = {"dataset_file": "p.jsonl", "run_name": "r", "script_file": "script.json"}
+        begun = run(tmp_path, "--check_expected", model="scripted", **flags)
+        assert begun.returncode == 0, begun.stderr
+        training = tmp_path / "trajectories" / "r.jsonl"
+        done = run(tmp_path, "export", "r", "--require_passed")
+        assert done.returncode == 0, done.stderr
+        assert ids(training) == ["1"]
+        assert not (tmp_path / "trajectories/r/exports/dataset").exists()
+        assert run(tmp_path, "verify", "r").returncode == 0
+        assert run(tmp_path, "export", "r").returncode == 0
+        assert ids(training) == ["1"]
+
+    def test_a_format_without_rows_ends_with_1(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked("A"), pending=1)
+        done = run(tmp_path, "export", source.run_dir, format="openai,dpo")
+        assert done.returncode == 1
+        assert "no row of dpo: 2 tasks: 1 rejected as" in done.stderr
+        dataset = source.run_dir / "exports" / "dataset"
+        assert ids(dataset / "openai" / "train.jsonl") == ["t0"]
+        (tmp_path / "2").mkdir()
+        empty = make_run(tmp_path / "2", EARLY, pending=1)
+        done = run(tmp_path, "export", empty.run_dir)
+        assert done.returncode == 1
+        assert "the training file has no row: 2 tasks: 1 pending" in done.stderr
 
     @pytest.mark.parametrize(
         ("flags", "told"),

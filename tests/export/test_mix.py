@@ -250,7 +250,7 @@ class TestMixes:
         )
 
         def split_of_repos(*sources: Source) -> dict[str, str]:
-            export_dataset(mixed(*sources), recipe, tmp_path / "out")
+            export_dataset(mixed(*sources), recipe, tmp_path / "out", replace=True)
             return {
                 row["row"]["repo"]: split
                 for split in ("train", "test")

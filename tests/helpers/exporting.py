@@ -107,11 +107,13 @@ def _stored(found: Scan, records: Any) -> list[dict[str, Any]]:
     ]
 
 
-def exported(source: Source, **recipe: Any) -> tuple[Path, dict[str, Any]]:
+def exported(source: Source, *, replace: bool = True, **recipe: Any) -> tuple[Path, dict[str, Any]]:
     """Export a run by a recipe; gives the directory of the dataset and its manifest."""
     directory = source.run_dir.parent / "out"
     recipe.setdefault("filters", {"exact_duplicates": False})
-    return directory, export_dataset(source, Recipe.model_validate(recipe), directory)
+    return directory, export_dataset(
+        source, Recipe.model_validate(recipe), directory, replace=replace
+    )
 
 
 def rows(source: Source, name: str, **recipe: Any) -> list[dict[str, Any]]:

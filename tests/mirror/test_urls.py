@@ -131,7 +131,10 @@ def test_a_dataset_is_exported_to_a_url_with_its_manifest_last(
     assert sent[-1].endswith("manifest.json")
     assert "all files match" in exported("--check")
 
-    assert "removed from" in exported(format="openai")
+    assert "removed from" not in exported(format="openai")
+    assert there.read("hermes/train.jsonl") == local["hermes/train.jsonl"]
+    assert "all files match" in exported("--check")
+    assert "removed from" in exported("--replace", format="openai")
     assert not [file for file in there.list_files() if file.name.startswith("hermes/")]
     Bucket(f"{bucket.url}/sets").upload("two/else.txt", b"")
     refused = run(tmp_path, "export", "r", format="openai", output=f"{bucket.url}/sets/two")

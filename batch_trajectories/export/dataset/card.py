@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from batch_trajectories.basics.text import plural
+from batch_trajectories.export.dataset.earlier import all_parts
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
@@ -68,8 +69,8 @@ def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
             }
         )
         if _suffix(manifest) == ".jsonl":  # other files say what their columns are
-            infos.append({"config_name": name, "features": _features(name, recipe)})
-    rows = max((part["rows"] for part in manifest["formats"]), default=0)
+            infos.append({"config_name": name, "features": _features(name, manifest)})
+    rows = max((part["rows"] for part in all_parts(manifest)), default=0)
     size = next((name for limit, name in _SIZES if rows < limit), "n>1M")
     return {
         **({"pretty_name": recipe.card.title} if recipe.card.title else {}),
@@ -87,12 +88,14 @@ def _files_by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[st
     """The configs of the hub by name, each with the files by split."""
     # The hub's loader reads all configs of a repository as one kind of file.
     suffix = _suffix(manifest)
-    for part in manifest["formats"]:
+    names = set[str]()
+    for part in all_parts(manifest):
         by_config: dict[str, list[str]] = {}
         for file in part["files"]:
             if _is_loaded(part) and file["path"].endswith(suffix):
                 by_config.setdefault(file["split"], []).append(file["path"])
-        if by_config:
+        if by_config and part["format"] not in names:
+            names.add(part["format"])
             yield part["format"], by_config
 
 
@@ -104,7 +107,7 @@ def _pattern(path: str) -> str:
 
 def _suffix(manifest: Mapping[str, Any]) -> str:
     """The suffix of the files that the hub loads: Parquet, else JSON lines, else Arrow."""
-    loaded = filter(_is_loaded, manifest["formats"])
+    loaded = [*filter(_is_loaded, manifest["formats"])] or filter(_is_loaded, all_parts(manifest))
     files = (file["path"] for part in loaded for file in part["files"])
     written = {PurePath(path).suffix for path in files}
     return next((kind for kind in (".parquet", ".jsonl") if kind in written), ".arrow")
@@ -115,8 +118,14 @@ def _is_loaded(part: Mapping[str, Any]) -> bool:
     return bool(load_format(part["format"]).columns)
 
 
-def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
-    columns = load_format(name).columns_with(lists_tools=recipe.tools == "list")
+def _features(name: str, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The columns of a format, as the export wrote them whose files are there."""
+    recipe = next(
+        one["recipe"]
+        for one in (manifest, *manifest.get("earlier", ()))
+        if any(part["format"] == name for part in one["formats"])
+    )
+    columns = load_format(name).columns_with(lists_tools=recipe["tools"] == "list")
     return [
         {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]
@@ -124,10 +133,10 @@ def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
 
 def _files_by_trainer(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The trainers that can read a file of the dataset, each with the best file for it."""
-    files = [file["path"] for part in manifest["formats"] for file in part["files"]]
+    files = [file["path"] for part in all_parts(manifest) for file in part["files"]]
     folders = {path.partition("/")[0]: path for path in reversed(files)}
     known = [
-        t for part in manifest["formats"] for t in load_format(part["format"]).trainers.items()
+        t for part in all_parts(manifest) for t in load_format(part["format"]).trainers.items()
     ]
     for trainer, read in sorted(known, key=lambda one: _FIRST.get(one[0], len(_FIRST))):
         if readable := [folder for folder in read if folder in folders]:
@@ -204,6 +213,13 @@ def _formats(manifest: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     for part in manifest["formats"]:
         yield f"- **{part['format']}**: {load_format(part['format']).card}"
+    for one in manifest.get("earlier", ()):
+        for part in one["formats"]:
+            yield (
+                f"- **{part['format']}**: {load_format(part['format']).card} An earlier export "
+                f"wrote {plural(part['rows'], 'row')}; its recipe and counts are under `earlier` "
+                "in manifest.json."
+            )
     if files := list(_files_by_trainer(manifest)):
         yield ""
         yield from _table(("trainer", "file"), files)

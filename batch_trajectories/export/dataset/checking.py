@@ -34,9 +34,12 @@ def find_problems(source: Source, directory: Path, *, trusted: bool = False) -> 
     user did not write it and it is not `trusted`.
     """
     manifest = read_manifest(directory)
-    if not trusted and (parts := untrusted_parts(manifest)):
+    untrusted: dict[str, Any] = {}
+    for one in (manifest, *manifest.get("earlier", ())):
+        untrusted |= untrusted_parts(one)
+    if not trusted and untrusted:
         listed = ", ".join(
-            f"{key}={clip(str(value), max_chars=_SHOWN)}" for key, value in parts.items()
+            f"{key}={clip(str(value), max_chars=_SHOWN)}" for key, value in untrusted.items()
         )
         raise ConfigError(
             f"{directory / MANIFEST_FILE}: you did not write this recipe here, and it has "
@@ -54,15 +57,46 @@ def find_problems(source: Source, directory: Path, *, trusted: bool = False) -> 
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name not in files and name != MANIFEST_FILE:
             yield f"{name}: not in the manifest; remove it, or loaders may read it"
+    earlier = manifest.get("earlier", [])
+    again = _derive(source, manifest, parity=manifest.get("parity"), earlier=earlier)
+    if isinstance(again, str):
+        yield again
+        return
+    yield from _file_differences(manifest, again, files)
+    yield from _manifest_differences(manifest, again)
+    for one in earlier:
+        yield from _earlier_differences(source, one)
+
+
+def _derive(source: Source, manifest: Mapping[str, Any], **parts: Any) -> dict[str, Any] | str:
+    """The manifest that the recipe of `manifest` gives today, or what is wrong with the recipe."""
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
     except ValidationError as error:
         mistake = mistakes_in(error)[0].describe()
-        yield f"its recipe is not one of this version: {mistake}; export again"
+        return f"its recipe is not one of this version: {mistake}; export again"
+    again: dict[str, Any] = orjson.loads(orjson.dumps(derive_manifest(source, recipe, **parts)))
+    return again
+
+
+def _earlier_differences(source: Source, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """What the records give otherwise today for the formats of an earlier export."""
+    again = _derive(source, manifest)
+    if isinstance(again, str):
+        yield again
         return
-    again = orjson.loads(orjson.dumps(derive_manifest(source, recipe, manifest.get("parity"))))
-    yield from _file_differences(manifest, again, files)
-    yield from _manifest_differences(manifest, again)
+    derived = {file["path"]: file for file in listed_files(again)}
+    same_tools = again["versions"] == manifest["versions"]
+    for part in manifest["formats"]:
+        for file in part["files"]:
+            path = file["path"]
+            is_library = _is_copy(path) and not same_tools
+            key = "rows" if is_library else "sha256"
+            if derived.get(path, {}).get(key) != file[key]:
+                yield (
+                    f"{path}: of an earlier export, and the records now give other rows; export "
+                    f"{part['format']} again"
+                )
 
 
 def _sums(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,8 @@
     README.md                       the card
     manifest.json                   recipe, counts that sum to all tasks, sha256 of every file
 
-The manifest is written last, and says `unfinished` while files change.
+The manifest is written last, and says `unfinished` while files change. Directories of formats that
+an export does not write stay; see `earlier`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ from batch_trajectories.basics.console import LongWork, say
 from batch_trajectories.basics.errors import (
     ConfigError,
     EnvironmentStop,
+    RunError,
     help_for_write,
     stop_on_machine_failure,
 )
-from batch_trajectories.basics.text import first_few
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
 from batch_trajectories.export.dataset.card import card, name_of
+from batch_trajectories.export.dataset.earlier import (
+    all_parts,
+    parts_that_stay,
+    run_names,
+    written_folders,
+)
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe
@@ -72,6 +80,18 @@ class _Format(BaseModel):
 _CARD = "README.md"
 
 
+class NoRows(RunError):
+    """A format has no row, and its directory has rows of an earlier export, which stay."""
+
+    exit_code = 1
+
+
+class _Earlier(BaseModel):
+    formats: list[_Format]
+    recipe: dict[str, Any]
+    other_files: list[_File]
+
+
 class _FinishedManifest(BaseModel):
     """The keys of a manifest that this program reads back."""
 
@@ -86,30 +106,44 @@ class _FinishedManifest(BaseModel):
     other_files: list[_File]
     recipe: dict[str, Any]
     versions: dict[str, str]
+    earlier: list[_Earlier] = []
 
 
 class _UnfinishedManifest(BaseModel):
     paths: list[str]
 
 
-def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
+def export_dataset(
+    source: Source, recipe: Recipe, directory: Path, *, replace: bool = False
+) -> dict[str, Any]:
     """Write a dataset; returns its manifest.
 
-    Files of an earlier export into `directory` that are not written again are removed; other files
-    are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked` while
-    another export writes there, `RunDirError` for links in the run, and `StorageError`.
+    Directories of formats that an earlier export wrote and this one does not are left alone, unless
+    `replace`. Files that are in no manifest are always left alone.
+
+    Raises `ConfigError` if `directory` holds something else. Without `replace`, also for the
+    dataset of other runs, and `NoRows` if a format has no row where an earlier export had some,
+    which stay. Raises `RunLocked` while another export writes there, `RunDirError` for links in the
+    run, and `StorageError`.
     """
     refuse_links(source.run_dir)
     try:
         _make_directory(directory)
         refusal = f"{directory}: another export writes here; wait for it or name another --output"
         with lock_directory(directory, refusal):
-            old = _old_paths(directory)
+            before = _read_earlier(directory)
+            if not replace:
+                _refuse_other_runs(directory, before, source)
+            old = paths_in(before) if before else set()
+            is_whole = before is not None and not before.get("unfinished")
+            stay = parts_that_stay(before, written_folders(recipe)) if is_whole and before else []
             with Staging(directory) as staging:
-                manifest = _write_dataset(source, recipe, staging)
+                manifest = _write_dataset(source, recipe, staging, earlier=() if replace else stay)
+                if is_whole and before and not replace:
+                    _refuse_no_rows(directory, before, manifest)
                 _write_manifest(directory, unfinished_manifest({*old, *staging.paths()}))
                 staging.publish()
-                gone = old - set(staging.paths())
+                gone = old - set(staging.paths()) - paths_in(manifest)
                 _remove(directory, gone)
             _write_manifest(directory, manifest)
     except OSError as error:
@@ -121,12 +155,47 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     return manifest
 
 
+def _refuse_other_runs(directory: Path, before: Mapping[str, Any] | None, source: Source) -> None:
+    """Raise `ConfigError` if the dataset in `directory` has a run that the new one has not."""
+    if before is None or before.get("unfinished"):
+        return
+    now = {one.name for one in (source, *source.others)}
+    if others := [name for name in run_names(before) if name not in now]:
+        raise ConfigError(
+            f"{directory}: holds a dataset of {first_few(others, _MAX_NAMES)}; name another "
+            "--output, or add --replace to remove it"
+        )
+
+
+def _refuse_no_rows(
+    directory: Path, before: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> None:
+    """Raise `NoRows` if a format without a row would replace rows."""
+    had_rows = {part["format"] for part in all_parts(before) if part["rows"]}
+    for part in manifest["formats"]:
+        if not part["rows"] and part["format"] in had_rows:
+            raise NoRows(
+                f"{directory}: nothing was written, as there is no row of {part['format']} "
+                f"({describe_losses(manifest, part)}). The files of the earlier export stay; "
+                "--replace removes them"
+            )
+
+
+def describe_losses(manifest: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """Why a format has no more rows: "9 tasks: 3 pending, 6 rejected as require_passed"."""
+    counts = [(manifest[key], key) for key in ("discarded", "failed", "pending")]
+    reasons = {**manifest["rejected_by_reason"], **part["rejected_by_reason"]}
+    counts += [(count, f"rejected as {reason}") for reason, count in reasons.items()]
+    told = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
+    return f"{plural(manifest['tasks'], 'task')}: {told or 'none ended'}"
+
+
 def say_removed(directory: Path | str, gone: Collection[str]) -> None:
     """Tell the user which files of an earlier export were removed, if any."""
     if gone:
         say(
-            f"removed from {directory}, as this export replaces the previous one: "
-            f"{first_few(sorted(gone), _MAX_NAMES)}; --output keeps several"
+            f"removed from {directory}, where this export replaces them: "
+            f"{first_few(sorted(gone), _MAX_NAMES)}"
         )
 
 
@@ -168,13 +237,17 @@ def _make_directory(directory: Path) -> None:
 
 
 def derive_manifest(
-    source: Source, recipe: Recipe, parity: Sequence[Any] | None = None
+    source: Source,
+    recipe: Recipe,
+    parity: Sequence[Any] | None = None,
+    earlier: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The manifest of the dataset that `export_dataset` would write; writes nothing.
 
-    `parity` is the part of an earlier manifest about chat templates; None without one.
+    `parity` is the part of an earlier manifest about chat templates; None without one. `earlier` is
+    the part about earlier exports.
     """
-    return _write_dataset(source, recipe, HashOnlyTarget(), parity)
+    return _write_dataset(source, recipe, HashOnlyTarget(), parity=parity, earlier=earlier)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -213,8 +286,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The files that a manifest lists: `path`, `rows`, `bytes`, `sha256`."""
-    files = [file for part in manifest["formats"] for file in part["files"]]
-    return [*files, manifest["rejects"], *manifest["other_files"]]
+    files = [file for part in all_parts(manifest) for file in part["files"]]
+    others = [file for one in manifest.get("earlier", ()) for file in one["other_files"]]
+    return [*files, manifest["rejects"], *manifest["other_files"], *others]
 
 
 def paths_in(manifest: Mapping[str, Any]) -> set[str]:
@@ -225,9 +299,16 @@ def paths_in(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def _write_dataset(
-    source: Source, recipe: Recipe, target: FileTarget, parity: Sequence[Any] | None = None
+    source: Source,
+    recipe: Recipe,
+    target: FileTarget,
+    *,
+    parity: Sequence[Any] | None = None,
+    earlier: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     manifest = write_rows(source, recipe, target)
+    if earlier:
+        manifest["earlier"] = [*earlier]
     if parity is not None:
         manifest["parity"] = parity
     others = []
@@ -271,13 +352,16 @@ def _dump_indented(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
 
 
-def _old_paths(directory: Path) -> set[str]:
-    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
+def _read_earlier(directory: Path) -> dict[str, Any] | None:
+    """The manifest of an earlier export; None if there was none.
+
+    Raises `ConfigError` for a directory with other things.
+    """
     if not (directory / MANIFEST_FILE).exists():
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
             raise ConfigError(f"{directory}: holds files but no dataset; name another --output")
-        return set()
-    return paths_in(read_manifest(directory))
+        return None
+    return read_manifest(directory)
 
 
 def _remove(directory: Path, paths: set[str]) -> None:
@@ -296,7 +380,7 @@ _STAYS = ("rejects.jsonl",)
 
 def plan_upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     """A description of the upload that a push would make."""
-    paths = _upload_paths(manifest)
+    paths = _upload_paths(directory, manifest)
     sizes = {path: (directory / path).stat().st_size for path in paths}
     lines = [f"would send {len(paths)} files, {sum(sizes.values()):,} bytes, to {repo} (private):"]
     lines += [f"{size:>15,}  {path}" for path, size in sizes.items()]
@@ -325,7 +409,7 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
             repo_id=repo,
             repo_type="dataset",
             folder_path=directory,
-            allow_patterns=_upload_paths(manifest),
+            allow_patterns=_upload_paths(directory, manifest),
             commit_message=f"Dataset of run {name_of(manifest)}",
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:
@@ -339,9 +423,16 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     return str(done)
 
 
-def _upload_paths(manifest: Mapping[str, Any]) -> list[str]:
+def _upload_paths(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The files to upload. Raises `ConfigError` for files of a dataset at a URL."""
     listed = [file["path"] for file in listed_files(manifest)]
-    return [path for path in sorted([*listed, MANIFEST_FILE]) if path not in _STAYS]
+    paths = [path for path in sorted([*listed, MANIFEST_FILE]) if path not in _STAYS]
+    if away := [path for path in paths if not (directory / path).exists()]:
+        raise ConfigError(
+            f"--push_to_hub: {away[0]} of an earlier export is only at the URL of the dataset; "
+            "export all formats at once, or into a directory"
+        )
+    return paths
 
 
 # A dataset at a URL: made in a temporary directory, then sent whole, its manifest last.
@@ -351,10 +442,10 @@ def _upload_paths(manifest: Mapping[str, Any]) -> list[str]:
 def open_dataset(url: str, *, writes: bool) -> Iterator[Path]:
     """Yield a local directory for the dataset at a URL.
 
-    With `writes`, the directory is empty at first, and its dataset replaces the one at the URL at
-    the end. Without, it holds a copy of the dataset at the URL. While files are sent, the manifest
-    in the bucket says that the dataset is unfinished. Raises `ConfigError` if the URL has other
-    objects, and `BucketFailed`.
+    With `writes`, the directory has only the manifest of the dataset at the URL, if there is one,
+    and what is exported into it is sent at the end. Without, it holds a copy of the dataset at the
+    URL. While files are sent, the manifest in the bucket says that the dataset is unfinished.
+    Raises `ConfigError` if the URL has other objects, and `BucketFailed`.
     """
     bucket = Bucket(url.rstrip("/"), of_files=True)
     with TemporaryDirectory(prefix="batch-trajectories-") as name, stop_on_machine_failure():
@@ -363,32 +454,35 @@ def open_dataset(url: str, *, writes: bool) -> Iterator[Path]:
             download_all(url, directory)
             yield directory
             return
-        old = _remote_paths(bucket)
+        before = _read_remote(bucket)
+        old = set[str]()
+        if before is not None:
+            directory.mkdir()
+            (directory / MANIFEST_FILE).write_bytes(before)
+            old = paths_in(read_manifest(directory))
         yield directory
-        if (directory / MANIFEST_FILE).exists():  # else there was nothing to export
+        manifest = directory / MANIFEST_FILE
+        if manifest.exists() and manifest.read_bytes() != before:  # else nothing was exported
             _send(bucket, directory, old)
 
 
-def _remote_paths(bucket: Bucket) -> set[str]:
-    """The paths of the dataset in a bucket. Raises `ConfigError` if it holds other objects."""
+def _read_remote(bucket: Bucket) -> bytes | None:
+    """The manifest in a bucket; None if it is empty. Raises `ConfigError` for other objects."""
     content = bucket.read(MANIFEST_FILE)
-    if content is None:
-        if there := bucket.list_files():
-            raise ConfigError(
-                f"{bucket.url}: holds {there[0].name} but no dataset; name another --output"
-            )
-        return set()
-    with TemporaryDirectory(prefix="batch-trajectories-") as directory:
-        Path(directory, MANIFEST_FILE).write_bytes(content)
-        return paths_in(read_manifest(Path(directory)))
+    if content is None and (there := bucket.list_files()):
+        raise ConfigError(
+            f"{bucket.url}: holds {there[0].name} but no dataset; name another --output"
+        )
+    return content
 
 
 def _send(bucket: Bucket, directory: Path, old: set[str]) -> None:
-    paths = paths_in(read_manifest(directory))
-    gone = old - paths
+    listed = paths_in(read_manifest(directory))
+    gone = old - listed
+    paths = {path for path in listed if (directory / path).exists()}
     total = sum((directory / path).stat().st_size for path in paths)
     with LongWork(f"sending {bucket.url}", total=total, unit="B") as work:
-        bucket.upload(MANIFEST_FILE, orjson.dumps(unfinished_manifest(old | paths)))
+        bucket.upload(MANIFEST_FILE, orjson.dumps(unfinished_manifest(old | listed)))
         for path in sorted(paths):
             bucket.upload(path, directory / path)
             work.advance((directory / path).stat().st_size)

@@ -126,6 +126,11 @@ def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
     manifest = _read(run_dir / EXPORTS / "dataset" / MANIFEST_FILE)
     if manifest is None or manifest.get("unfinished"):
         return
+    for one in (manifest, *manifest.get("earlier", ())):
+        yield from _formats(one, totals)
+
+
+def _formats(manifest: Mapping[str, Any], totals: RunTotals) -> Iterator[dict[str, Any]]:
     for part in manifest["formats"]:
         lost = Counter(_left_out_of_all(manifest)) + Counter(part["rejected_by_reason"])
         paths = (file["path"] for file in part["files"])
