@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import orjson
@@ -114,7 +115,13 @@ def score_by_teacher(
     with lock_directory(run_dir, refusal):
         repair_tail(run_dir / TEACHER_FILE, run_dir / QUARANTINE)
         scoring = _Scoring(
-            run_dir, settings, server, options=options, tokenizer=tokenizer, wanted=wanted
+            run_dir,
+            settings,
+            server,
+            options=options,
+            tokenizer=tokenizer,
+            wanted=wanted,
+            dataset_file=config.dataset_file,
         )
         with scoring.counting(), _gate(run_dir, config, options, scoring.known_usd) as gate:
             run_here(scoring.score_all(gate))
@@ -204,8 +211,11 @@ class _Scoring:
         options: TeacherOptions,
         tokenizer: str | None,
         wanted: Wanted | None,
+        dataset_file: Path | str | None,
     ) -> None:
+        """`dataset_file` is that of the run, for a message."""
         self._run_dir = run_dir
+        self._dataset_file = dataset_file
         self._settings = settings
         self._server = server
         self._options = options
@@ -283,9 +293,9 @@ class _Scoring:
         if records and not with_ids:
             raise ConfigError(
                 f"{self._run_dir}: no turn has token ids, so there is nothing to score. Ids cannot "
-                "be added later: run the prompts again with --token_ids at an endpoint that gives "
-                f"them, such as vLLM or SGLang: python batch_runner.py --config={self._run_dir}"
-                "/run.json --run_name=NAME --token_ids"
+                "be added later. Run the prompts again at an endpoint that gives them: "
+                f"python batch_runner.py --dataset_file={quote(str(self._dataset_file))} "
+                "--run_name=NEW_NAME --model=vllm:NAME --base_url=URL --token_ids"
             )
         if len(models) > 1 and not self._options.same_tokenizer:
             raise ConfigError(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.export.dataset.runs import Source
-from tests.export.test_export_rl import played
+from tests.export.test_export_rl import FIRST, SECOND, played, with_discarded, with_subagents
 from tests.fakes.fake_teacher import (
     NAME,
     VOCABULARY,
@@ -182,6 +182,67 @@ def test_equal_segments_share_their_figures_and_a_row_without_says_null(tmp_path
     assert part["rows_without_teacher"] == [r["teacher_logprobs"] for r in found].count(None)
 
 
+def test_equal_ids_of_which_others_were_sampled_are_other_segments(tmp_path: Path) -> None:
+    source = make_run(tmp_path, played(([1, 2], [3, 4])), played(([1, 2, 3], [4])))
+    with teaching() as teacher:
+        assert score(tmp_path, teacher).returncode == 0
+        assert len(teacher.requests) == 2
+    found, _ = rl_rows(source)
+    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
+
+
+def test_every_segment_of_a_split_conversation_is_scored(tmp_path: Path) -> None:
+    source = make_run(tmp_path, played(FIRST, ([1, 9, 5], [6])))
+    with teaching() as teacher:
+        assert score(tmp_path, teacher, kind="sglang").returncode == 0
+        assert [request["logprob_start_len"] for request in teacher.requests] == [1, 2]
+    found, _ = rl_rows(source)
+    assert [row["segments"] for row in found] == [2, 2]
+    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
+
+
+def test_subagents_and_discarded_replies_are_scored_if_asked_for(tmp_path: Path) -> None:
+    source = make_run(tmp_path, with_subagents(), with_discarded())
+    both = {"subagents": True, "discarded": True}
+    with teaching() as teacher:
+        assert score(tmp_path, teacher).returncode == 0
+        found, part = rl_rows(source, **both)
+        scored = [row for row in found if row["teacher_logprobs"] is not None]
+        assert {row["thread"] for row in scored} == {"main"}
+        assert part["rows_without_teacher"] == len(found) - len(scored) == 6
+        assert score(tmp_path, teacher, "--subagents", "--discarded").returncode == 0
+    found, part = rl_rows(source, **both)
+    assert part["rows_without_teacher"] == 0
+    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
+
+
+def test_a_first_token_without_a_context_has_no_figure(tmp_path: Path) -> None:
+    make_run(tmp_path, played(([], [1, 2])), played(FIRST, SECOND))
+    with teaching() as teacher:
+        done = score(tmp_path, teacher)
+        assert (done.returncode, len(teacher.requests)) == (1, 1)
+    assert "r: t0, turn 1: no_context: its first token has no token before it" in done.stderr
+
+
+def test_a_dataset_is_made_again_and_a_merged_run_keeps_the_figures(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    with teaching() as teacher:
+        assert score(tmp_path, teacher).returncode == 0
+    more = {"format": "rl,rl_parquet", "teacher": f"vllm:{NAME}", "output_dir": "."}
+    done = run(tmp_path, "export", "r", output="data", **more)
+    assert done.returncode == 0, done.stderr
+    checked = run(tmp_path, "export", "r", "--check", output="data", output_dir=".")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    merged = run(tmp_path, "merge", "r", output_dir=".", into="m")
+    assert merged.returncode == 0, merged.stderr
+    done = run(tmp_path, "export", "m", output="again", **more)
+    assert done.returncode == 0, done.stderr
+    name = "rl/train.jsonl"
+    assert (tmp_path / "data" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    found = run(tmp_path, "verify", "r", "--read_data", output_dir=".")
+    assert "teacher.jsonl" not in found.stdout + found.stderr
+
+
 def test_no_more_requests_are_in_flight_than_allowed(tmp_path: Path) -> None:
     make(tmp_path, 12)
     with teaching() as teacher:
@@ -244,7 +305,8 @@ def test_a_run_without_token_ids_is_refused_with_the_next_command(tmp_path: Path
         done = score(tmp_path, teacher)
     assert done.returncode == 2
     assert "no turn has token ids, so there is nothing to score" in done.stderr
-    assert "--token_ids" in done.stderr
+    command = f"--dataset_file={tmp_path / 'p.jsonl'} --run_name=NEW_NAME --model=vllm:NAME"
+    assert f"{command} --base_url=URL --token_ids" in " ".join(done.stderr.split())
 
 
 def test_records_without_ids_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -472,6 +534,35 @@ def ids_of(source: Source) -> list[list[int]]:
     directory, _ = exported(source, formats="rl")
     found = lines(directory / "rl" / "train.jsonl")
     return [row["prompt_ids"] + row["response_ids"] for row in found]
+
+
+def test_rows_with_too_few_of_the_most_likely_tokens_count_as_not_scored(tmp_path: Path) -> None:
+    source = make(tmp_path, 3)
+    with teaching() as teacher:
+        one = score(tmp_path, teacher, top_logprobs=4, max_teacher_requests=1, max_in_flight=1)
+        assert one.returncode == 3
+        assert score(tmp_path, teacher, top_logprobs=2).returncode == 0
+    assert rl_rows(source, teacher_top=2)[1]["rows_without_teacher"] == 0
+    found, part = rl_rows(source, teacher_top=3)
+    assert part["rows_without_teacher"] == 2
+    assert [row["teacher_logprobs"] for row in found].count(None) == 2
+    given = {"format": "rl", "teacher": NAME, "teacher_top": 5, "output_dir": "."}
+    done = run(tmp_path, "export", "r", **given)
+    assert done.returncode == 2
+    message = f"with the 5 most likely tokens. It has: {NAME}, top 2, {NAME}, top 4."
+    assert message in " ".join(done.stderr.split())
+
+
+def test_ids_of_several_models_need_a_statement(tmp_path: Path) -> None:
+    other = conversation(2)
+    other["turns"][0]["model"] = "another"
+    make_run(tmp_path, conversation(1), other)
+    write_tokenizers(tmp_path)
+    with teaching() as teacher:
+        done = score(tmp_path, teacher, "--tokenizer=a", "--teacher_tokenizer=a2")
+        assert (done.returncode, teacher.requests) == (2, [])
+        assert "token ids of 2 models: another, m-2026" in done.stderr
+        assert score(tmp_path, teacher, "--same_tokenizer").returncode == 0
 
 
 def test_an_export_without_figures_names_the_next_command(tmp_path: Path) -> None:
