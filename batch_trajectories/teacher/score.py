@@ -23,6 +23,7 @@ from agent.messages.message import Message, Usage
 from agent.models.admission import CallAdmission, CostEstimate, Permit
 from agent.models.client.endpoint import open_model
 from agent.models.client.relayed import RelayRequest
+from agent.models.client.reply_bodies import MAX_REPLY_BYTES
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ENDPOINT_FAILURES, ModelError
 from agent.models.model import Completion, ModelSettings
@@ -361,6 +362,13 @@ class _Scoring:
     async def _ask(self, model: RetryingModel, segment: _Segment) -> None:
         if segment.sampled.sampled[0] == 0:
             self._fail(segment, "no_context", "its first token has no token before it")
+            return
+        # A reply that is too large is paid for, cannot be read, and would be asked for again.
+        least = self._server.least_reply_bytes(segment.sampled, self._options.top)
+        if least > MAX_REPLY_BYTES:
+            size = f"{len(segment.sampled.ids):,} tokens with --top_logprobs={self._options.top}"
+            limit = f"{MAX_REPLY_BYTES >> 20:,} MiB"
+            self._fail(segment, "too_large", f"the reply about {size} would be over {limit}")
             return
         reply: TeacherReply | None = None
 

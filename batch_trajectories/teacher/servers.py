@@ -26,6 +26,11 @@ _HIGHEST = 1e-3
 """A log-probability is at most 0, but for rounding."""
 
 
+_LEAST_ENTRY = '"1000":{"logprob":-1.0,"rank":1,"decoded_token":""},'
+_LEAST_TRIPLE = "[-1.0,1000,null],"
+"""The shortest usual texts for one token in replies of vLLM and SGLang."""
+
+
 class MisfitReply(Exception):
     """A whole reply whose figures are not those of the tokens that were sent."""
 
@@ -54,6 +59,9 @@ class InferenceServer(Protocol):
     def body(self, name: str, segment: SampledSegment, top: int) -> Mapping[str, Any]:
         """The body of a request for the figures of a segment by the model with this name."""
 
+    def least_reply_bytes(self, segment: SampledSegment, top: int) -> int:
+        """The size that a reply has at least."""
+
     def read(self, body: bytes, segment: SampledSegment, top: int) -> TeacherReply:
         """Read the body of a reply. Raises `ModelError` and `MisfitReply`."""
 
@@ -70,6 +78,10 @@ class _VLLM:
             "temperature": 1.0,
             "prompt_logprobs": top,
         }
+
+    def least_reply_bytes(self, segment: SampledSegment, top: int) -> int:
+        # It has at least `top` tokens for each place but the first, whatever is asked about.
+        return len(_LEAST_ENTRY) * (len(segment.ids) - 1) * max(top, 1)
 
     def read(self, body: bytes, segment: SampledSegment, top: int) -> TeacherReply:
         reply = _parse(body, needed="choices")
@@ -102,6 +114,10 @@ class _SGLang:
             "return_text_in_logprobs": False,
             "stream": False,
         }
+
+    def least_reply_bytes(self, segment: SampledSegment, top: int) -> int:
+        places = len(segment.ids) - segment.sampled[0]
+        return len(_LEAST_TRIPLE) * places * (top + 1)
 
     def read(self, body: bytes, segment: SampledSegment, top: int) -> TeacherReply:
         reply = _parse(body, needed="meta_info")

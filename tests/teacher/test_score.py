@@ -16,12 +16,17 @@ from typing import Any
 import pytest
 
 from batch_trajectories.export.dataset.runs import Source
+from batch_trajectories.export.formats.rl import sampled_segments
+from batch_trajectories.records.reader import stored_records
+from batch_trajectories.teacher.servers import SERVERS
 from tests.export.test_export_rl import FIRST, SECOND, played, with_discarded, with_subagents
 from tests.fakes.fake_teacher import (
     NAME,
     VOCABULARY,
     Kind,
     Teacher,
+    as_sglang,
+    as_vllm,
     logprob_of,
     most_likely,
     teaching,
@@ -224,11 +229,34 @@ def test_a_first_token_without_a_context_has_no_figure(tmp_path: Path) -> None:
     assert "r: t0, turn 1: no_context: its first token has no token before it" in done.stderr
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reply_that_would_be_too_large_is_not_paid_for(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path, 12)
+    with teaching() as teacher:
+        sizes = []
+        for record in stored_records(source.run_dir):
+            (segment,) = sampled_segments(record)
+            reply = (as_vllm if kind == "vllm" else as_sglang)(
+                dict(SERVERS[kind].body(NAME, segment, 3))
+            )
+            whole = len(json.dumps(reply, separators=(",", ":")))
+            sizes.append(SERVERS[kind].least_reply_bytes(segment, 3))
+            assert whole / 3 < sizes[-1] < whole, "it is a lower bound, and near"
+        limit = sorted(sizes)[6]
+        monkeypatch.setattr("batch_trajectories.teacher.score.MAX_REPLY_BYTES", limit)
+        done = score(tmp_path, teacher, kind=kind, top_logprobs=3)
+        fitting = sum(size <= limit for size in sizes)
+        assert (done.returncode, len(teacher.requests)) == (1, fitting)
+    assert "too_large: the reply about" in done.stderr
+
+
 def test_a_dataset_is_made_again_and_a_merged_run_keeps_the_figures(tmp_path: Path) -> None:
     make(tmp_path, 3)
     with teaching() as teacher:
         assert score(tmp_path, teacher).returncode == 0
-    more = {"format": "rl,rl_parquet", "teacher": f"vllm:{NAME}", "output_dir": "."}
+    more: dict[str, Any] = {"format": "rl,rl_parquet", "teacher": f"vllm:{NAME}", "output_dir": "."}
     done = run(tmp_path, "export", "r", output="data", **more)
     assert done.returncode == 0, done.stderr
     checked = run(tmp_path, "export", "r", "--check", output="data", output_dir=".")
@@ -377,7 +405,7 @@ def test_money_and_requests_are_limited(tmp_path: Path) -> None:
         assert "--max_teacher_requests=3" in done.stderr
         assert len(figures(source)) == 3, "what was in flight is kept"
         # The worst case of a call has 1,000 tokens for what a server may add.
-        dollars = {"prices": PRICES, "max_teacher_cost_usd": 1.06}
+        dollars: dict[str, Any] = {"prices": PRICES, "max_teacher_cost_usd": 1.06}
         done = score(tmp_path, teacher, max_in_flight=4, **dollars)
         assert done.returncode == 3
         assert "--max_teacher_cost_usd=1.06" in done.stderr
@@ -478,7 +506,12 @@ class TestFaults:
             return 200, reply | {} if part.update({field: edit(part[field])}) else (reply)
 
         with teaching(change) as teacher:
-            more = {"top_logprobs": 2, "max_in_flight": 1, "call_attempts": 4, "prices": PRICES}
+            more: dict[str, Any] = {
+                "top_logprobs": 2,
+                "max_in_flight": 1,
+                "call_attempts": 4,
+                "prices": PRICES,
+            }
             done = score(tmp_path, teacher, kind=kind, **more)
             assert (done.returncode, len(teacher.requests)) == (4, 1), done.stderr
         assert message in done.stderr
@@ -546,7 +579,7 @@ def test_rows_with_too_few_of_the_most_likely_tokens_count_as_not_scored(tmp_pat
     found, part = rl_rows(source, teacher_top=3)
     assert part["rows_without_teacher"] == 2
     assert [row["teacher_logprobs"] for row in found].count(None) == 2
-    given = {"format": "rl", "teacher": NAME, "teacher_top": 5, "output_dir": "."}
+    given: dict[str, Any] = {"format": "rl", "teacher": NAME, "teacher_top": 5, "output_dir": "."}
     done = run(tmp_path, "export", "r", **given)
     assert done.returncode == 2
     message = f"with the 5 most likely tokens. It has: {NAME}, top 2, {NAME}, top 4."
