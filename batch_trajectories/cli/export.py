@@ -359,6 +359,8 @@ def _of_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]
             else "are left out: --discarded gives each a row"
         )
         yield f"{count:>9,} discarded replies, after which the model was asked again, {what}"
+    if missing := part.get("rows_without_teacher"):
+        yield f"{missing:>9,} rows without figures of the teacher: `score --teacher` gets them"
     if left_out := part.get("subagents_left_out"):
         yield (
             f"{left_out:>9,} conversations of subagents left out: no token ids, or another model's"

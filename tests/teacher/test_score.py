@@ -579,7 +579,10 @@ def test_rows_with_too_few_of_the_most_likely_tokens_count_as_not_scored(tmp_pat
     found, part = rl_rows(source, teacher_top=3)
     assert part["rows_without_teacher"] == 2
     assert [row["teacher_logprobs"] for row in found].count(None) == 2
-    given: dict[str, Any] = {"format": "rl", "teacher": NAME, "teacher_top": 5, "output_dir": "."}
+    given: dict[str, Any] = {"format": "rl", "teacher": NAME, "output_dir": "."}
+    done = run(tmp_path, "export", "r", teacher_top=3, **given)
+    assert "2 rows without figures of the teacher: `score --teacher`" in done.stdout
+    given["teacher_top"] = 5
     done = run(tmp_path, "export", "r", **given)
     assert done.returncode == 2
     message = f"with the 5 most likely tokens. It has: {NAME}, top 2, {NAME}, top 4."
