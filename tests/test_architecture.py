@@ -43,6 +43,7 @@ importing
 export
 api
 scoring
+teacher
 recording
 report
 agents

@@ -57,6 +57,8 @@ _OPTIONS = (
     ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
     ("split_by", "COLUMN,...", "Columns of which no value is in two splits, such as repo."),
+    ("teacher", "MODEL", "rl: columns with what this model gave by `score --teacher`."),
+    ("teacher_top", "K", "With --teacher: its K most likely tokens at each place, too."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
     (
         "render",
@@ -209,7 +211,7 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
     if manifest["pending"]:
         say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
     has_stopped = any(one.config and one.config.until_passed is not None for one in sources)
-    if has_stopped and "rl" in recipe.formats:
+    if has_stopped and {"rl", "rl_parquet"}.intersection(recipe.formats):
         say(
             "warning: samples of this run stopped at --until_passed, so groups differ in size and "
             "are not whole; GRPO needs a fixed --num_samples"
@@ -322,7 +324,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
                 f"{part['format']},hf)"
             )
         lines += _of_masked_turns(part)
-        if part["format"] == "rl":
+        if part["format"] in ("rl", "rl_parquet"):
             lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])
         lines += [
             f"{file['rows']:>9,} in {directory / file['path']} ({plural(file['bytes'], 'byte')})"
@@ -372,6 +374,8 @@ def _of_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]
             else "are left out: --discarded gives each a row"
         )
         yield f"{count:>9,} discarded replies, after which the model was asked again, {what}"
+    if missing := part.get("rows_without_teacher"):
+        yield f"{missing:>9,} rows without figures of the teacher: `score --teacher` gets them"
     if left_out := part.get("subagents_left_out"):
         yield (
             f"{left_out:>9,} conversations of subagents left out: no token ids, or another model's"

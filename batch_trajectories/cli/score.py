@@ -1,23 +1,25 @@
-"""The command `score`: rewards for a run, given after it."""
+"""The command `score`: rewards, or a teacher's log-probabilities, for a run after it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from batch_trajectories.basics.console import show
+from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 from batch_trajectories.cli.shared import run_dir_argument, trust_option
-from batch_trajectories.records.names import SCORES_FILE
+from batch_trajectories.records.names import SCORES_FILE, TEACHER_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
     from batch_trajectories.config.run_config import RunConfig
+    from batch_trajectories.scoring.score_file import Wanted
 
 
 @click.command()
@@ -49,7 +51,56 @@ if TYPE_CHECKING:
     type=LocalPath(path_type=Path),
     help="Score only what this recipe of `export` can keep.",
 )
-@click.option("--base_url", metavar="URL", help="Root URL of the judge's endpoint.")
+@click.option(
+    "--teacher",
+    metavar="MODEL",
+    help="A model at vllm:NAME or sglang:NAME that gives log-probabilities of the recorded token "
+    "ids; see docs/training.md.",
+)
+@click.option(
+    "--top_logprobs",
+    metavar="K",
+    type=click.IntRange(min=1, max=1000),
+    help="With --teacher: the K most likely tokens at each place, too.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="DIR",
+    type=LocalPath(path_type=Path),
+    help="With --teacher: the tokenizer of the run's model.",
+)
+@click.option(
+    "--teacher_tokenizer",
+    metavar="DIR",
+    type=LocalPath(path_type=Path),
+    help="With --teacher: its tokenizer, which must be the same.",
+)
+@click.option(
+    "--same_tokenizer",
+    is_flag=True,
+    help="With --teacher: you state that both tokenizers are the same; nothing is compared.",
+)
+@click.option("--subagents", is_flag=True, help="With --teacher: conversations of subagents, too.")
+@click.option(
+    "--discarded",
+    is_flag=True,
+    help="With --teacher: replies after which the model was asked again, too.",
+)
+@click.option(
+    "--max_teacher_cost_usd",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Dollar budget of all calls of teachers for RUN.",
+)
+@click.option(
+    "--max_teacher_requests",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Maximum requests of this command to the teacher, with retries.",
+)
+@click.option(
+    "--base_url", metavar="URL", help="Root URL of the endpoint of the judge or the teacher."
+)
 @click.option(
     "--key_env", "--api_key_env", metavar="NAME", help="Environment variable with its API key."
 )
@@ -78,21 +129,25 @@ def score(
     reward_timeout_s: float,
     judge: str | None,
     recipe: Path | None,
+    teacher: str | None,
     max_in_flight: int,
     trust_run: bool,
-    **judged: Any,
+    **options: Any,
 ) -> None:
-    """Give the conversations of RUN rewards by functions or a judge model, in scores.jsonl.
+    """Give the conversations of RUN rewards by functions or a judge model, in scores.jsonl, or the
+    log-probabilities of a teacher, in teacher.jsonl.
 
     Records stay as they are. The same command resumes, and scores what is new.
     """
     places = [place for place in map(str.strip, (reward or "").split(",")) if place]
-    given = {name: value for name, value in judged.items() if value is not None}
-    if bool(places) == (judge is not None):
-        raise click.UsageError("give --reward MODULE:FUNCTION, or --judge MODEL")
-    if (given or trust_run) and judge is None:
-        name = next(iter([*given, "trust_run"]))
-        raise click.UsageError(f"--{name} means nothing without --judge")
+    given = {
+        name: value for name, value in options.items() if not (value is None or value is False)
+    }
+    if sum((bool(places), judge is not None, teacher is not None)) != 1:
+        raise click.UsageError(
+            "give --reward MODULE:FUNCTION, or --judge MODEL, or --teacher MODEL"
+        )
+    _refuse_meaningless(given, judge=judge, teacher=teacher, trust_run=trust_run)
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.export.statistics.counts import reason_lines
 
@@ -104,11 +159,21 @@ def score(
             from batch_trajectories.export.rows.recipe import load_recipe
 
             wanted = make_scoring_filter(load_recipe(recipe, {}))
+        if teacher is not None:
+            code = _score_by_teacher(
+                stored,
+                teacher,
+                given,
+                max_in_flight=max_in_flight,
+                wanted=wanted,
+                trust_run=trust_run,
+            )
+            sys.exit(code)
         if judge is not None:
             from batch_trajectories.scoring.by_judge import load_prompt, score_by_judge
 
             prompt = load_prompt(given.pop("judge_prompt", None))
-            config = _judge_config(stored, judge, given, trust_run=trust_run)
+            config = _endpoint_config(stored, "judge", judge, given, trust_run=trust_run)
             scores, failed = score_by_judge(
                 stored.path, config, prompt, max_in_flight=max_in_flight, wanted=wanted
             )
@@ -123,22 +188,93 @@ def score(
     sys.exit(1 if failed else 0)
 
 
-def _judge_config(
-    stored: StoredRun, judge: str, given: dict[str, Any], *, trust_run: bool
+_OF_BOTH = frozenset(("base_url", "key_env", "prices", "call_attempts"))
+"""The options that a judge and a teacher have in common."""
+_OF_JUDGE = frozenset(("judge_prompt", "temperature", "max_tokens", "max_judge_cost_usd"))
+
+
+def _refuse_meaningless(
+    given: Mapping[str, Any], *, judge: str | None, teacher: str | None, trust_run: bool
+) -> None:
+    """Raise `click.UsageError` for an option that means nothing with the others."""
+    for name in [*given, *(("trust_run",) if trust_run else ())]:
+        if name in _OF_BOTH or name == "trust_run":
+            if judge is None and teacher is None:
+                raise click.UsageError(f"--{name} means nothing without --judge or --teacher")
+        elif name in _OF_JUDGE:
+            if judge is None:
+                raise click.UsageError(f"--{name} means nothing without --judge")
+        elif teacher is None:
+            raise click.UsageError(f"--{name} means nothing without --teacher")
+
+
+def _score_by_teacher(
+    stored: StoredRun,
+    teacher: str,
+    given: dict[str, Any],
+    *,
+    max_in_flight: int,
+    wanted: Wanted | None,
+    trust_run: bool,
+) -> int:
+    """Score by a teacher and show the result; return the exit code."""
+    from batch_trajectories.export.statistics.counts import reason_lines
+    from batch_trajectories.teacher.score import TeacherOptions, score_by_teacher
+
+    options = TeacherOptions(
+        top=given.pop("top_logprobs", 0),
+        tokenizer=given.pop("tokenizer", None),
+        teacher_tokenizer=given.pop("teacher_tokenizer", None),
+        same_tokenizer=given.pop("same_tokenizer", False),
+        subagents=given.pop("subagents", False),
+        discarded=given.pop("discarded", False),
+        max_in_flight=max_in_flight,
+        max_requests=given.pop("max_teacher_requests", None),
+    )
+    config = _endpoint_config(stored, "teacher", teacher, given, trust_run=trust_run)
+    done = score_by_teacher(stored.path, config, options, wanted=wanted)
+    lines = [
+        f"{stored.path / TEACHER_FILE}: {plural(done.segments, 'segment')} with "
+        f"{plural(done.tokens, 'sampled token')}; {done.known:,} had figures before, "
+        f"{sum(done.failed.values()):,} failed",
+        *reason_lines(done.failed),
+    ]
+    if done.left_out:
+        lines += ["left out:", *reason_lines(done.left_out)]
+    if done.mean_logprob is not None:
+        lines.append(f"mean log-probability of these tokens: {done.mean_logprob:.3f}")
+    show("\n".join(lines))
+    if done.is_hardly_chance:
+        say(
+            "warning: the teacher finds these tokens hardly likelier than random ones; its "
+            "tokenizer may be another one"
+        )
+    return 1 if done.failed else 0
+
+
+def _endpoint_config(
+    stored: StoredRun,
+    role: Literal["judge", "teacher"],
+    name: str,
+    given: dict[str, Any],
+    *,
+    trust_run: bool,
 ) -> RunConfig:
-    """How the judge is called: as given, with the endpoints and prices of a run of this user's.
+    """How the judge or teacher is called: as given, with endpoints and prices of a run of this
+    user's.
 
     Raises `ConfigError`.
     """
     from batch_trajectories.config.loading import load_config
 
     of_run = stored.identity["config"]
-    budget_usd = given.pop("max_judge_cost_usd", None)
+    budget_usd = given.pop(f"max_{role}_cost_usd", None)
     uses_run = trust_run or stored.is_own
     taken = {name: of_run.get(name) or {} for name in ("endpoints", "prices")} if uses_run else {}
+    at_endpoint = _at_endpoint(stored, role, name, has_url="base_url" in given, uses_run=uses_run)
     values = {
         **taken,
-        **_at_endpoint(stored, judge, has_url="base_url" in given, uses_run=uses_run),
+        **at_endpoint,
         **given,
         "dataset_file": of_run["dataset_file"],
         "run_name": of_run["run_name"],
@@ -147,8 +283,10 @@ def _judge_config(
     return config.model_copy(update={"max_run_cost_usd": budget_usd})
 
 
-def _at_endpoint(stored: StoredRun, judge: str, *, has_url: bool, uses_run: bool) -> dict[str, Any]:
-    """The judge's name, with the options of its endpoint that come from the run.
+def _at_endpoint(
+    stored: StoredRun, role: str, name: str, *, has_url: bool, uses_run: bool
+) -> dict[str, Any]:
+    """The name of the judge or teacher, with the options of its endpoint that come from the run.
 
     Raises `ConfigError` where these would be those of a received run.
     """
@@ -159,23 +297,23 @@ def _at_endpoint(stored: StoredRun, judge: str, *, has_url: bool, uses_run: bool
     from batch_trajectories.engine.origin import FLAG, received
 
     base_url, endpoints = stored.config.base_url, stored.config.endpoints
-    prefix = normalize_prefix(judge, endpoints).partition(":")[0]
+    prefix = normalize_prefix(name, endpoints).partition(":")[0]
     if has_url or (not uses_run and prefix in PROVIDERS):
-        return {"model": judge}
-    of_run = sibling_options(stored.config, judge)
+        return {"model": name}
+    of_run = sibling_options(stored.config, name)
     there = None if base_url is None else provider_at(base_url)
     if (
         prefix in RESERVED_PREFIXES
         and base_url is not None
         and (there is None or there.base_url != PROVIDERS[prefix].base_url)
     ):
-        return {"model": judge}  # the provider's own host, whatever URL the run has
+        return {"model": name}  # the provider's own host, whatever URL the run has
     if uses_run:
         return of_run
     names_more = any(value for name, value in of_run.items() if name != "model")
     if prefix in endpoints or names_more:
         raise ConfigError(
-            f"--judge: {received(stored.path)}, so {judge!r} is not asked where its run.json "
+            f"--{role}: {received(stored.path)}, so {name!r} is not asked where its run.json "
             f"says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
         )
-    return {"model": judge}
+    return {"model": name}

@@ -18,6 +18,8 @@ FEATURES: Mapping[str, str] = {
     "only_sound": "batch_trajectories.audit.only_sound",
     # `check RUN`: a `TaskRunner` that judges finished conversations again.
     "recheck": "batch_trajectories.scoring.recheck_runner:RecheckRunner",
+    # `export --teacher`: makes the figures that `score --teacher` got.
+    "teacher": "batch_trajectories.teacher.figures:TeacherFigures",
     # `--agent`: an `AgentPrograms`, which runs agents that are commands.
     "agent": "batch_trajectories.agents.agent_runner:AgentRunner",
     # `--batch_api`: a `CallCollector` in the parent, a `CollectedCalls` in each worker, and an

@@ -59,6 +59,7 @@ from batch_trajectories.records.names import (
     RECORDS_INDEX,
     RETAINED_WORKSPACES,
     SCORES_FILE,
+    TEACHER_FILE,
     WORKSPACES,
 )
 from batch_trajectories.records.record_types import Record
@@ -245,7 +246,7 @@ def _write_run(
     paths = [path for path, _ in runs]
     taken, equal = _copy_records(making, paths)
     _join_lines(making, paths, FAILURES_FILE, is_needed=True, accept=_is_whole_failure)
-    for name in (SCORES_FILE, LABELS_FILE):
+    for name in (SCORES_FILE, LABELS_FILE, TEACHER_FILE):
         _join_lines(making, paths, name)
     for kept in chain(*(list_directory(path / RETAINED_WORKSPACES) for path in paths)):
         make_directory(making / RETAINED_WORKSPACES)

@@ -55,6 +55,7 @@ from batch_trajectories.records.names import (
     SCORES_FILE,
     STATISTICS_FILE,
     SUMMARY_FILE,
+    TEACHER_FILE,
     VERDICTS_FILE,
     WORKSPACES,
 )
@@ -296,7 +297,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     settled = Settled(records.take_index(), config.max_attempts)
     (path / DATASET_INDEX).unlink(missing_ok=True)
     set_aside_damaged(path)
-    for name in (SCORES_FILE, VERDICTS_FILE):
+    for name in (SCORES_FILE, VERDICTS_FILE, TEACHER_FILE):
         set_unreadable_aside(path / name, quarantine, is_whole)
     for file in filter(Path.exists, (path / LABELS_FILE, path / CONTROL_FILE)):
         with lock_for_append(file):

@@ -62,6 +62,8 @@ from batch_trajectories.records.names import (
     RUN_FILE,
     SCORES_FILE,
     SUMMARY_FILE,
+    TEACHER_BUDGET_FILE,
+    TEACHER_FILE,
     VERDICTS_FILE,
     WORKSPACES,
 )
@@ -377,6 +379,8 @@ def _check_logs(path: Path) -> Iterator[Problem]:
         (FAILURES_FILE, is_failure, "not a failure; it does not count as an attempt"),
         (BUDGET_FILE, is_budget_line, "not a line of the budget log; it does not count"),
         (JUDGE_BUDGET_FILE, is_budget_line, "not a line of the budget log; it does not count"),
+        (TEACHER_BUDGET_FILE, is_budget_line, "not a line of the budget log; it does not count"),
+        (TEACHER_FILE, is_whole, "not a line of figures; `score --teacher` can get them again"),
         (SCORES_FILE, is_whole, "not a score; `score` can give it again"),
         (LABELS_FILE, is_whole, "not a label; its reviewer can give it again"),
         (CONTROL_FILE, is_whole, "not a request; it is not read"),

@@ -123,8 +123,10 @@ class JudgeCalls:
 class RetryMessages:
     """Prints failures of calls that are retried: one message for all calls that wait."""
 
-    def __init__(self, base_url: str | None, say: Callable[[str], object]) -> None:
-        self._beginning = f"--judge at {base_url}" if base_url else "--judge"
+    def __init__(
+        self, base_url: str | None, say: Callable[[str], object], option: str = "--judge"
+    ) -> None:
+        self._beginning = f"{option} at {base_url}" if base_url else option
         self._say = say
         self._silent_until = 0.0
 

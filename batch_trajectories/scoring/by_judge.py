@@ -382,9 +382,18 @@ class JudgeBudget:
 
     has_answered = False
 
-    def __init__(self, run_dir: Path, budget_usd: float, *, known_usd: float) -> None:
-        """`known_usd` is the cost of the replies on disk."""
-        self._log = BudgetLog(run_dir, run_dir / QUARANTINE, name=_BUDGET_LOG)
+    def __init__(
+        self,
+        run_dir: Path,
+        budget_usd: float,
+        *,
+        known_usd: float,
+        log_name: str = _BUDGET_LOG,
+        option: str = "--max_judge_cost_usd",
+    ) -> None:
+        """`known_usd` is the cost of the replies on disk; `option` names the budget."""
+        self._option = option
+        self._log = BudgetLog(run_dir, run_dir / QUARANTINE, name=log_name)
         self._budget_usd = budget_usd
         self._left_usd = budget_usd - max(known_usd, self._log.balance.usd)
         self._in_flight = 0
@@ -400,7 +409,7 @@ class JudgeBudget:
         while worst_usd > self._left_usd:
             if not self._in_flight:
                 raise OutOfBudget(
-                    f"--max_judge_cost_usd={self._budget_usd:g}: ${max(self._left_usd, 0.0):.4f} "
+                    f"{self._option}={self._budget_usd:g}: ${max(self._left_usd, 0.0):.4f} "
                     f"is left, and the next call may cost ${worst_usd:.4f}. Finished scores are "
                     "saved; raise the budget and run the same command again to continue."
                 )

@@ -205,7 +205,10 @@ class _DatasetWriter:
 
             self._selection = Selection(recipe, joined, self._lengths)
         self._row_formats = recipe.row_formats
-        self._formats = [open_format(Export(one, recipe, target)) for one in self._row_formats]
+        run_dirs = [source.run_dir for source in records.sources]
+        self._formats = [
+            open_format(Export(one, recipe, target, run_dirs)) for one in self._row_formats
+        ]
         self._tolerances = recipe.tolerances
         self._needs_conversations = recipe.needs_conversations or self._lengths is not None
         self._rejects = HashingFile(target.open("rejects.jsonl"))

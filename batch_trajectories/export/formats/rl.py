@@ -7,18 +7,23 @@ trained on.
 
 With `subagents`, conversations of subagents have rows, too. They share id, group and reward with
 the conversation that they are part of.
+
+With `teacher`, rows have the log-probabilities that another model gave to the learnt tokens. They
+are base64 of 32-bit numbers: as JSON numbers they would take two to three times as many bytes.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from agent.messages.message import COST_ONLY, NON_CHAT_CALLS, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
+from batch_trajectories.engine.features import find_feature
 from batch_trajectories.export.conversation.reading import (
     find_leaked_calls,
     find_part_flaws,
@@ -65,6 +70,8 @@ class _Segment:
         self.response: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] | None = []
+        self.sampled: list[int] = []
+        """The places in `response` of the tokens that this run's model sampled, masked or not."""
         self.turns: list[StoredTurn] = []
 
     def add(
@@ -79,12 +86,109 @@ class _Segment:
         if not is_sampled and not self.response:
             self.context += ids
             return
+        if is_sampled:
+            self.sampled += range(len(self.response), len(self.response) + len(ids))
         self.response += ids
         self.mask += [int(is_sampled and not is_masked)] * len(ids)
         if logprobs is None or self.logprobs is None:
             self.logprobs = None
         else:
             self.logprobs += logprobs
+
+
+class SampledSegment(NamedTuple):
+    """The token ids of a row, without what the row says about them."""
+
+    turns: Sequence[int]
+    """The numbers of the turns that were sampled here."""
+    ids: Sequence[int]
+    """The context, and all tokens up to the last sampled one."""
+    sampled: Sequence[int]
+    """The places in `ids` of the tokens that this run's model sampled."""
+
+
+def sampled_segments(
+    record: Record, *, subagents: bool = False, discarded: bool = False
+) -> Iterator[SampledSegment]:
+    """The segments of the rows that `rows_of` gives with the same options.
+
+    Raises Rejected as `rows_of` does.
+    """
+    STRICT.refuse(find_part_flaws(record.messages))
+    try:
+        segments = _segments_of(record, discarded=discarded)
+        if segments and subagents:
+            for thread in threads_of(record):
+                if _has_same_model(record, thread):
+                    segments += _segments_of(thread, discarded=discarded)
+    except ValueError as error:
+        raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
+    if not segments:
+        raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record.turns)} turns has token ids")
+    yield from map(_sampled_part, segments)
+
+
+def _segments_of(thread: StoredConversation, *, discarded: bool) -> list[_Segment]:
+    segments = _segments(thread.turns, {})
+    if discarded:
+        for _, turns in _discarded_turns(thread):
+            segments += _segments(turns, {})
+    return segments
+
+
+def _sampled_part(segment: _Segment) -> SampledSegment:
+    length, first = segment.sampled[-1] + 1, len(segment.context)
+    return SampledSegment(
+        turns=[turn.turn for turn in segment.turns],
+        ids=segment.context + segment.response[:length],
+        sampled=[first + place for place in segment.sampled],
+    )
+
+
+class TokenFigures(Protocol):
+    """Packed log-probabilities of some tokens by a teacher."""
+
+    @property
+    def logprobs(self) -> bytes: ...
+    @property
+    def top_ids(self) -> bytes: ...
+    @property
+    def top_logprobs(self) -> bytes: ...
+    def at(self, places: Sequence[int], top: int) -> TokenFigures: ...
+
+
+class _Figures(Protocol):
+    """The figures of one teacher for all segments of some runs."""
+
+    def find(self, ids: Sequence[int], sampled: Sequence[int]) -> TokenFigures | None: ...
+    def close(self) -> None: ...
+
+
+class Teacher:
+    """The columns of a teacher, and how many rows lack them."""
+
+    def __init__(self, figures: _Figures, top: int) -> None:
+        """`top` is the number of most likely tokens at each place; 0: none."""
+        self._figures = figures
+        self._top = top
+        self.missing = 0
+        """The number of rows that the teacher has not scored."""
+
+    def columns(self, segment: _Segment) -> dict[str, str | None]:
+        """The columns of a row: a value for each 1 of its `loss_mask`; null if it lacks figures."""
+        names = ("logprobs", "top_ids", "top_logprobs") if self._top else ("logprobs",)
+        part = _sampled_part(segment)
+        figures = self._figures.find(part.ids, part.sampled)
+        if figures is None:
+            self.missing += 1
+            return dict.fromkeys(f"teacher_{name}" for name in names)
+        learnt = [n for n, place in enumerate(segment.sampled) if segment.mask[place]]
+        figures = figures.at(learnt, self._top)
+        return {f"teacher_{name}": b64encode(getattr(figures, name)).decode() for name in names}
+
+    def close(self) -> None:
+        """Close the files of figures."""
+        self._figures.close()
 
 
 def rows_of(
@@ -94,6 +198,7 @@ def rows_of(
     subagents: bool = False,
     discarded: bool = False,
     masks: Masks | None = None,
+    teacher: Teacher | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of a record, one per segment; `reward_name` is the reward that counts.
 
@@ -101,7 +206,8 @@ def rows_of(
     With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
     `thread`. With `discarded`, a row for each discarded reply follows those of its conversation,
     and each row says why its reply was `discarded`. With `masks`, masked turns have a loss mask of
-    0, and each row has `masked`, the reasons for each of its turns.
+    0, and each row has `masked`, the reasons for each of its turns. With `teacher`, each row has
+    its columns.
 
     Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
     this run's model has token ids, or if ids are damaged.
@@ -111,12 +217,17 @@ def rows_of(
     def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
         masked = None if masks is None else masks.masked_turns(thread)
         rows = _thread_rows(
-            record, thread.turns, reward_name, is_main=thread is record, masked=masked
+            record,
+            thread.turns,
+            reward_name,
+            is_main=thread is record,
+            masked=masked,
+            teacher=teacher,
         )
         if not discarded:
             return rows
         return [{**row, "discarded": None} for row in rows] + _discarded_rows(
-            record, thread, masked=None if masks is None else {}
+            record, thread, masked=None if masks is None else {}, teacher=teacher
         )
 
     try:
@@ -151,14 +262,26 @@ def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
     return [reply for reply in later if reply.discarded not in COST_ONLY and reply.has_ids]
 
 
+def _discarded_turns(
+    thread: StoredConversation,
+) -> Iterator[tuple[DiscardedReply, list[StoredTurn]]]:
+    """Each discarded reply as the only own turn after those before it."""
+    for reply in discarded_replies(thread):
+        before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
+        yield reply, [*before, reply]
+
+
 def _discarded_rows(
-    record: Record, thread: StoredConversation, *, masked: Masked | None
+    record: Record,
+    thread: StoredConversation,
+    *,
+    masked: Masked | None,
+    teacher: Teacher | None,
 ) -> list[dict[str, Any]]:
     """A row for each discarded reply, which counts as a sample with an unknown reward."""
     rows = []
-    for number, reply in enumerate(discarded_replies(thread), 1):
-        before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
-        for row in _thread_rows(record, [*before, reply], None, is_main=False, masked=masked):
+    for number, (reply, turns) in enumerate(_discarded_turns(thread), 1):
+        for row in _thread_rows(record, turns, None, is_main=False, masked=masked, teacher=teacher):
             row |= dict.fromkeys(row.keys() & {"reward", "rewards"})
             row |= {"id": f"{record.id}#discarded{number}", "discarded": reply.discarded}
             rows.append(row)
@@ -178,6 +301,7 @@ def _thread_rows(
     *,
     is_main: bool,
     masked: Masked | None,
+    teacher: Teacher | None,
 ) -> list[dict[str, Any]]:
     """The rows of one conversation of a record: the main one, or a subagent's."""
     segments = _segments(turns, masked or {})
@@ -196,6 +320,7 @@ def _thread_rows(
             "response_ids": segment.response,
             "loss_mask": segment.mask,
             "logprobs": segment.logprobs,
+            **({} if teacher is None else teacher.columns(segment)),
             "reward": reward_of(record, reward_name),
             **_more_rewards(record, segment, is_main=is_main),
             "status": record.status,
@@ -269,7 +394,7 @@ def _policy_version(turn: StoredTurn) -> str | None:
     return turn.model if version is None else str(version)
 
 
-class _TokenFiles(CandidateFiles):
+class TokenFiles(CandidateFiles):
     """Rows of token ids; a record can have several."""
 
     def __init__(self, export: Export) -> None:
@@ -280,14 +405,24 @@ class _TokenFiles(CandidateFiles):
             self._counts["subagents_left_out"] = 0
         self._split_texts: Counter[tuple[str, str]] = Counter()
         self._masks = export.recipe.open_masks()
+        self._teacher: Teacher | None = None
+        if (name := export.recipe.teacher) is not None:
+            top = export.recipe.teacher_top
+            open_figures = find_feature("teacher")
+            self._teacher = Teacher(open_figures(export.run_dirs, name, top=top), top)
 
     def finish(self) -> dict[str, Any]:
         texts = [
             {"sampled": sampled, "shown": shown, "rows": count}
             for (sampled, shown), count in self._split_texts.most_common(_SPLIT_TEXTS)
         ]
-        masked = {} if self._masks is None else {"masked": self._masks.counts()}
-        return {**super().finish(), "split": 0, "split_texts": texts, **self._counts, **masked}
+        more: dict[str, Any] = {}
+        if self._masks is not None:
+            more["masked"] = self._masks.counts()
+        if self._teacher is not None:
+            self._teacher.close()
+            more["rows_without_teacher"] = self._teacher.missing
+        return {**super().finish(), "split": 0, "split_texts": texts, **self._counts, **more}
 
     def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         record, recipe = candidate.record, self.export.recipe
@@ -299,6 +434,7 @@ class _TokenFiles(CandidateFiles):
             subagents=recipe.subagents,
             discarded=recipe.discarded,
             masks=self._masks,
+            teacher=self._teacher,
         )
         if self._masks is not None:
             for row in rows:
@@ -325,5 +461,5 @@ FORMAT = CustomFormat(
     trainers={"prime-rl, SkyRL, slime, verl: token ids": ("rl",)},
     shows_messages=False,
     takes_all=True,
-    files=_TokenFiles,
+    files=TokenFiles,
 )

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -212,6 +213,8 @@ class Export(NamedTuple):
     format: Format
     recipe: Recipe
     target: FileTarget
+    run_dirs: Sequence[Path] = ()
+    """The directories of the runs, for what a format reads beside the records."""
 
 
 class FormatFiles(ABC):
@@ -220,7 +223,7 @@ class FormatFiles(ABC):
     def __init__(self, export: Export) -> None:
         """Raises `ConfigError` if a package is missing."""
         self.export = export
-        format, recipe, target = export
+        format, recipe, target = export.format, export.recipe, export.target
         name = format.name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 

@@ -66,6 +66,13 @@ if TYPE_CHECKING:
     from batch_trajectories.export.masking import Masks
 
 
+_TOKEN_FORMATS = frozenset(("rl", "rl_parquet"))
+"""The formats whose rows are token ids."""
+
+_MAX_TOP = 1_000
+"""Maximum number of most likely tokens of a teacher."""
+
+
 # Paths in the file of a recipe, which are relative to it.
 
 
@@ -201,6 +208,10 @@ class Recipe(BaseModel):
     """rl: rows for the conversations of subagents, too."""
     discarded: bool = False
     """rl: a row for each reply after which the model was asked again, too."""
+    teacher: Annotated[str, Field(min_length=1)] | None = None
+    """rl: columns with the log-probabilities that this model gave by `score --teacher`."""
+    teacher_top: Annotated[int, Field(ge=0, le=_MAX_TOP)] = 0
+    """rl: columns with so many most likely tokens at each place, too."""
     fit: Fit | None = None
     """openai: fit rows to a chat template and a maximum length."""
     mask: Mask | None = None
@@ -259,9 +270,14 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"reasoning_key: the columns of {self.copies[0].name} are fixed; leave it out"
             )
-        for option in ("subagents", "discarded"):
-            if getattr(self, option) and "rl" not in self.formats:
-                raise ValueError(f"{option}: only rl has rows for them; add it to formats")
+        if not _TOKEN_FORMATS.intersection(self.formats):
+            for option in ("subagents", "discarded"):
+                if getattr(self, option):
+                    raise ValueError(f"{option}: only rl has rows for them; add it to formats")
+            if self.teacher is not None:
+                raise ValueError("teacher: only rl has columns for it; add it to formats")
+        if self.teacher_top and self.teacher is None:
+            raise ValueError("teacher_top: add teacher, the name of the model")
         if self.filters.first_n and self.filters.best_n:
             raise ValueError("filters: first_n and best_n both choose samples; give one")
         if self.mask is not None:

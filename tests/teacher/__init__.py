@@ -1,0 +1,1 @@
+"""Log-probabilities of another model for recorded token ids."""
