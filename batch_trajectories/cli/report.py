@@ -49,6 +49,7 @@ def stats(
 ) -> None:
     """Show statistics of RUN: from rows to training rows, problems, turns, tokens, tools."""
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.basics.console import WARNING
     from batch_trajectories.export.statistics.funnel import funnel_as_text
     from batch_trajectories.export.statistics.run import as_text
 
@@ -57,11 +58,13 @@ def stats(
         stored = open_run(run, output_dir)
         statistics = stored.statistics()
         distribution = stored.identity["meaning"].get("distribution") or {}
-        funnel, trouble, _ = stored.funnel_if_known()
+        funnel, trouble, signs = stored.funnel_if_known()
         if as_json or format == "json":
-            show_json({**statistics, "funnel": funnel})
+            told = [sign.to_json() for sign in signs]
+            show_json({**statistics, "funnel": funnel, "signs": told})
         else:
             lines = [f"from rows to training rows: {trouble}"] if trouble else []
+            lines += [f"{WARNING}{sign.text}" for sign in signs]
             lines += funnel_as_text(funnel) if funnel else []
             show("\n".join([*lines, "", *as_text(statistics, distribution)]))
     if any(result["is_problem"] and result["name"] in names for result in statistics["health"]):

@@ -184,7 +184,10 @@ def show_run(path: Path, totals: RunTotals) -> None:
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])
-            lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+            holds = file["holds"]
+            if place.endswith("partial.jsonl") and totals.statuses.get("wrong_answer"):
+                holds += ", or with a wrong answer"
+            lines.append(f"{file['rows']:>9,} in {place}  ({holds})")
     lines += [
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()

@@ -193,13 +193,15 @@ def _changes(changed: list[dict[str, str]]) -> list[str]:
 
 
 def _checks(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows about checks; none if nothing was checked."""
+    """Rows about checks and scores; none if nothing was judged."""
     both = [run["checks"] for run in comparison["runs"]]
-    if not any(checks["checked"] for checks in both):
+    if all(checks["pass_rate"] is None for checks in both):
         return []
     passed = [
-        f"{count(checks['passed'])} of {count(checks['checked'])}"
-        + ("" if checks["pass_rate"] is None else f" ({checks['pass_rate']:.1f}%)")
+        "-"
+        if checks["pass_rate"] is None
+        else f"{count(checks['passed'])} of {count(checks['passed'] + checks['failed'])} "
+        f"({checks['pass_rate']:.1f}%)"
         for checks in both
     ]
     rewards = [

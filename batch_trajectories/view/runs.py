@@ -236,7 +236,7 @@ def _of_end(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: summary.get(name) for name in ("tasks", "done", "failed", "pending")},
         "passed": checks.get("passed"),
-        "checked": checks.get("checked"),
+        "checked": checks["passed"] + checks["failed"] if checks else None,
         "pass_rate": None if rate is None else rate / 100,
         "cost_usd": summary.get("spent_usd"),
         "cost_unknown": bool(summary.get("spent_unknown")),

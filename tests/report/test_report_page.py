@@ -743,7 +743,7 @@ def test_a_problem_leads_to_its_conversations(context: BrowserContext, hopeless:
         assert "None of 20 judged conversations passed" in problems.first.inner_text()
         assert "20 ended as wrong_answer" in problems.first.inner_text()
         assert "The training file has no row" in problems.nth(1).inner_text()
-        assert "20 left out: wrong answer" in problems.nth(1).inner_text()
+        assert "20 left out: wrong_answer" in problems.nth(1).inner_text()
         charts(page)
         page.get_by_role("button", name="None of 20 judged").click()
         assert page.input_value("#by-flag") == "not passed"

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.basics.text import plural
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import RunTotals
 from batch_trajectories.export.statistics.counts import Reasons
@@ -79,12 +80,14 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
         if is_sampled and "not_needed" in funnel:
             note = f"  up to {samples:,} samples per row; {funnel['not_needed']:,} not needed"
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
-        yield from _lost_lines(step["lost"])
+        # Passing is a verdict: files have rows that did not pass, unless a filter leaves them out.
+        yield from _lost_lines(step["lost"], "of these" if step["name"] == "completed" else _LOST)
     for export in funnel["exports"]:
         outdated = "; conversations have ended since, export again" if export["outdated"] else ""
         yield (
-            f"{'exported':<12}{export['rows']:>12,}  rows of {export['format']} in "
-            f"{export['path']}, from {export['used']:,} of {export['tasks']:,} tasks{outdated}"
+            f"{'exported':<12}{export['rows']:>12,}  {'row' if export['rows'] == 1 else 'rows'} of "
+            f"{export['format']} in {export['path']}, from {export['used']:,} of "
+            f"{plural(export['tasks'], 'task')}{outdated}"
         )
         yield from _lost_lines(export["lost"])
         if masked := export.get("masked"):
@@ -93,8 +96,11 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  {'':<10}{count:>12,}  {reason}"
 
 
-def _lost_lines(lost: Mapping[str, int]) -> Iterator[str]:
-    return (f"  {'left out':<10}{count:>12,}  {reason}" for reason, count in lost.items())
+_LOST = "left out"
+
+
+def _lost_lines(lost: Mapping[str, int], label: str = _LOST) -> Iterator[str]:
+    return (f"  {label:<10}{count:>12,}  {reason}" for reason, count in lost.items())
 
 
 def _step(name: str, count: int, lost: Mapping[str, int]) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]
     # Both kinds are in exports/partial.jsonl, whose manifest counts them together.
     wrong = min(manifest["partial"], totals.statuses.get("wrong_answer", 0))
     early = manifest["partial"] - wrong
-    lost = {**_left_out_of_all(manifest), "wrong answer": wrong, "ended early": early}
+    lost = {**_left_out_of_all(manifest), "wrong_answer": wrong, "ended early": early}
     rows = manifest["exported"]
     path = training_file_of(run_dir).name
     yield _export(

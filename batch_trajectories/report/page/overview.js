@@ -79,7 +79,7 @@ function lostRows() {
 }
 
 function pickOfLost(reason) {
-  const flag = !reason ? "" : ["ended early", "wrong answer"].includes(reason) ? "a partial row" : reason === "failed" ? "" : "no row: rejected";
+  const flag = !reason ? "" : ["ended early", "wrong_answer"].includes(reason) ? "a partial row" : reason === "failed" ? "" : "no row: rejected";
   return flag ? { flag } : null;
 }
 

@@ -4,7 +4,7 @@ const money = (usd, unknown) => dollars(usd) + (unknown ? ` + ${count(unknown)} 
 
 const SUM_ROWS = [
   ["records", (sums) => count(sums.records)],
-  ["passed", ({ checks }) => (checks.checked ? `${count(checks.passed)} of ${count(checks.checked)}${checks.pass_rate == null ? "" : ` (${digits(checks.pass_rate)}%)`}` : "–")],
+  ["passed", ({ checks }) => (checks.pass_rate == null ? "–" : `${count(checks.passed)} of ${count(checks.passed + checks.failed)} (${digits(checks.pass_rate)}%)`)],
   ["mean reward", ({ checks }) => (checks.mean_reward == null ? "–" : digits(checks.mean_reward)), "reward"],
   ["turns", (sums) => count(sums.turns), "turns"],
   ["tool calls", (sums) => count(sums.tool_calls), "tool_calls"],
