@@ -32,7 +32,7 @@ or repeat the option.
 """
 
 OF_COMMANDS = """\
-`estimate`, `fork` and `import_hermes` also take the options of a run, `look`, `tools` and
+`estimate`, `fork` and `import --format=hermes` also take the options of a run, `look`, `tools` and
 `endpoints` those that name what they show. RUN is the name or directory of a run; `--output_dir
 PATH` says where named runs are. `--json` prints JSON.
 """
