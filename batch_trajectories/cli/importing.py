@@ -42,6 +42,7 @@ _OF_ALL_FORMATS = ("sources", "format", "metadata", "run_name", "output_dir")
 @click.pass_context
 def import_(
     ctx: click.Context,
+    /,
     sources: tuple[Path, ...],
     format: str | None,
     metadata: str | None,
