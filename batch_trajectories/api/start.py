@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -35,9 +35,6 @@ from batch_trajectories.records.records import parse_record
 
 if TYPE_CHECKING:
     from batch_trajectories.export.conversation.style import Style
-
-LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
-"""A context manager that shows the run in a directory; yields a function for messages."""
 
 _IDS_SHOWN = 5
 
@@ -130,7 +127,6 @@ def start(
     accept_config_change: Collection[str] = (),
     only: Collection[bytes] | None = None,
     progress: bool | Callable[[str], object] = True,
-    live_view: LiveView | None = None,
 ) -> RunEnd:
     """Run a plan; see `run`. `only` are task keys; None: all tasks."""
     tell = (None if progress else _discard) if isinstance(progress, bool) else progress
@@ -142,10 +138,9 @@ def start(
             "--sandbox=local their recorded calls may run again on this machine"
         )
     with open_planned_run(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
-        with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
-            outcome = run_batch(
-                plan, run_dir, only=only, tell=tell, why_rejected=_rejections_of(plan.config)
-            )
+        outcome = run_batch(
+            plan, run_dir, only=only, tell=tell, why_rejected=_rejections_of(plan.config)
+        )
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
     return make_run_end(run_dir.path, outcome, totals, is_all=only is None)
 

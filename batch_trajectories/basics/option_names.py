@@ -40,6 +40,9 @@ FORMER: Mapping[str, FormerOption] = {
     ),
     "batch_live_share": FormerOption("calls are made live when 95 % of the tasks have ended"),
     "blank_reasoning": FormerOption("an endpoint that asks for blank reasoning gets it"),
+    "live": FormerOption(
+        "watch the run from another terminal: `status RUN --watch`, or `view` in a browser"
+    ),
     "plan_step_turns": FormerOption("a step of a plan has 5 replies", fixed=5),
     "prefill_messages_file": FormerOption(
         "use prefill_messages=FILE", _prefill_path, is_accepted=True

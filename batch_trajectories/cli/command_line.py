@@ -28,7 +28,6 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "estimate": "run.estimate",
         "fork": "fork.fork",
         "import": "importing.import_",
-        "import_hermes": "importing.import_hermes",
         "merge": "verify.merge",
     },
     "Commands to inspect": {
@@ -65,6 +64,9 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
 """The groups of commands in the help; of each command its module and function in this folder."""
 
 COMMANDS = {name: place for group in COMMAND_GROUPS.values() for name, place in group.items()}
+
+FORMER_COMMANDS = {"import_hermes": "importing.import_hermes"}
+"""Commands that are understood under their former names, which no help lists."""
 
 
 def _help_all_option() -> click.Option:
@@ -123,13 +125,14 @@ class Commands(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self.command_of(cmd_name) if cmd_name in COMMANDS else None
+        return self.command_of(cmd_name) if cmd_name in COMMANDS | FORMER_COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         normalize = ctx.token_normalize_func or str
-        if not ctx.resilient_parsing and normalize(args[0]) not in COMMANDS:
+        known = COMMANDS | FORMER_COMMANDS
+        if not ctx.resilient_parsing and normalize(args[0]) not in known:
             from batch_trajectories.basics.validation import did_you_mean
 
             meant = did_you_mean(args[0], COMMANDS) or "options of a run begin with `--`"
@@ -138,7 +141,7 @@ class Commands(click.Group):
 
     def command_of(self, name: str) -> click.Command:
         """Import a command; a start uses one, and the others import much that it does not need."""
-        module, _, function = COMMANDS[name].partition(".")
+        module, _, function = (COMMANDS | FORMER_COMMANDS)[name].partition(".")
         command: click.Command = getattr(import_module(f"{__package__}.{module}"), function)
         return command
 

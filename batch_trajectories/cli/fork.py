@@ -14,7 +14,6 @@ from batch_trajectories.cli.command_line import LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
 from batch_trajectories.cli.shared import (
     Starting,
-    live_option,
     start,
     starting_options,
     trust_option,
@@ -50,7 +49,6 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 )
 @trust_option
 @starting_options
-@live_option
 def fork(
     parent: str,
     at_turn: int,

@@ -1,38 +1,33 @@
-"""The commands `import` and `import_hermes`."""
+"""The command `import`, and its former name for runs of hermes-agent."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from batch_trajectories.basics.console import show
+from batch_trajectories.basics.console import say, show
 from batch_trajectories.cli.command_line import LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
-from batch_trajectories.cli.shared import (
-    Starting,
-    make_plan_of,
-    output_dir_option,
-    show_run,
-    starting_options,
-)
+from batch_trajectories.cli.shared import Starting, make_plan_of, show_run, starting_options
 
-if TYPE_CHECKING:
-    pass
+_HERMES = "hermes"
+"""The format of a batch run of hermes-agent, which continues as a run of a dataset."""
 
+_FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex", _HERMES)
+"""See `importing/readers/` and `importing/hermes.py`, which other commands do not need."""
 
-_FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
-"""See `importing/readers/`, whose modules other commands do not need."""
+_OF_ALL_FORMATS = ("sources", "format", "metadata", "run_name", "output_dir")
+"""Parameters of the command that do not need `--format=hermes`."""
 
 
-@click.command(name="import")
+@click.command(cls=RunCommand, name="import")
 @click.argument(
     "sources", nargs=-1, required=True, metavar="SOURCE...", type=LocalPath(path_type=Path)
 )
-@click.option("--run_name", required=True, metavar="NAME", help="The run that gets their records.")
-@output_dir_option
 @click.option(
     "--format",
     type=click.Choice(_FORMATS),
@@ -43,26 +38,46 @@ _FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
     metavar="NAME,...",
     help="Columns of rows that are no part of a conversation; short ones can be filtered by.",
 )
+@starting_options
+@click.pass_context
 def import_(
+    ctx: click.Context,
+    /,
     sources: tuple[Path, ...],
-    run_name: str,
-    output_dir: Path,
     format: str | None,
     metadata: str | None,
+    starting: Starting,
+    **flags: Any,
 ) -> None:
     """Import conversations of other programs, from files, directories and the hub (hf:).
 
-    They become records of the run NAME, for export, stats, report, score and compare. The same
-    command goes on where it was stopped, and takes what has been added since. Exit code 1 if
+    They become records of the run --run_name, for export, stats, report, score and compare. The
+    same command goes on where it was stopped, and takes what has been added since. Exit code 1 if
     something could not be read: each is named.
+
+    With --format=hermes the only SOURCE is the directory of a batch run of hermes-agent, and the
+    command takes the options of the run that goes on with it: the same options without `import`
+    then run the rest.
     """
+    columns = [name.strip() for name in (metadata or "").split(",") if name.strip()]
+    if format == _HERMES:
+        if len(sources) != 1 or columns:
+            raise click.UsageError("--format=hermes takes one SOURCE, and no --metadata")
+        _import_hermes(sources[0], starting, flags)
+        return
+    for name in ctx.params:
+        is_given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if is_given and name not in _OF_ALL_FORMATS:
+            raise click.UsageError(f"--{name} needs --format=hermes")
+    if flags["run_name"] is None:
+        raise click.UsageError("Missing option '--run_name'.")
     from batch_trajectories.api.results import write_results
     from batch_trajectories.importing.importing import import_conversations
 
+    output_dir = Path(flags["output_dir"] or "trajectories")
     with errors_as_exit_codes():
-        columns = [name.strip() for name in (metadata or "").split(",") if name.strip()]
         imported, config, scan = import_conversations(
-            sources, run_name, output_dir, format=format, metadata=columns
+            sources, flags["run_name"], output_dir, format=format, metadata=columns
         )
         totals = write_results(config.run_dir, scan, config)
     show(imported.describe())
@@ -70,18 +85,16 @@ def import_(
     sys.exit(1 if imported.unreadable or imported.changed else 0)
 
 
-@click.command(cls=RunCommand, name="import_hermes")
-@click.argument("directory", type=LocalPath(path_type=Path, exists=True, file_okay=False))
+@click.command(cls=RunCommand, name="import_hermes", hidden=True)
+@click.argument("directory", type=LocalPath(path_type=Path))
 @starting_options
-def import_hermes(
-    directory: Path,
-    starting: Starting,
-    **flags: Any,
-) -> None:
-    """Import a batch run of hermes-agent from DIRECTORY.
+def import_hermes(directory: Path, starting: Starting, **flags: Any) -> None:
+    """Import a batch run of hermes-agent: the former name of `import --format=hermes`."""
+    say(f"`import_hermes {directory}` is now `import {directory} --format=hermes`, same options")
+    _import_hermes(directory, starting, flags)
 
-    The same command without `import_hermes DIRECTORY` then runs the rest.
-    """
+
+def _import_hermes(directory: Path, starting: Starting, flags: dict[str, Any]) -> None:
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.start import open_planned_run
     from batch_trajectories.importing.hermes import import_hermes

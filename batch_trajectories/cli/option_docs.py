@@ -32,7 +32,7 @@ or repeat the option.
 """
 
 OF_COMMANDS = """\
-`estimate`, `fork` and `import_hermes` also take the options of a run, `look`, `tools` and
+`estimate`, `fork` and `import --format=hermes` also take the options of a run, `look`, `tools` and
 `endpoints` those that name what they show. RUN is the name or directory of a run; `--output_dir
 PATH` says where named runs are. `--json` prints JSON.
 """
@@ -84,7 +84,7 @@ def _commands() -> Iterator[str]:
             own = [
                 param for param in command.get_params(context) if isinstance(param, click.Option)
             ]
-            takes_all = known <= {param.name for param in own} | {"dry_run", "live"}
+            takes_all = known <= {param.name for param in own} | {"dry_run"}
             if takes_all:
                 own = [param for param in own if param.name not in known]
             pieces = [piece for piece in command.collect_usage_pieces(context) if piece[0] != "["]

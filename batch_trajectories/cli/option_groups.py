@@ -20,7 +20,7 @@ COMMON_OPTIONS = (
 )
 """Options of a run that `--help` shows; `--help_all` shows all."""
 
-RARE_OPTIONS = ("fresh", "accept_config_change", "live", "help_all")
+RARE_OPTIONS = ("fresh", "accept_config_change", "help_all")
 """Options of a start that only `--help_all` shows."""
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {

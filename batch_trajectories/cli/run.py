@@ -12,7 +12,6 @@ from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes, fail
 from batch_trajectories.cli.resuming import with_stored_options
 from batch_trajectories.cli.shared import (
     Starting,
-    live_option,
     make_plan_of,
     start,
     starting_options,
@@ -21,7 +20,6 @@ from batch_trajectories.cli.shared import (
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
-@live_option
 @click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
 def run(
     starting: Starting,
@@ -49,7 +47,6 @@ def run(
 
 @click.command(cls=RunCommand)
 @starting_options
-@live_option
 @click.option(
     "--pilot",
     type=click.IntRange(min=2),

@@ -16,7 +16,7 @@ from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE, STATISTICS_FILE
 
 if TYPE_CHECKING:
-    from batch_trajectories.api.start import LiveView, RunEnd
+    from batch_trajectories.api.start import RunEnd
     from batch_trajectories.config.run_config import RunConfig
     from batch_trajectories.engine.plan import Plan
     from batch_trajectories.engine.run_totals import RunTotals
@@ -34,7 +34,6 @@ class Starting(NamedTuple):
     config_file: Path | None
     fresh: bool
     accept_config_change: tuple[str, ...]
-    live: bool = False
 
 
 def starting_options(function: Any) -> Any:
@@ -70,12 +69,6 @@ def starting_options(function: Any) -> Any:
         command = option(command)
     return command
 
-
-live_option = click.option(
-    "--live",
-    is_flag=True,
-    help="Show the run full-screen (extra `live`).",
-)
 
 trust_option = click.option(
     "--trust_run",
@@ -140,18 +133,11 @@ def start(plan: Plan, starting: Starting, *, only: Collection[bytes] | None = No
     """Run the tasks of a plan (`only` those with these keys); print the totals."""
     from batch_trajectories.api.start import start
 
-    live: LiveView | None = None
-    if starting.live:
-        from batch_trajectories.report.live import check_live, live_view
-
-        check_live()
-        live = live_view
     ended = start(
         plan,
         fresh=starting.fresh,
         accept_config_change=starting.accept_config_change,
         only=only,
-        live_view=live,
     )
     show_run(ended.path, ended.totals)
     return ended

@@ -6,7 +6,8 @@ A dataset is a directory of task directories, at any depth, or a single one. A r
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
 `collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
 files); if the verifier has a container of its own also `verifier` (see `_verifier`); for audits
-also `solution` (see `audit.reference`). A task that needs an unsupported feature becomes a row
+also `solution` (see `audit.reference`); of a task with several steps `user_turns`, the instructions
+after the first (see `read_steps`). A task that needs an unsupported feature becomes a row
 with `row_error`: it is refused before anything runs.
 """
 
@@ -232,6 +233,53 @@ def read_variables(table: Mapping[str, Any]) -> dict[str, Any]:
     return env
 
 
+_STEP_KEYS = {"name", "min_reward", "agent", "verifier"}
+"""The keys of a step that can be followed; `agent` and `verifier` may have `timeout_sec`."""
+
+
+def read_steps(task: Mapping[str, Any]) -> list[str]:
+    """Read the names of a task's steps, which are folders of `steps/`; empty without steps.
+
+    The steps become one conversation: each instruction is the next message of the user, and the
+    tests of the last step give the reward. Tasks whose reward depends on an earlier step, or whose
+    steps set up or configure anything, are refused.
+    """
+    steps = _tables(task.get("steps"), ("steps",))
+    for step in steps:
+        name = step.get("name")
+        if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
+            raise TaskRefused("each needs a `name`, which is that of its folder", ("steps",))
+        if unknown := sorted(step.keys() - _STEP_KEYS):
+            raise TaskRefused(f"{name}: `{unknown[0]}` of a step is not supported", ("steps",))
+        for table in ("agent", "verifier"):
+            settings = step.get(table, {})
+            if not isinstance(settings, dict) or settings.keys() - {"timeout_sec"}:
+                raise TaskRefused(f"{name}: only `{table}.timeout_sec` is supported", ("steps",))
+    names = [step["name"] for step in steps]
+    if len(set(names)) < len(names):
+        raise TaskRefused("two have the same name", ("steps",))
+    if any("min_reward" in step for step in steps[:-1]):
+        raise TaskRefused("`min_reward` before the last step is not supported", ("steps",))
+    if len(steps) > 1 and task.get("multi_step_reward_strategy") != "final":
+        raise TaskRefused(
+            "only the reward of the last step is supported; say "
+            'multi_step_reward_strategy = "final" if the other rewards do not count',
+            ("steps",),
+        )
+    return names
+
+
+def with_step_limits(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the time limits of a task by those of its steps: the agent's sum, the last check."""
+    steps = task.get("steps") or [{}]
+    agent, verifier = dict(task.get("agent", {})), dict(task.get("verifier", {}))
+    limits = [step.get("agent", {}).get("timeout_sec", agent.get("timeout_sec")) for step in steps]
+    if all(type(limit) in (int, float) for limit in limits):
+        agent["timeout_sec"] = sum(limits)
+    last = steps[-1].get("verifier", {})
+    return {**task, "agent": agent, "verifier": {**verifier, **last}}
+
+
 def to_json(value: Any) -> Any:
     """Make a TOML value JSON: dates become ISO 8601 text."""
     match value:
@@ -248,6 +296,7 @@ TASK_FILE = "task.toml"
 
 _ENVIRONMENT = "environment"
 _TESTS = "tests"
+_STEPS = "steps"
 _DOCKERFILE = "Dockerfile"
 _TEST = "test.sh"
 _SOLVE = "solve.sh"
@@ -280,7 +329,6 @@ _UNSUPPORTED: dict[tuple[str, ...], tuple[str, str]] = {
         "wait at the beginning of tests/test.sh",
     ),
     ("verifier", "environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
-    ("steps",): ("tasks of several steps", "make a task of each step"),
 }
 """Keys of task.toml that must be empty, each with its meaning and advice."""
 
@@ -360,6 +408,11 @@ class HarborTask(NamedTuple):
             if not isinstance(task.get(table, {}), dict):
                 raise TaskRefused("must be a table", (table,))
         self._refuse_unsupported(task)
+        steps = read_steps(task)
+        if steps:
+            task = with_step_limits(task)
+        elif (self.path / _STEPS).exists():
+            raise TaskRefused("steps/ is there, but task.toml names no [[steps]]")
         environment, agent, verifier = (
             task.get(name, {}) for name in ("environment", "agent", "verifier")
         )
@@ -385,16 +438,22 @@ class HarborTask(NamedTuple):
             by_default = read_verifier_network(verifier, default=by_default)
             row["check_network"] = read_network(verifier, "verifier", default=by_default)
             if not self._brings_tests(verifier.get("environment", {})):
-                row["tests"] = self._tests()
+                row["tests"] = self._tests(steps)
             user = verifier.get("user")
         else:
-            row |= {"tests": self._tests(), "interpreter": self._interpreter()}
+            row |= {"tests": self._tests(steps), "interpreter": self._interpreter(steps)}
             if artifacts:
                 row["artifacts"] = True
             user = verifier.get("user", "root" if agent.get("user") else None)
         if user is not None:
             row["check_user"] = user
-        row["instruction"], canary = self._instruction()
+        folders = [f"{_STEPS}/{name}/" for name in steps] or [""]
+        for folder in folders if steps else ():
+            if (self.path / folder / "workdir").exists():
+                raise TaskRefused(f"{folder}workdir: files of a step are not supported", ("steps",))
+        (row["instruction"], canary), *later = map(self._instruction, folders)
+        if later:
+            row["user_turns"] = [text for text, _ in later]
         return {**row, "canary": canary} if canary else row
 
     def _settings(self) -> dict[str, Any]:
@@ -432,10 +491,6 @@ class HarborTask(NamedTuple):
         if version.partition(".")[0] != "1":
             raise TaskRefused(f"version {version} of the format is not known", ("schema_version",))
         self._refuse_compose(_ENVIRONMENT)
-        if (self.path / "steps").exists():
-            raise TaskRefused(
-                "steps/: tasks of several steps are not supported; make a task of each step"
-            )
         if (self.path / "trajectory.json").exists():
             raise TaskRefused(
                 "trajectory.json: tasks that continue a conversation are not supported; remove the "
@@ -487,49 +542,68 @@ class HarborTask(NamedTuple):
         """Whether a verifier's container has an image of its own, with the tests in it."""
         return bool(environment.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
 
-    def _instruction(self) -> tuple[str, str]:
-        """The instruction, and the canary lines before it, which are not for the model."""
-        if not (self.path / "instruction.md").exists():
-            raise TaskRefused("instruction.md is missing")
-        lines = self._content("instruction.md").decode().splitlines(keepends=True)
+    def _instruction(self, folder: str) -> tuple[str, str]:
+        """The instruction in a folder, and the canary lines before it, not for the model."""
+        name = f"{folder}instruction.md"
+        if not (self.path / name).exists():
+            raise TaskRefused(f"{name} is missing")
+        lines = self._content(name).decode().splitlines(keepends=True)
         first = 0
         while first < len(lines) and (not lines[first].strip() or _is_canary(lines[first])):
             first += 1
         canary = "".join(filter(_is_canary, lines[:first])).strip()
         text = "".join(lines[first:] if canary else lines).strip()
         if not text:
-            raise TaskRefused("instruction.md is empty")
+            raise TaskRefused(f"{name} is empty")
         return text, canary
 
     def _content(self, name: str) -> bytes:
         """The content of a file. Refuses links, which could lead to any file of this machine."""
-        path = self.path / name
-        if path.is_symlink():
-            raise TaskRefused(f"{name} is a link; copy the tasks without links (cp -rL)")
+        path = self.path
+        for part in Path(name).parts:
+            path /= part
+            if path.is_symlink():
+                link = path.relative_to(self.path).as_posix()
+                raise TaskRefused(f"{link} is a link; copy the tasks without links (cp -rL)")
         if not stat.S_ISREG(path.lstat().st_mode):
             raise TaskRefused(f"{name} is neither a file nor a directory")
         return path.read_bytes()
 
-    def _tests(self) -> dict[str, Any]:
-        """The files of tests/, which are for the check only."""
-        directory = self.path / "tests"
-        if not (directory / _TEST).is_file():
+    def _tests(self, steps: Sequence[str]) -> dict[str, Any]:
+        """The files of tests/, which are for the check only; the last step's replace the task's."""
+        test = self._test_of(steps)
+        directory = (self.path / test).parent
+        if not (self.path / test).is_file():
             windows = (directory / "test.bat").exists() or (directory / "test.ps1").exists()
             raise TaskRefused(
-                "tests/test.sh is missing" + ("; windows is not supported" if windows else "")
+                f"{test} is missing" + ("; windows is not supported" if windows else "")
             )
-        return self._files("tests", program=_TEST)
+        files = self._files(_TESTS, program=_TEST)
+        if steps:
+            files |= self._files(f"{_STEPS}/{steps[-1]}/{_TESTS}", program=_TEST, target=_TESTS)
+        return files
+
+    def _test_of(self, steps: Sequence[str]) -> str:
+        """The script of the check: that of the last step, or the task's if the step has none."""
+        own = f"{_STEPS}/{steps[-1]}/{_TESTS}/{_TEST}" if steps else ""
+        return own if own and (self.path / own).is_file() else f"{_TESTS}/{_TEST}"
 
     def _solution(self) -> dict[str, Any] | None:
         """The solution: files of solution/, and the command that runs them; None without one."""
         if not (self.path / "solution" / _SOLVE).is_file():
             return None
-        env = self._settings().get("solution", {}).get("env", {})
+        settings = self._settings().get("solution", {})
+        if not isinstance(settings, dict):
+            raise TaskRefused("must be a table", ("solution",))
+        env = settings.get("env", {})
         files = self._files("solution", program=_SOLVE)
         return {"files": files, "command": f"/solution/{_SOLVE}", "env": env}
 
-    def _files(self, folder: str, *, program: str) -> dict[str, Any]:
-        """The files of a folder of the task by their paths in the container."""
+    def _files(self, folder: str, *, program: str, target: str | None = None) -> dict[str, Any]:
+        """The files of a folder of the task by their paths below `target` in the container.
+
+        `target` is None if it is the folder's own name.
+        """
         directory = self.path / folder
         files: dict[str, Any] = {}
         size = 0
@@ -542,16 +616,19 @@ class HarborTask(NamedTuple):
             if size > _MAX_FILES_BYTES:
                 raise TaskRefused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
             is_executable = relative == program or path.stat().st_mode & 0o111 != 0
-            files[f"/{folder}/{relative}"] = _to_content(content, is_executable=is_executable)
+            files[f"/{target or folder}/{relative}"] = _to_content(
+                content, is_executable=is_executable
+            )
         return files
 
-    def _interpreter(self) -> str:
+    def _interpreter(self, steps: Sequence[str]) -> str:
         """The interpreter of tests/test.sh; a shell if its first line does not begin with `#!`."""
-        first = self._content(f"tests/{_TEST}").partition(b"\n")[0]
+        test = self._test_of(steps)
+        first = self._content(test).partition(b"\n")[0]
         if not first.startswith(b"#!"):
             return _SHELL
         if first.endswith(b"\r"):
-            raise TaskRefused(f"tests/{_TEST}: line 1 ends with a carriage return; remove it")
+            raise TaskRefused(f"{test}: line 1 ends with a carriage return; remove it")
         words = first[2:].decode(errors="replace").split()
         if not words:
             return _SHELL

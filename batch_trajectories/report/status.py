@@ -124,7 +124,7 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
     }
 
 
-def sections(status: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
+def sections(status: Status) -> list[list[str]]:
     """The status for a person: lists of lines, each with its title first."""
     holder, state = status.holder, status.progress
     steered: dict[str, Any] = (state or {}).get("steered") or {}
@@ -146,7 +146,7 @@ def sections(status: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]
         [] if status.batches is None else [status.batches.describe()],
         _in_flight(
             status.details["in_flight"],
-            in_flight_shown,
+            _SHOWN,
             runs=holder is not None,
             is_paused=steered.get("is_paused", False),
         ),

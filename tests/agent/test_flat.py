@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.flat import (
@@ -21,18 +21,14 @@ from agent.flat import (
     fork_session,
     from_messages,
     init_session,
-    parse_openai_response,
     parse_response,
-    read_response,
     response,
     send,
     to_api_messages,
     to_messages,
-    to_openai_messages,
 )
 from agent.messages.message import Message
 from agent.models.dialects.anthropic_messages import API as ANTHROPIC
-from agent.models.dialects.openai_chat import API as OPENAI
 from agent.models.errors import ModelError
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -69,10 +65,6 @@ def reply(*blocks: dict[str, Any], stop_reason: str = "end_turn") -> dict[str, A
     return {"id": "m1", "role": "assistant", "content": list(blocks), "stop_reason": stop_reason}
 
 
-def chat_reply(**message: Any) -> dict[str, Any]:
-    return {"choices": [{"message": message, "finish_reason": "stop"}]}
-
-
 TEXTS = st.text(max_size=8)
 STAMPS = st.sampled_from([{}, {"ts": "2026-01-02T03:04:05Z"}])
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXTS
@@ -89,13 +81,6 @@ SAID = st.one_of(
     st.builds(lambda name, input: {**call(name=name), "input": input}, TEXTS, INPUTS),
     st.builds(lambda data: opaque({**REDACTED, "data": data}), TEXTS),
 )
-FOREIGN = st.builds(
-    lambda field, value, api: opaque({field: value}, api=api),
-    st.sampled_from(["reasoning_content", "reasoning_details"]),
-    st.just("Hm.") | JSON,
-    st.sampled_from([OPENAI, "react"]),
-)
-OPENAI_REPLY = st.tuples(FOREIGN, st.just(thinking()), st.just(text()))
 
 
 @st.composite
@@ -108,13 +93,12 @@ def conversations(draw: Callable[..., Any]) -> list[FlatMessage]:
             flat.append({**USER, "content": draw(TEXTS)})
             continue
         ids = []
-        flat += draw(st.just(()) | OPENAI_REPLY)
-        for item in draw(st.lists(SAID | FOREIGN, min_size=1, max_size=5)):
+        for item in draw(st.lists(SAID, min_size=1, max_size=5)):
             if item.get("type") == "tool_call":
                 number += 1
                 ids.append(f"c{number}")
                 flat.append({**item, "id": ids[-1]})
-            elif "api" not in item or not ids:
+            else:
                 flat.append(item)
         outputs = st.builds(result, JSON)
         failures = st.builds(lambda output: result(output, is_error=True), JSON)
@@ -141,7 +125,7 @@ def conversations(draw: Callable[..., Any]) -> list[FlatMessage]:
         result(),
         result({"rows": [1, True]}, is_error=True),
         opaque(REDACTED),
-        opaque({"reasoning_details": []}, api=OPENAI),
+        opaque({"type": "image", "source": {}}),
     ],
     ids=lambda message: "-".join(message),
 )
@@ -242,8 +226,7 @@ def test_every_message_made_here_has_a_time() -> None:
     extend_session(session, {**USER, "ts": "2001-01-01T00:00:00Z"})
     messages = session["messages"]
     messages += parse_response(reply({"type": "text", "text": "Hi."}))
-    messages += parse_openai_response(chat_reply(content="Hi."))
-    assert len(messages) == 9
+    assert len(messages) == 8
     assert all(STAMP.fullmatch(message["ts"]) for message in messages)
     assert messages[6]["ts"] == "2001-01-01T00:00:00Z"
 
@@ -289,7 +272,6 @@ def test_a_session_survives_json(flat: list[FlatMessage]) -> None:
 # To our messages and back
 
 
-@example([opaque({"reasoning_content": None}, api=OPENAI)])
 @given(conversations())
 def test_the_round_trip_keeps_everything(flat: list[FlatMessage]) -> None:
     """Flat → messages → flat is the identity but for times, and alters nothing that it is given."""
@@ -369,7 +351,7 @@ def test_a_failed_result_stays_failed() -> None:
         ([call(), call("c2"), result(), USER], "message 3 of the session: the calls ['c2'] before"),
         ([call(), call("c2"), result(), text()], "message 3 of the session: the calls ['c2']"),
         ([call(), call("c2"), result(), call("c3")], "message 3 of the session: the calls ['c2']"),
-        ([call(), opaque({}, api=OPENAI)], "message 1 of the session: the calls ['c1'] before"),
+        ([opaque(REDACTED, api="x")], "message 0 of the session: it has unknown fields: 'api'"),
         ([call(), call()], "message 1 of the session: an earlier call has the id 'c1', too"),
         ([call(), result(), call()], "message 2 of the session: an earlier call has the id"),
         ([USER, {**USER, "role": "tool"}], "message 1 of the session: its role is 'tool'"),
@@ -380,7 +362,7 @@ def test_a_failed_result_stays_failed() -> None:
 )
 def test_a_hole_is_named(flat: list[FlatMessage], wrong: str) -> None:
     """The conversions refuse a session with the number of the first message that is wrong."""
-    for convert in (to_messages, to_api_messages, to_openai_messages):
+    for convert in (to_messages, to_api_messages):
         with pytest.raises(ValueError, match=re.escape(wrong)):
             convert(flat)
 
@@ -416,27 +398,12 @@ def test_arguments_are_read_where_they_can_be(arguments: str, given: Any) -> Non
     assert again == arguments or orjson.loads(again) == given
 
 
-def test_times_are_put_where_they_are_known() -> None:
-    """Each part of a message has its message's time; unknown ones and their lack give none."""
-    messages = to_messages([USER, thinking(), text(), USER])
-    flat = from_messages(messages, [0.9, 86_400.0, None])
-    assert [message.get("ts") for message in flat] == [
-        "1970-01-01T00:00:00Z",
-        "1970-01-02T00:00:00Z",
-        "1970-01-02T00:00:00Z",
-        None,
-    ]
-    for wrong in ([], [1.0]):
-        with pytest.raises(ValueError, match="zip"):
-            from_messages(messages, wrong)
-
-
 def test_a_session_shares_nothing_with_the_messages() -> None:
     """Changing what was read from a conversation leaves the conversation as it was."""
     sealed = {"type": "sealed", "parts": [1]}
-    messages = to_messages([opaque(sealed), opaque(sealed, api=OPENAI), text()])
+    messages = to_messages([opaque(sealed), text()])
     before = copy.deepcopy(messages)
-    for item in from_messages(messages)[:2]:
+    for item in from_messages(messages)[:1]:
         item["block"]["parts"].append(2)
     assert messages == before
 
@@ -459,11 +426,10 @@ def test_a_note_behind_an_output_is_kept() -> None:
 
 
 def test_system_messages_are_not_api_messages() -> None:
-    """The system's words travel apart; ours keep them first, the OpenAI API among others."""
+    """The system's words travel apart; ours keep them first."""
     flat = init_session("Be kind.", "Go.")["messages"]
     assert to_api_messages(flat) == [{"role": "user", "content": "Go."}]
     assert to_messages(flat)[0] == {"role": "system", "content": "Be kind."}
-    assert to_openai_messages(flat)[0] == {"role": "system", "content": "Be kind."}
 
 
 def test_consecutive_assistant_messages_are_one_api_message() -> None:
@@ -514,11 +480,9 @@ def test_a_signature_that_is_null_is_none() -> None:
 def test_outputs_that_are_not_text_are_json_for_the_apis(output: Any) -> None:
     """The model sees the JSON, the record keeps the object; a text is sent as it is."""
     flat = [USER, call(), result(output), call("c2"), result('{"n": 1}', id="c2")]
-    anthropic = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
-    chat = [m["content"] for m in to_openai_messages(flat) if m["role"] == "tool"]
-    for sent in (anthropic, chat):
-        assert json.loads(sent[0]) == output
-        assert sent[1] == '{"n": 1}'
+    sent = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
+    assert json.loads(sent[0]) == output
+    assert sent[1] == '{"n": 1}'
     assert from_messages(to_messages(flat))[2]["output"] == output
 
 
@@ -547,7 +511,6 @@ def test_unknown_blocks_come_back_as_they_came() -> None:
         call(input={"n": 1}),
     ]
     assert to_api_messages(flat) == [{"role": "assistant", "content": blocks}]
-    assert to_openai_messages(flat)[0]["content"] == "Found."
 
 
 def test_texts_around_calls_keep_their_place() -> None:
@@ -584,27 +547,11 @@ def test_a_response_must_be_whole() -> None:
     ):
         with pytest.raises(ModelError):
             parse_response(broken)
-    with pytest.raises(ModelError):
-        parse_openai_response({"choices": [{"message": {"content": "Hi."}}]})
-
-
-def test_a_response_is_a_reply_of_ours() -> None:
-    """Why it ended and what it cost are read too, and its blocks say what `parse_response` says."""
-    blocks = [{"type": "text", "text": said} for said in ("a", "", "b")]
-    usage = {"input_tokens": 3, "output_tokens": 5}
-    completion = read_response({**reply(*blocks, stop_reason="max_tokens"), "usage": usage})
-    assert completion.finish_reason == "length"
-    assert completion.usage is not None
-    assert completion.usage["output_tokens"] == 5
-    assert completion.message["content"] == "ab"
-    assert from_messages([completion.message]) == [text("a"), text("b")]
 
 
 def test_half_a_character_does_not_cost_the_response() -> None:
     """A lone surrogate, as a token limit leaves it, is replaced: the session must survive JSON."""
     (said,) = parse_response(reply({"type": "text", "text": "Hi \ud83d"}))
-    assert said["content"] == "Hi \ufffd"
-    (said,) = parse_openai_response(chat_reply(content="Hi \ud83d"))
     assert said["content"] == "Hi \ufffd"
 
 
@@ -627,82 +574,6 @@ def test_the_api_view_alternates(flat: list[FlatMessage]) -> None:
 def ids_in(message: dict[str, Any], type: str, key: str) -> set[str]:
     blocks = message["content"] if isinstance(message["content"], list) else []
     return {block[key] for block in blocks if block["type"] == type}
-
-
-# The OpenAI chat API
-
-
-def test_the_chat_api_gets_its_own_shape() -> None:
-    """Reasoning, calls as text and results one by one; signatures and sealed blocks stay here."""
-    said = [thinking(signature="s"), opaque(REDACTED), call(input={"n": 1})]
-    assert to_openai_messages([SYSTEM, USER, *said, result({"n": 2}), text()]) == [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Go."},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "Hm.",
-            "tool_calls": [
-                {
-                    "id": "c1",
-                    "type": "function",
-                    "function": {"name": "look", "arguments": '{"n":1}'},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": '{"n":2}'},
-        {"role": "assistant", "content": "Done."},
-    ]
-
-
-def test_a_chat_response_is_parsed_and_goes_back() -> None:
-    """Thoughts, then text, then calls; what went in `reasoning_content` goes back in it."""
-    function = {"name": "look", "arguments": '{"n":1}'}
-    message = {
-        "role": "assistant",
-        "content": "I look.",
-        "reasoning_content": "Hm.",
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-    }
-    flat = parse_openai_response(chat_reply(**message))
-    assert untimed(flat) == [thinking(), text("I look."), call(input={"n": 1})]
-    assert to_openai_messages(flat) == [message]
-    assert parse_openai_response(chat_reply(content="")) == []
-
-
-@pytest.mark.parametrize(
-    "verbatim",
-    [
-        {"reasoning": "Hm."},
-        {"reasoning": "Hm.", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]},
-        {"content": "<think>Hm.</think>Hi."},
-    ],
-)
-def test_verbatim_fields_of_a_chat_response_go_back(verbatim: dict[str, Any]) -> None:
-    """What that API alone can read leads its message, goes back to it, and to no other."""
-    message = {"role": "assistant", "content": "Hi.", **verbatim}
-    flat = parse_openai_response(chat_reply(**message))
-    assert untimed(flat) == [opaque(verbatim, api=OPENAI), thinking(), text("Hi.")]
-    assert to_openai_messages(json.loads(json.dumps(flat))) == [message]
-    assert to_api_messages(flat) == [
-        {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]}
-    ]
-
-
-def test_blocks_of_one_message_stay_together() -> None:
-    """Several blocks of another API go back on the message that they came with."""
-    blocks = [{"text": "a"}, {"text": "b"}]
-    message = Message(role="assistant", content="Hi.")
-    message["provider_blocks"] = {"api": "elsewhere", "blocks": blocks}
-    assert to_messages(from_messages([message])) == [message]
-
-
-def test_messages_of_two_apis_stay_apart() -> None:
-    """A reply of one API behind one of the other is a message of its own, sealed blocks and all."""
-    sealed = opaque({"reasoning_details": [1]}, api=OPENAI)
-    messages = to_messages([opaque(REDACTED), text("a"), sealed, text("b")])
-    assert [message["provider_blocks"]["api"] for message in messages] == [ANTHROPIC, OPENAI]
-    assert messages[1]["content"] == "b"
 
 
 def test_the_parts_of_a_typed_message_are_ours() -> None:

@@ -28,6 +28,7 @@ from toolsets.sandbox.base import ImageSpec
 INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_network=True)
 
 SIMPLE = '[environment]\ndocker_image = "org/task:1"\n'
+FINAL = 'multi_step_reward_strategy = "final"\n'
 
 
 def write_task(directory: Path, task: str = SIMPLE, **files: str | None) -> Path:
@@ -257,9 +258,50 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
         "task.toml:4: environment.memory: '2G' is not what `memory_mb` says",
     ),
     "steps": (
+        SIMPLE + '[[steps]]\nname = "one"\n[[steps]]\nname = "two"',
+        {},
+        "task.toml:3: steps: only the reward of the last step is supported",
+    ),
+    "steps-form": (f"steps = 3\n{SIMPLE}", {}, "task.toml:1: steps: must be a list of tables"),
+    "step-name": (
+        SIMPLE + '[[steps]]\nname = "../one"',
+        {},
+        "task.toml:3: steps: each needs a `name`",
+    ),
+    "steps-twice": (
+        FINAL + SIMPLE + '[[steps]]\nname = "one"\n[[steps]]\nname = "one"',
+        {},
+        "task.toml:4: steps: two have the same name",
+    ),
+    "step-threshold": (
+        FINAL + SIMPLE + '[[steps]]\nname = "one"\nmin_reward = 1.0\n[[steps]]\nname = "two"',
+        {},
+        "task.toml:4: steps: `min_reward` before the last step is not supported",
+    ),
+    "step-user": (
+        SIMPLE + '[[steps]]\nname = "one"\n[steps.agent]\nuser = "me"',
+        {},
+        "task.toml:3: steps: one: only `agent.timeout_sec` is supported",
+    ),
+    "step-health": (
+        SIMPLE + '[[steps]]\nname = "one"\n[steps.healthcheck]\ncommand = "true"',
+        {},
+        "task.toml:3: steps: one: `healthcheck` of a step is not supported",
+    ),
+    "step-files": (
+        SIMPLE + '[[steps]]\nname = "one"',
+        {"steps/one/instruction.md": "Go.", "steps/one/workdir/setup.sh": "true"},
+        "task.toml:3: steps: steps/one/workdir: files of a step are not supported",
+    ),
+    "step-words": (
         SIMPLE + '[[steps]]\nname = "one"',
         {},
-        "task.toml:3: steps: tasks of several steps are not supported",
+        "task.toml: steps/one/instruction.md is missing",
+    ),
+    "steps-unnamed": (
+        SIMPLE,
+        {"steps/one/instruction.md": "Go."},
+        "task.toml: steps/ is there, but task.toml names no [[steps]]",
     ),
     "continued": (SIMPLE, {"trajectory.json": "{}"}, "that continue a conversation are not"),
     "no-image": ("", {}, "no image: neither environment.docker_image nor environment/Dockerfile"),
@@ -297,6 +339,61 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
     assert message in error
     if name not in ("variable", "mcp-without-agent"):
         assert error.startswith(f"{name}/task.toml")
+
+
+def test_steps_are_messages_of_the_user_and_the_last_gives_the_reward(tmp_path: Path) -> None:
+    """Its tests are laid over the task's; the time is that of all steps."""
+    task = (
+        FINAL
+        + SIMPLE
+        + "[agent]\ntimeout_sec = 100\n[verifier]\ntimeout_sec = 5\n"
+        + '[[steps]]\nname = "scaffold"\n[steps.agent]\ntimeout_sec = 60.0\n'
+        + '[[steps]]\nname = "build"\nmin_reward = 0.5\n[steps.verifier]\ntimeout_sec = 30.0\n'
+    )
+    directory = write_task(
+        tmp_path / "t",
+        task,
+        **{
+            "instruction.md": None,
+            "tests/helpers.sh": "help",
+            "steps/scaffold/instruction.md": "Scaffold it.\n",
+            "steps/scaffold/tests/test.sh": "#!/bin/zsh\n",
+            "steps/build/instruction.md": "Build it.\n",
+            "steps/build/tests/test.sh": "#!/bin/bash\ncheck\n",
+            "steps/build/solution/solve.sh": "the solution",
+        },
+    )
+    row = HarborTask(directory).row()
+    assert (row["instruction"], row["user_turns"]) == ("Scaffold it.", ["Build it."])
+    assert row["interpreter"] == "/bin/bash"
+    read_task = read(directory)
+    assert read_task.opening == [{"role": "user", "content": "Scaffold it."}]
+    assert read_task.spec.user_turns == ("Build it.",)
+    assert read_task.spec.options.max_conversation_s == 160
+    check = check_of(read_task)
+    assert check.timeout_s == 30
+    assert check.files.keys() == {"/tests/test.sh", "/tests/helpers.sh"}
+    assert check.files["/tests/test.sh"] == Executable(b"#!/bin/bash\ncheck\n")
+    assert "the solution" not in json.dumps(row)
+
+
+def test_a_step_without_tests_takes_those_of_the_task(tmp_path: Path) -> None:
+    directory = write_task(
+        tmp_path / "t",
+        SIMPLE + '[[steps]]\nname = "only"',
+        **{"steps/only/instruction.md": "Go."},
+    )
+    row = HarborTask(directory).row()
+    assert row["instruction"] == "Go."
+    assert "user_turns" not in row
+    assert row["tests"].keys() == {"/tests/test.sh"}
+
+
+def test_a_solution_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "t", f"solution = 3\n{SIMPLE}", **{"solution/solve.sh": "x"})
+    row = HarborTask(directory).row(with_solution=True)
+    assert row["row_error"] == "t/task.toml:1: solution: must be a table"
+    assert "row_error" not in HarborTask(directory).row()
 
 
 def test_names_of_systems_are_compared_without_case(tmp_path: Path) -> None:
@@ -489,6 +586,19 @@ def test_a_link_does_not_bring_files_of_this_machine(tmp_path: Path) -> None:
         (directory / name).symlink_to(tmp_path if "directory" in name else tmp_path / "secret")
         message = f"t{n}/task.toml: {name} is a link; copy the tasks without links (cp -rL)"
         assert refusal(directory) == message
+
+
+@pytest.mark.parametrize("link", ["steps", "steps/one", "steps/one/tests", "tests"])
+def test_a_linked_folder_does_not_bring_files_of_this_machine(tmp_path: Path, link: str) -> None:
+    task = SIMPLE + '[[steps]]\nname = "one"\n'
+    steps = {"steps/one/instruction.md": "Go.", "steps/one/tests/test.sh": "true\n"}
+    directory = write_task(tmp_path / "t", task, **steps)
+    (directory / link).rename(tmp_path / "elsewhere")
+    (directory / link).symlink_to(tmp_path / "elsewhere")
+    assert (
+        refusal(directory)
+        == f"t/task.toml: {link} is a link; copy the tasks without links (cp -rL)"
+    )
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

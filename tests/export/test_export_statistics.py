@@ -15,11 +15,13 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.statistics.funnel import funnel_of
+from batch_trajectories.export.statistics.observations import observation_share_of
 from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import read_left_out_ids
 from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import make_run, worked
 from tests.helpers.running import ROOT, SCRIPTED, run, write_rows
+from tests.helpers.stored import stored
 
 
 def record(turns: int, **changes: Any) -> dict[str, Any]:
@@ -47,6 +49,51 @@ def test_counts_what_records_hold(tmp_path: Path) -> None:
     assert tool["count"] == 4
     assert (tool["seconds"]["max"], tool["seconds"]["mean"]) == (9.0, 4.5)
     assert output["per_record"]["model_seconds"]["max"] == 1.0
+
+
+def used(*counts: tuple[int | None, int | None], **changes: Any) -> dict[str, Any]:
+    """A record of turns with these tokens of input and output."""
+    turns = [
+        {
+            "finish_reason": "stop",
+            "usage": {"input_tokens": given, "output_tokens": made},
+            "started_at": 1.0,
+            "duration_s": 0.5,
+        }
+        for given, made in counts
+    ]
+    return worked(turns=turns, **changes)
+
+
+@pytest.mark.parametrize(
+    ("counts", "share"),
+    [
+        ([(100, 20), (180, 20)], 0.3),  # 60 of 200
+        ([(100, 20)], 0.0),
+        ([(100, 20), (120, 5), (200, 50)], 0.3),  # 0 and 75 of 250
+        ([(100, 20), (110, 20)], None),  # reasoning was not sent again
+        ([(100, 20), (None, 20)], None),
+        ([(0, 0)], None),
+        ([], None),
+    ],
+)
+def test_observations_are_what_the_input_grew_by(counts: Any, share: float | None) -> None:
+    assert observation_share_of(stored(used(*counts))) == share
+
+
+def test_an_agent_that_is_a_command_has_no_share() -> None:
+    agent = {"name": "codex", "version": "1", "exit_code": 0}
+    assert observation_share_of(stored(used((100, 20), agent=agent))) is None
+
+
+def test_stats_has_the_share_of_observations(tmp_path: Path) -> None:
+    known, unknown = used((100, 20), (180, 20)), used((None, None), (None, None))
+    source = make_run(tmp_path, known, unknown)
+    output = json.loads(run(tmp_path, "stats", str(source.run_dir), "--json").stdout)
+    assert output["per_record"]["observation_percent"]["mean"] == pytest.approx(30)
+    text = run(tmp_path, "stats", str(source.run_dir)).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("observation_percent")]
+    assert line.split()[1:] == ["30"] * 5
 
 
 _TYPES: Mapping[str, tuple[Any, ...]] = {

@@ -1,6 +1,6 @@
 """The commands that look after a run are killed at every single system call that they make.
 
-`verify --repair`, `merge`, `import_hermes` and `--fresh` are given again after each kill, and what
+`verify --repair`, `merge`, `import` and `--fresh` are given again after each kill, and what
 they left must then be as if they had never been killed.
 """
 
@@ -97,7 +97,7 @@ def of_hermes_agent(cwd: Path) -> None:
 
 
 def imported(cwd: Path) -> None:
-    done = run(cwd, "import_hermes", "theirs", **SCRIPTED)
+    done = run(cwd, "import", "theirs", format="hermes", **SCRIPTED)
     assert done.returncode == 0, done.stderr
     records = finished_lines(cwd / "trajectories" / "r" / "records.jsonl")
     assert records.keys() == {"p0", "p1"}
@@ -119,7 +119,7 @@ def begun_anew(cwd: Path) -> None:
 WORKS = {
     "repair": Work(damaged, ["verify", "r", "--repair"], {}, repaired),
     "merge": Work(two_runs, ["merge", "a", "b"], {"into": "m", "dataset_file": "p.jsonl"}, merged),
-    "import": Work(of_hermes_agent, ["import_hermes", "theirs"], SCRIPTED, imported),
+    "import": Work(of_hermes_agent, ["import", "theirs", "--format=hermes"], SCRIPTED, imported),
     "fresh": Work(finished, ["--fresh"], SCRIPTED, begun_anew),
 }
 

@@ -1,4 +1,4 @@
-"""`import_hermes`: what a batch run of hermes-agent finished is kept, and only the rest runs."""
+"""`import --format=hermes`: what a run of hermes-agent finished is kept, and only the rest runs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
         ["3 completed", "1 ended early"],
         ["4 already in this run"],
     ):
-        imported = run(cwd, "import-hermes", "theirs", **SCRIPTED)
+        imported = run(cwd, "import", "theirs", format="hermes", **SCRIPTED)
         assert imported.returncode == 0, imported.stderr
         for message in (
             *told,
@@ -126,7 +126,7 @@ def test_rows_that_leave_things_open_can_be_exported(tmp_path: Path) -> None:
     unnamed["conversations"][0]["value"] = f"<tools>{json.dumps(tools)}</tools>"
     (tmp_path / "theirs").mkdir()
     write_rows(tmp_path / "theirs" / "batch_0.jsonl", unnamed, row(1, "Prompt 1", ANSWER))
-    imported = run(tmp_path, "import-hermes", "theirs", **SCRIPTED)
+    imported = run(tmp_path, "import", "theirs", format="hermes", **SCRIPTED)
     assert imported.returncode == 0, imported.stderr
     assert "2 completed" in imported.stdout
     exported = run(tmp_path, "export", "r", format="hermes,openai,atif,raw")
@@ -139,9 +139,26 @@ def test_rows_that_leave_things_open_can_be_exported(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) -> None:
     cwd = theirs.parent
     (cwd / "empty").mkdir()
-    refused = run(cwd, "import_hermes", "empty", **SCRIPTED)
+    refused = run(cwd, "import", "empty", format="hermes", **SCRIPTED)
     assert refused.returncode == 2
     assert "empty: not a run of hermes-agent" in refused.stderr
+
+
+def test_the_former_command_says_the_new_one(theirs: Path) -> None:
+    done = run(theirs.parent, "import-hermes", "theirs", **SCRIPTED)
+    assert done.returncode == 0, done.stderr
+    assert "`import_hermes theirs` is now `import theirs --format=hermes`" in done.stderr
+    assert "3 completed" in done.stdout
+
+
+def test_options_of_runs_need_the_format(theirs: Path) -> None:
+    """An import without a dataset would ignore them."""
+    refused = run(theirs.parent, "import", "theirs", **SCRIPTED)
+    assert refused.returncode == 2
+    assert "needs --format=hermes" in refused.stderr
+    unnamed = run(theirs.parent, "import", "theirs")
+    assert unnamed.returncode == 2
+    assert "Missing option '--run_name'" in unnamed.stderr
 
 
 @pytest.mark.parametrize(

@@ -914,20 +914,6 @@ def _read_custom_call(call: Mapping[str, Any]) -> ToolCall:
     return make_call(call.get("id"), custom.get("name"), {"input": custom.get("input")})
 
 
-def unknown_call_fields(call: ToolCall) -> dict[str, Any]:
-    """The fields of a call that not every API has; `restore_call_fields` puts them back."""
-    unknown = unknown_in(call, _CALL_FIELDS)
-    if in_function := unknown_in(call["function"], _FUNCTION_FIELDS):
-        unknown["function"] = in_function
-    return unknown
-
-
-def restore_call_fields(call: ToolCall, unknown: Mapping[str, Any]) -> None:
-    """Give a call the fields that `unknown_call_fields` took from it."""
-    call["function"].update(unknown.get("function", {}))
-    call.update(unknown_in(unknown, _CALL_FIELDS))  # type: ignore[typeddict-item]
-
-
 def flat_text(content: Any) -> str:
     """The text of a content; the parts of a list are joined by newlines."""
     if isinstance(content, str):

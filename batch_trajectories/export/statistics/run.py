@@ -26,6 +26,7 @@ from batch_trajectories.export.statistics.agreement import Agreement
 from batch_trajectories.export.statistics.cache_use import PriceOf, cached_share_of
 from batch_trajectories.export.statistics.counts import Statistics, reason_lines
 from batch_trajectories.export.statistics.health import Health, health_as_text
+from batch_trajectories.export.statistics.observations import observation_share_of
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.checks import Checks, describe, judgement_of
 from batch_trajectories.records.failures import NO_LIMIT, stored_failures
@@ -44,6 +45,7 @@ _AMOUNTS = [
     "input_tokens",
     "output_tokens",
     "cached_percent",
+    "observation_percent",
     "cost_usd",
     "model_seconds",
 ]
@@ -103,13 +105,14 @@ class RunStatistics:
     def _add_amounts(self, record: Record, authored: AuthoredWork, *, is_kept: bool) -> None:
         usage = record.usage or {}
         turns, calls = authored.turns, record.own_tool_calls
-        cached = cached_share_of(record)
+        cached, observed = cached_share_of(record), observation_share_of(record)
         amounts = {
             "turns": len(turns),
             "tool_calls": len(calls),
             "input_tokens": usage.get("input_tokens"),
             "output_tokens": usage.get("output_tokens"),
             "cached_percent": None if cached is None else 100 * cached,
+            "observation_percent": None if observed is None else 100 * observed,
             "cost_usd": record.cost_usd,
             "model_seconds": sum([turn.duration_s for turn in turns]) if turns else None,
         }
@@ -253,9 +256,9 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
         yield from reason_lines(figures["failed_score_reasons"])
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
-    yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)
+    yield f"{'per record':<20}" + "".join(f"{name:>14}" for name in head)
     for name, spread in figures["per_record"].items():
-        yield f"{name:<16}" + _numbers(spread)
+        yield f"{name:<20}" + _numbers(spread)
     yield from _tools(figures["tools"])
     yield from _toolsets(figures["toolsets"], shares)
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from agent.flat import from_messages, parse_openai_response, to_messages
-from agent.flat import to_openai_messages as flat_to_openai
 from agent.messages.message import Message, hides_reasoning
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.dialects.anthropic_messages import MessagesAssembly
 from agent.models.dialects.dialect import merge
-from agent.models.dialects.openai_chat import ChatAssembly, to_api, to_api_messages
+from agent.models.dialects.openai_chat import ChatAssembly, to_api
 from agent.models.dialects.openai_responses import ResponsesAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.views.react import read_completion
@@ -246,30 +244,6 @@ def test_other_dialects_are_not_sent_fields_of_this_one() -> None:
     sent = [openai_responses.to_api_items([message]), anthropic_messages.to_api_messages([message])]
     assert "extra_content" not in json.dumps(sent)
     assert "strict" not in json.dumps(sent)
-
-
-def test_a_flat_session_keeps_what_calls_hold() -> None:
-    flat = parse_openai_response(CHAT)
-    untimed = [{k: v for k, v in item.items() if k != "ts"} for item in flat]
-    messages = to_messages([{"role": "user", "content": "Go."}, *flat])
-    assert messages[1] == whole().message
-    assert from_messages(messages[1:]) == untimed
-    result = {"type": "tool_result", "id": "c1", "output": "none"}
-    sent = flat_to_openai([{"role": "user", "content": "Go."}, *flat, result])
-    assert sent[1]["tool_calls"] == [signed_call()]
-    assert sent[1]["extra_content"] == {"google": {"thought_signature": "of the text"}}
-
-
-def test_a_flat_block_that_only_looks_like_that_stays_a_block() -> None:
-    call = {"type": "tool_call", "name": "f", "id": "c", "input": {}}
-    strange: tuple[Any, ...] = ("x", [], [1], [{"function": 2}], [{}, {}])
-    for fields in strange:
-        block = {"type": "opaque", "api": "openai_chat", "block": {"tool_calls": fields}}
-        messages = to_messages([block, call])
-        assert from_messages(messages) == [block, call]
-        assert all(view.get("tool_calls") != fields for view in to_api_messages(messages))
-    alone = {"type": "opaque", "api": "openai_chat", "block": {"tool_calls": []}}
-    assert from_messages(to_messages([alone])) == [alone]
 
 
 def test_the_text_protocol_keeps_what_it_does_not_send() -> None:
