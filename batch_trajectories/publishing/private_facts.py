@@ -30,6 +30,7 @@ _COMMON_USERS = frozenset({"admin", "root", "user", "ubuntu", "test", "runner", 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 _BINARY = (".parquet", ".arrow")
+_BATCH_ROWS = 64
 
 
 class Finding(NamedTuple):
@@ -149,10 +150,12 @@ def _texts(path: Path) -> Iterator[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if path.suffix == ".parquet":
-        batches: Any = pq.ParquetFile(path).iter_batches(batch_size=64)
-    else:
-        batches = pa.ipc.open_stream(path.open("rb"))
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield json.dumps(row, ensure_ascii=False, default=str)
+    with path.open("rb") as file:
+        batches: Any = (
+            pq.ParquetFile(file).iter_batches(batch_size=_BATCH_ROWS)
+            if path.suffix == ".parquet"
+            else pa.ipc.open_stream(file)
+        )
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield json.dumps(row, ensure_ascii=False, default=str)

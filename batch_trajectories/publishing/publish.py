@@ -102,7 +102,6 @@ def publish(stored: StoredRun, recipe: Recipe, out: Path, choices: Choices) -> d
     published, `RunLocked` while another process publishes there, and `StorageError`.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - a link in the place of `out` must stay one
-    _refuse_place(out, replaces=choices.replace)
     try:
         with _staged(out, replaces=choices.replace) as directory:
             return _make(stored, recipe, directory, choices)
@@ -144,14 +143,15 @@ def _staged(out: Path, *, replaces: bool) -> Iterator[Path]:
     """Yield a directory that gets the name `out` if nothing fails; else it is removed."""
     staging = out.with_name(f".{out.name}.publishing")
     aside = out.with_name(f".{out.name}.replaced")
+    work = staging / out.name
     make_directory(staging, parents=True)
     with lock_directory(staging, f"{out}: another process publishes there; wait for it"):
-        if aside.is_dir() and not out.exists():
-            aside.rename(out)  # a kill came between the two renames below
-        shutil.rmtree(aside, ignore_errors=True)
-        work = staging / out.name
-        shutil.rmtree(work, ignore_errors=True)
         try:
+            if aside.is_dir() and not out.exists():
+                aside.rename(out)  # a kill came between the two renames below
+            _refuse_place(out, replaces=replaces)
+            for left in (aside, work):
+                shutil.rmtree(left, ignore_errors=True)
             work.mkdir(mode=0o700)
             yield work
             _sync_all(work)
@@ -183,7 +183,7 @@ def _make(stored: StoredRun, recipe: Recipe, directory: Path, choices: Choices) 
     if config.audit or config.checked_run is not None:
         raise ConfigError(f"{stored.path}: a run of `check` or `check_tasks` has no dataset")
     is_whole = choices.prompts == "whole"
-    published = publish_config(config, with_prompts=is_whole)
+    published = publish_config(config, name=stored.path.name, with_prompts=is_whole)
     if published.files and not (stored.is_own or choices.trust_run):
         raise ConfigError(
             f"{received(stored.path)}, so the files that its run.json names are not read; add "
@@ -261,7 +261,7 @@ def _digest_need(directory: Path, digest: str, needs: Collection[Need]) -> Itera
     if needs:
         return
     try:
-        config = load_config(directory / CONFIG_FILE, {"run_name": "again"})
+        config = load_config(directory / CONFIG_FILE, {})
         now = digest_of(meaning_of(config))
     except ConfigError as error:
         raise ConfigError(f"the config of this run cannot be published: {error}") from error
@@ -294,7 +294,7 @@ def _facts(
 
 def _describe_source(dataset: Mapping[str, Any]) -> dict[str, Any]:
     """Where the prompts come from: a dataset of the hub, or the names of files."""
-    source = dataset["source"] or {}
+    source = dataset.get("source") or {}
     name = str(source.get("source") or dataset["path"])
     is_hub = name.startswith(HUB_PREFIX)
     return {

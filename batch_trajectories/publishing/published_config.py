@@ -110,19 +110,24 @@ class PublishedConfig:
     needs: list[Need]
 
 
-def publish_config(config: RunConfig, *, with_prompts: bool) -> PublishedConfig:
-    """Make the published form of a config. Raises `ConfigError` for values that look secret."""
+def publish_config(config: RunConfig, *, name: str, with_prompts: bool) -> PublishedConfig:
+    """Make the published form of the config of a run with this name.
+
+    Exports draw by the name of the run, so the run of a stranger needs the same. Raises
+    `ConfigError` for values that look secret.
+    """
     stored = config.to_json()
     given = {
-        name: value
-        for name, value in stored.items()
-        if name not in _OF_THE_PLACE and _is_given(name, value)
+        key: value
+        for key, value in stored.items()
+        if key not in _OF_THE_PLACE and _is_given(key, value)
     }
-    options = {name: value for name, value in given.items() if name in (*HARMLESS, *KEPT)}
+    kept = {key: value for key, value in given.items() if key in (*HARMLESS, *KEPT)}
+    options: dict[str, Any] = {"run_name": name, **kept}
     options.pop("columns", None)  # the published prompts have the new names
     _refuse_secrets(options)
     files: dict[str, Path] = {}
-    needs = [Need(name, _describe_need(name, stored[name])) for name in NEEDED if name in given]
+    needs = [Need(key, _describe_need(key, stored[key])) for key in NEEDED if key in given]
     if config.ephemeral_system_prompt is not None:
         needs.append(Need("ephemeral_system_prompt", "a system prompt that rows do not hold"))
     if (sandbox := given.get("sandbox")) is not None:
@@ -165,6 +170,8 @@ def find_foreign_options(options: Mapping[str, Any]) -> Iterator[str]:
                 is_usual = value in _SANDBOXES
             case "base_url":
                 is_usual = isinstance(value, str) and provider_at(value) is not None
+            case "run_name":
+                is_usual = isinstance(value, str)  # a start checks it
             case "prefill_messages" | "subagents":
                 is_usual = isinstance(value, list)
             case "simulated_user" | "prices" | "extra_body":

@@ -25,8 +25,9 @@ runner=${RUNNER:-batch-runner}
 $runner verify "$here"
 mkdir -p -- "$work"
 cp -- "$here/recipe.yaml" "$work/recipe.yaml"
-$runner --config="$here/run.yaml" --run_name=again --output_dir="$work" "$@" || test $? -eq 1
-$runner publish "$work/again" "$work/published" --recipe="$work/recipe.yaml" \\
+$runner --config="$here/run.yaml" --output_dir="$work" "$@" || test $? -eq 1
+for file in "$work"/*/run.json; do run=${file%/run.json}; done
+$runner publish "$run" "$work/published" --recipe="$work/recipe.yaml" \\
     --prompts=PROMPTS --replace
 $runner verify "$here" --same_as="$work/published"
 """

@@ -38,6 +38,8 @@ from batch_trajectories.records.names import MANIFEST_FILE
 
 _MAX_MANIFEST_BYTES = 64 << 20
 _MAX_SCRIPT_BYTES = 1 << 20
+_MAX_FILE_BYTES = 1 << 40
+"""The largest file that is read. A forged one can have any size and take no place on the disk."""
 
 _BLOCK = 1 << 20
 
@@ -262,6 +264,8 @@ def _problem_of_file(directory: Path, file: _File, work: LongWork) -> str | None
         with _open(directory, file.path) as opened:
             if (size := os.fstat(opened.fileno()).st_size) != file.bytes:
                 return f"{size:,} bytes, published were {file.bytes:,}; not read"
+            if size > _MAX_FILE_BYTES:
+                return f"{size:,} bytes are too many; not read"
             size, digest, lines = _digest_and_lines(opened, work)
     except OSError as error:
         return error.strerror or str(error)

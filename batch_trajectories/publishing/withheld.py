@@ -53,7 +53,7 @@ def prompt_texts(columns: Mapping[str, Any], scan: Scan) -> tuple[str, ...]:
     """The texts of the user in a row of the dataset."""
     messages = opening_messages(columns, None)
     later = read_user_turns(columns, scan.rules.options)
-    found = [message.content for message in messages if message.role == "user"]
+    found = [message["content"] for message in messages if message["role"] == "user"]
     return tuple(text for text in (*found, *later) if text)
 
 
