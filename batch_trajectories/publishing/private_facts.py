@@ -33,7 +33,7 @@ _BINARY = (".parquet", ".arrow")
 _BATCH_ROWS = 64
 
 
-class Finding(NamedTuple):
+class PrivatePlace(NamedTuple):
     """A place of a publication with something private."""
 
     path: str
@@ -70,7 +70,7 @@ class PrivateFacts:
         ]
         self._pattern = re.compile("|".join(parts)) if parts else None
 
-    def find_in(self, directory: Path, paths: Collection[str]) -> Iterator[Finding]:
+    def find_in(self, directory: Path, paths: Collection[str]) -> Iterator[PrivatePlace]:
         """The findings in files of a directory.
 
         `paths` lead to files of rows, whose text is that of conversations, and others, in which
@@ -83,7 +83,7 @@ class PrivateFacts:
                 for number, text in enumerate(_texts(directory / path), start=1):
                     work.advance(len(text))
                     if kind := self._kind_in(text, with_user=not is_rows):
-                        yield Finding(path, number, kind)
+                        yield PrivatePlace(path, number, kind)
 
     def _kind_in(self, text: str, *, with_user: bool) -> str | None:
         for allowed in self._allowed:
