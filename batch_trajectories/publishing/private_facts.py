@@ -29,6 +29,10 @@ _COMMON_USERS = frozenset({"admin", "root", "user", "ubuntu", "test", "runner", 
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
+_PATH = "a path of this machine"
+
+_SYSTEM = ("/bin/", "/dev/", "/etc/", "/lib/", "/opt/", "/proc/", "/sys/", "/usr/")
+
 _BINARY = (".parquet", ".arrow")
 _BATCH_ROWS = 64
 
@@ -59,6 +63,7 @@ class PrivateFacts:
         facts = dict(_values(config, environ)) | dict(_places(config, paths, environ))
         self._kinds = {text: kind for text, kind in facts.items() if text not in self._allowed}
         self._user = _user_name(environ)
+        self._home = environ.get("HOME", "")
         if self._user:
             for home in ("home", "Users"):
                 self._kinds.setdefault(f"/{home}/{self._user}", "a home directory")
@@ -82,18 +87,23 @@ class PrivateFacts:
                 is_rows = "/" in path or path.startswith("prompts.")
                 for number, text in enumerate(_texts(directory / path), start=1):
                     work.advance(len(text))
-                    if kind := self._kind_in(text, with_user=not is_rows):
+                    if kind := self._kind_in(text, is_conversation=is_rows):
                         yield PrivatePlace(path, number, kind)
 
-    def _kind_in(self, text: str, *, with_user: bool) -> str | None:
+    def _kind_in(self, text: str, *, is_conversation: bool) -> str | None:
         for allowed in self._allowed:
             text = text.replace(allowed, "")
         if self._pattern is not None and (found := self._pattern.search(text)):
             return self._kinds[found[0]]
         if kind := self._scan(text):
             return f"a secret ({kind})"
-        if with_user and self._user and re.search(rf"\b{re.escape(self._user)}\b", text):
+        if is_conversation:
+            return None
+        # Conversations in containers may say /root, and any name can be a word in them.
+        if self._user and re.search(rf"\b{re.escape(self._user)}\b", text):
             return "the name of the user"
+        if self._home.strip("/") and f"{self._home}/" in text:
+            return _PATH
         return None
 
 
@@ -114,14 +124,30 @@ def _places(
     given = [environ.get("HOME", ""), str(Path.cwd()), *map(str, paths)]
     for text in given:
         for path in {os.path.abspath(text), os.path.realpath(text)} if text else ():  # noqa: PTH100
-            # /root and /data are in many images; a path of two names is of one machine.
-            if path.count("/") >= 2:
-                yield path, "a path of this machine"
+            if _is_of_one_machine(path):
+                yield path, _PATH
+    for text in _texts_of(config.to_json()):
+        path = text.partition(":")[0]
+        if text.startswith("/") and path != config.workdir and _is_of_one_machine(path):
+            yield path, _PATH
     urls = [config.base_url, *(url for e in config.endpoints.values() for url in _urls(e))]
     for url in urls:
         parts = urlsplit(url or "")
         if url and parts.hostname not in _LOOPBACK and not provider_at(url):
             yield parts.netloc, "the address of a server"
+
+
+def _is_of_one_machine(path: str) -> bool:
+    """Whether a path is none of those that many machines and images have."""
+    return path.count("/") >= 2 and not path.startswith(_SYSTEM)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts_of(one)
 
 
 def _urls(endpoint: Any) -> Iterator[str | None]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.basics.text import escape_controls, plural
+from batch_trajectories.basics.text import plural, valid_utf8
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.basics.yaml_file import YamlFileError, read_yaml
 from batch_trajectories.dataset.source import HUB_PREFIX
@@ -140,7 +140,7 @@ class Publication:
             options = read_yaml(self.directory / CONFIG_FILE, "config file")
             lines.append(f"{SCRIPT_NAME} would start a run with {describe_acting(options)}")
         lines += [f"to make it again, bring {need.name}: {need.what}" for need in facts.needs]
-        return escape_controls("\n".join(lines))
+        return "\n".join(map(_on_one_line, lines))
 
 
 def is_publication(path: Path) -> bool:
@@ -243,19 +243,28 @@ def _strange_entries(directory: Path, listed: Mapping[str, _File]) -> Iterator[s
     pending = [""]
     while pending:
         folder = pending.pop()
-        with os.scandir(directory / folder) as entries:
-            for entry in sorted(entries, key=lambda one: one.name):
-                name = f"{folder}/{entry.name}" if folder else entry.name
-                shown = escape_controls(name)
-                if entry.is_symlink():
-                    yield f"{shown}: a link; a publication has none"
-                elif entry.is_dir():
-                    if name != _CACHE_OF_THE_HUB:
-                        pending.append(name)
-                elif not entry.is_file():
-                    yield f"{shown}: not a plain file"
-                elif name not in listed and name not in (MANIFEST_FILE, *_OF_THE_HUB):
-                    yield f"{shown}: not in the manifest, so somebody has added it"
+        try:
+            with os.scandir(directory / folder) as opened:
+                entries = sorted(opened, key=lambda one: one.name)
+        except OSError as error:
+            yield f"{_on_one_line(folder)}: {error.strerror or error}"
+            continue
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_symlink():
+                yield f"{_on_one_line(name)}: a link; a publication has none"
+            elif entry.is_dir(follow_symlinks=False):
+                if name != _CACHE_OF_THE_HUB:
+                    pending.append(name)
+            elif not entry.is_file(follow_symlinks=False):
+                yield f"{_on_one_line(name)}: not a plain file"
+            elif name not in listed and name not in (MANIFEST_FILE, *_OF_THE_HUB):
+                yield f"{_on_one_line(name)}: not in the manifest, so somebody has added it"
+
+
+def _on_one_line(text: str) -> str:
+    """A text of the publisher's, which must not look like several lines of this program."""
+    return valid_utf8(" ".join(text.splitlines()))
 
 
 def _problem_of_file(directory: Path, file: _File, work: LongWork) -> str | None:

@@ -50,9 +50,12 @@ def check_formats(recipe: Recipe) -> None:
 
 
 def prompt_texts(columns: Mapping[str, Any], scan: Scan) -> tuple[str, ...]:
-    """The texts of the user in a row of the dataset."""
-    messages = opening_messages(columns, None)
-    later = read_user_turns(columns, scan.rules.options)
+    """The texts of the user in a row of the dataset. Raises `ConfigError` if it has none."""
+    try:
+        messages = opening_messages(columns, None)
+        later = read_user_turns(columns, scan.rules.options)
+    except ValueError as error:
+        raise ConfigError(f"--prompts=digests: a row has no prompt to withhold: {error}") from error
     found = [message["content"] for message in messages if message["role"] == "user"]
     return tuple(text for text in (*found, *later) if text)
 

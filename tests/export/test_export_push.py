@@ -37,7 +37,7 @@ def hub(
         def do_HEAD(self) -> None:
             is_there = any(self.path.endswith(f"/{name}") for name in files)
             error = {} if is_there else {"X-Error-Code": "EntryNotFound"}
-            headers = {"etag": "1" * 40, "x-repo-commit": "1" * 40, **error}
+            headers: dict[str, Any] = {"etag": "1" * 40, "x-repo-commit": "1" * 40, **error}
             self.send(200 if is_there else 404, **headers)
 
         def _answer(self, body: bytes) -> Any:

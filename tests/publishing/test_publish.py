@@ -29,7 +29,7 @@ from tests.helpers.running import SCRIPTED, command, lines, run, write_rows
 KEY = "sk-ant-api03-" + "Zm9vYmFyYmF6" * 4
 
 
-def publish(folder: Path, *args: object, ok: bool = True, **options: object) -> str:
+def publish(folder: Path, *args: object, ok: bool = True, **options: Any) -> str:
     """Publish the run `r` of a folder into OUT; returns what the command said."""
     done = run(folder, "publish", folder / "r", folder / "OUT", *args, **options)
     assert (done.returncode == 0) is ok, done.stderr
@@ -139,6 +139,29 @@ def test_a_prompt_with_a_key_stops_it(tmp_path: Path) -> None:
     said = publish(tmp_path, format="openai", ok=False)
     refused(said, tmp_path, "prompts.jsonl, line 1: a secret")
     assert KEY not in said
+
+
+def test_the_home_of_root_counts_where_no_conversation_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have it, too, so rows may hold it."""
+    monkeypatch.setenv("HOME", "/root")
+    make_run(tmp_path, worked("It is /root/x"))
+    publish(tmp_path, format="openai")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("formats: [openai]\ncard: {prompt_source: from /root/x}\n")
+    said = publish(tmp_path, "--replace", recipe=recipe, ok=False)
+    assert "README.md, line" in said
+    assert "a path of this machine" in said
+
+
+def test_paths_that_the_config_names_count(tmp_path: Path) -> None:
+    make_run(tmp_path, worked("See /secret7/rewards.py"))
+    identity = json.loads((tmp_path / "r" / "run.json").read_text())
+    identity["config"]["reward"] = ["/secret7/rewards.py:late"]
+    (tmp_path / "r" / "run.json").write_text(json.dumps(identity))
+    said = publish(tmp_path, format="openai", ok=False)
+    refused(said, tmp_path, "openai/train.jsonl, line 1: a path of this machine")
 
 
 def test_a_text_can_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

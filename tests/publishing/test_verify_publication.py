@@ -26,7 +26,7 @@ def out(tmp_path: Path) -> Path:
     return place
 
 
-def verify(place: Path, *args: object, code: int, **options: object) -> str:
+def verify(place: Path, *args: object, code: int, **options: Any) -> str:
     done = run(place.parent, "verify", place, *args, **options)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -86,6 +86,22 @@ def test_names_what_is_missing_and_what_was_added(out: Path) -> None:
     assert "run.yaml: No such file" in said
     assert "openai/more.jsonl: not in the manifest" in said
     assert ".hidden: not in the manifest" in said
+
+
+def test_names_what_it_cannot_show(out: Path) -> None:
+    """A name of a file cannot forge a line, and one that is no UTF-8 is shown."""
+    (out / "a\nOUT: as published").write_text("")
+    Path(os.fsdecode(os.fsencode(out) + b"/\xff")).write_bytes(b"")
+    said = verify(out, code=6)
+    assert "\nOUT: as published" not in said
+    assert said.count("not in the manifest") == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
+def test_names_a_directory_that_cannot_be_read(out: Path) -> None:
+    (out / "openai").chmod(0)
+    assert "openai: Permission denied" in verify(out, code=6)
+    (out / "openai").chmod(0o700)
 
 
 def test_takes_what_a_download_from_the_hub_adds(out: Path) -> None:
@@ -221,7 +237,7 @@ def test_compares_the_rows_of_two(out: Path, tmp_path: Path) -> None:
     run(tmp_path, "publish", tmp_path / "again" / "r", tmp_path / "two", format="openai,parquet")
     assert "the same rows" in verify(out, code=0, same_as=tmp_path / "two")
     make_run(tmp_path / "again", worked(), worked("Another."))
-    options = {"format": "openai,parquet"}
+    options: dict[str, Any] = {"format": "openai,parquet"}
     run(tmp_path, "publish", tmp_path / "again" / "r", tmp_path / "two", "--replace", **options)
     said = verify(out, code=6, same_as=tmp_path / "two")
     assert "not the same: openai/train.jsonl: other rows" in said
