@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--sha256", metavar="HEX", help="A publication: the digest of its manifest.")
 @click.option(
+    "--given",
+    metavar="OPTIONS",
+    help="A publication: name what its job needs besides these options.",
+)
+@click.option(
     "--same_as",
     metavar="DIR",
     type=LocalPath(path_type=Path),
@@ -42,6 +47,7 @@ def verify(
     repair: bool,
     as_json: bool,
     sha256: str | None,
+    given: str | None,
     same_as: Path | None,
 ) -> None:
     """Check that RUN is complete and consistent; exit 6 if not.
@@ -54,7 +60,7 @@ def verify(
             if read_data or repair:
                 raise ConfigError("--read_data and --repair are for runs")
             is_whole = _verify_publication(
-                Path(run), sha256=sha256, same_as=same_as, as_json=as_json
+                Path(run), sha256=sha256, given=given, same_as=same_as, as_json=as_json
             )
         sys.exit(0 if is_whole else PROBLEMS)
     from batch_trajectories.api.results import write_results
@@ -62,8 +68,10 @@ def verify(
     from batch_trajectories.maintenance.upkeep import check
 
     with errors_as_exit_codes():
-        if sha256 is not None or same_as is not None:
-            raise ConfigError(f"{run}: no publication; --sha256 and --same_as are for these")
+        if (sha256, given, same_as) != (None, None, None):
+            raise ConfigError(
+                f"{run}: no publication; --sha256, --given and --same_as are for these"
+            )
         stored = open_run(run, output_dir, writes=repair)
         checked = check(
             stored.path,
@@ -78,32 +86,40 @@ def verify(
 
 
 def _verify_publication(
-    directory: Path, *, sha256: str | None, same_as: Path | None, as_json: bool
+    directory: Path,
+    *,
+    sha256: str | None,
+    given: str | None,
+    same_as: Path | None,
+    as_json: bool,
 ) -> bool:
     """Print what a received publication lacks; returns whether it is whole."""
     from batch_trajectories.publishing.verifying import (
         find_differences,
+        find_missing,
         find_problems,
         read_publication,
     )
 
     found = read_publication(directory)
     problems = [*find_problems(found, expected=sha256)]
+    missing = [] if given is None else [*find_missing(found, given)]
     differences: list[str] = []
     if same_as is not None:
         other = read_publication(same_as)
         problems += [f"{same_as}: {one}" for one in find_problems(other)]
         differences = [*find_differences(found, other)]
     if as_json:
-        facts = {"sha256": found.sha256, "problems": problems, "differences": differences}
+        facts: dict[str, Any] = {"sha256": found.sha256, "problems": problems}
+        facts |= {"differences": differences, "missing": missing}
         show(json.dumps(facts, indent=2))
     else:
         lines = [*problems, *(f"not the same: {one}" for one in differences)]
-        lines += [] if problems else [found.describe()]
-        if same_as is not None and not lines[:-1]:
+        if same_as is not None and not lines:
             lines.append(f"{same_as}: the same rows")
-        show("\n".join(lines))
-    return not problems and not differences
+        lines += [] if problems else [found.describe()]
+        show("\n".join([*lines, *missing]))
+    return not problems and not differences and not missing
 
 
 @click.command()

@@ -22,7 +22,7 @@ set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 work=${WORK:-$here.again}
 runner=${RUNNER:-batch-runner}
-$runner verify "$here"
+$runner verify "$here" --given="$*"
 mkdir -p -- "$work"
 cp -- "$here/recipe.yaml" "$work/recipe.yaml"
 $runner --config="$here/run.yaml" --output_dir="$work" "$@" || test $? -eq 1

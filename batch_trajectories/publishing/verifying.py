@@ -23,6 +23,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural, valid_utf8
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.basics.yaml_file import YamlFileError, read_yaml
+from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.source import HUB_PREFIX
 from batch_trajectories.engine.run_dir import versions_of
 from batch_trajectories.export.dataset.checking import find_wrong_sums
@@ -202,6 +203,14 @@ def find_problems(found: Publication, *, expected: str | None = None) -> Iterato
     for name, find in _SMALL_FILES.items():
         if name in whole:
             yield from find(found, found.directory / name)
+
+
+def find_missing(found: Publication, given: str) -> Iterator[str]:
+    """The options that the job needs and that are not `given`, the words of a command line."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in given.split()}
+    for need in found.manifest.publication.needs:
+        if need.name in RunConfig.model_fields and need.name not in names:
+            yield _on_one_line(f"give --{need.name}=...: {need.what}")
 
 
 def find_differences(found: Publication, other: Publication) -> Iterator[str]:

@@ -231,6 +231,15 @@ def test_a_recipe_that_acts_is_named(out: Path, function: str) -> None:
     assert "recipe.yaml: mask.function: " in verify(out, code=6)
 
 
+def test_names_the_options_that_a_start_lacks(out: Path) -> None:
+    """A stranger who forgets one would pay for another job."""
+    need = {"name": "base_url", "what": "the URL of a server"}
+    change_manifest(out, lambda manifest: manifest["publication"].update(needs=[need]))
+    assert "give --base_url=...: the URL of a server" in verify(out, code=6, given="--seed=1")
+    verify(out, code=0, given="--base-url=http://localhost:1/v1 --seed=1")
+    verify(out, code=0)
+
+
 def test_compares_the_rows_of_two(out: Path, tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     make_run(tmp_path / "again", worked(), worked("Other."))
