@@ -210,7 +210,7 @@ def _make(stored: StoredRun, recipe: Recipe, directory: Path, choices: Choices) 
     for name, file in published.files.items():
         replace_file(directory / name, file.read_bytes())
     replace_file(directory / RECIPE_FILE, to_yaml(stored_recipe))
-    needs = [*published.needs, *recipe_needs, *_later_needs(stored.path)]
+    needs = [*published.needs, *recipe_needs, *_later_needs(stored.path, recipe)]
     can_run = not any((stored.path / name).exists() for name in (IMPORTED, SESSIONS))
     if can_run:
         replace_file(directory / CONFIG_FILE, to_yaml(published.options))
@@ -245,8 +245,10 @@ def _copy_prompts(stored: StoredRun, target: Path) -> None:
         )
 
 
-def _later_needs(run_dir: Path) -> Iterator[Need]:
+def _later_needs(run_dir: Path, recipe: Recipe) -> Iterator[Need]:
     """Needs of what was done with the run after its end."""
+    if recipe.teacher is not None:
+        yield Need("score --teacher", f"log-probabilities of {recipe.teacher}")
     if (run_dir / SCORES_FILE).exists():
         yield Need("score", "rewards that were given after the run, or labels of reviewers")
     elif (run_dir / LABELS_FILE).exists():
