@@ -42,6 +42,7 @@ importing
 
 export
 api
+publishing
 scoring
 teacher
 recording

@@ -50,6 +50,7 @@ NOT_RUN_HERE = {
     "eval ": "tells a shell where completions come from",
     "_BATCH_RUNNER_COMPLETE=": "writes the completions of a shell",
     "mkdir ": "the shell's own",
+    "sh my_dataset/reproduce.sh": "`tests/program/test_wheel.py` runs it",
     "podman ": "needs images",
     "skopeo ": "needs a registry",
     "ray ": "starts a cluster",

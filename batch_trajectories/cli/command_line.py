@@ -49,6 +49,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
     },
     "Commands to export and check": {
         "export": "export.export",
+        "publish": "publish.publish",
         "check": "check.check",
         "score": "score.score",
         "verify": "verify.verify",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batch_trajectories.basics.console import show
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.command_line import LocalPath, PlacePath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.shared import (
     run_dir_argument,
     show_run,
 )
+from batch_trajectories.records.names import MANIFEST_FILE, RUN_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -25,16 +28,50 @@ if TYPE_CHECKING:
 @click.option("--read_data", is_flag=True, help="Also rebuild the training files and compare them.")
 @click.option("--repair", is_flag=True, help="Set unreadable data aside and rebuild derived files.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: bool) -> None:
+@click.option("--sha256", metavar="HEX", help="A publication: the digest of its manifest.")
+@click.option(
+    "--given",
+    metavar="OPTIONS",
+    help="A publication: name what its job needs besides these options.",
+)
+@click.option(
+    "--same_as",
+    metavar="DIR",
+    type=LocalPath(path_type=Path),
+    help="A publication: compare its rows with those of another one.",
+)
+def verify(
+    run: str,
+    output_dir: Path,
+    read_data: bool,
+    repair: bool,
+    as_json: bool,
+    sha256: str | None,
+    given: str | None,
+    same_as: Path | None,
+) -> None:
     """Check that RUN is complete and consistent; exit 6 if not.
 
-    Read-only unless --repair is given. The run must not be in progress.
+    Read-only unless --repair is given. The run must not be in progress. RUN can be a directory that
+    `publish` has written: then it is compared with its manifest.
     """
+    if (Path(run) / MANIFEST_FILE).exists() and not (Path(run) / RUN_FILE).exists():
+        with errors_as_exit_codes():
+            if read_data or repair:
+                raise ConfigError("--read_data and --repair are for runs")
+            is_whole = _verify_publication(
+                Path(run), sha256=sha256, given=given, same_as=same_as, as_json=as_json
+            )
+        sys.exit(0 if is_whole else PROBLEMS)
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.maintenance.upkeep import check
 
     with errors_as_exit_codes():
+        if (sha256, given, same_as) != (None, None, None):
+            raise ConfigError(
+                f"{run}: no publication; --sha256, --given and --same_as are for these"
+            )
         stored = open_run(run, output_dir, writes=repair)
         checked = check(
             stored.path,
@@ -46,6 +83,43 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
         )
     show(checked.as_json() if as_json else checked.describe())
     sys.exit(PROBLEMS if checked.left else 0)
+
+
+def _verify_publication(
+    directory: Path,
+    *,
+    sha256: str | None,
+    given: str | None,
+    same_as: Path | None,
+    as_json: bool,
+) -> bool:
+    """Print what a received publication lacks; returns whether it is whole."""
+    from batch_trajectories.publishing.verifying import (
+        find_differences,
+        find_missing,
+        find_problems,
+        read_publication,
+    )
+
+    found = read_publication(directory)
+    problems = [*find_problems(found, expected=sha256)]
+    missing = [] if given is None else [*find_missing(found, given)]
+    differences: list[str] = []
+    if same_as is not None:
+        other = read_publication(same_as)
+        problems += [f"{same_as}: {one}" for one in find_problems(other)]
+        differences = [*find_differences(found, other)]
+    if as_json:
+        facts: dict[str, Any] = {"sha256": found.sha256, "problems": problems}
+        facts |= {"differences": differences, "missing": missing}
+        show(json.dumps(facts, indent=2))
+    else:
+        lines = [*problems, *(f"not the same: {one}" for one in differences)]
+        if same_as is not None and not lines:
+            lines.append(f"{same_as}: the same rows")
+        lines += [] if problems else [found.describe()]
+        show("\n".join([*lines, *missing]))
+    return not problems and not differences and not missing
 
 
 @click.command()
@@ -113,7 +187,6 @@ def merge(
 
 def _refuse_strange_rows(stored: StoredRun) -> None:
     """Raise `ConfigError` if a received run says by which files of this machine rows are read."""
-    from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.engine.origin import harmless_options, received
 
     if stored.is_own:

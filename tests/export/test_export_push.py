@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ pytest.importorskip("huggingface_hub")
 
 
 @contextmanager
-def hub(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """The address of a hub, and what it was sent: paths and bodies."""
+def hub(
+    *, status: int = 200, files: Sequence[str] = ()
+) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """The address of a hub whose repository has `files`, and what it was sent: paths and bodies."""
     received: list[tuple[str, bytes]] = []
 
     class Hub(Handler):
@@ -32,7 +34,15 @@ def hub(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 
         do_POST = do_GET
 
-        def _answer(self, body: bytes) -> dict[str, Any]:
+        def do_HEAD(self) -> None:
+            is_there = any(self.path.endswith(f"/{name}") for name in files)
+            error = {} if is_there else {"X-Error-Code": "EntryNotFound"}
+            headers: dict[str, Any] = {"etag": "1" * 40, "x-repo-commit": "1" * 40, **error}
+            self.send(200 if is_there else 404, **headers)
+
+        def _answer(self, body: bytes) -> Any:
+            if "/tree/" in self.path:
+                return [{"type": "file", "path": f, "oid": "1" * 40, "size": 1} for f in files]
             if "preupload" in self.path:
                 told = {"uploadMode": "regular", "shouldIgnore": False}
                 return {"files": [{"path": f["path"], **told} for f in json.loads(body)["files"]]}

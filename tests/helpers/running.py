@@ -143,6 +143,7 @@ _WITHOUT_WORKERS = (
     "look",
     "merge",
     "pause",
+    "publish",
     "report",
     "retry",
     "score",

@@ -65,6 +65,7 @@ _TURNED_ON = (
             "importing",
             "maintenance",
             "mirror",
+            "publishing",
             "recording",
             "report",
             "view",

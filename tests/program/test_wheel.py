@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.running import ROOT, ids
+from tests.helpers.running import ROOT, ids, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -123,3 +123,54 @@ def test_it_says_how_to_install_what_is_missing(python: Path) -> None:
     code = "from batch_trajectories.basics import errors; print(errors.install_command('live'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
     assert done.stdout == "pip install 'batch-trajectories[live]'\n"
+
+
+def test_a_stranger_makes_a_published_dataset_again(python: Path, tmp_path: Path) -> None:
+    """Another environment, directory, user and home: the scripted model gives the same bytes."""
+    publisher, stranger = tmp_path / "publisher", tmp_path / "stranger"
+    for folder in (publisher, stranger / "home"):
+        folder.mkdir(parents=True)
+    note = {"name": "write_file", "arguments": {"path": "note", "content": "six times seven"}}
+    rows = [
+        {
+            "id": f"q{number}",
+            "prompt": f"Question {number}: what is 6 times {number}?",
+            "expected": str(6 * number),
+            "script": [{"tool_calls": [note]}, {"content": f"<think>easy</think>{6 * number}"}],
+        }
+        for number in range(40)
+    ]
+    write_rows(publisher / "mine.jsonl", *rows)
+    (publisher / "often.yaml").write_text("{file: 100, python: 50}\n")
+    (publisher / "recipe.yaml").write_text(
+        "formats: [openai, hermes, dpo, parquet]\nsplits: {train: 0.8, test: 0.2}\n"
+        "sort: random\nseed: 3\ncard: {license: mit}\n"
+    )
+    options = ["--model=scripted", "--dataset_file=mine.jsonl", "--run_name=first", "--seed=11"]
+    options += ["--distribution=often.yaml", "--num_samples=2", "--check_expected"]
+    options += ["--system_prompt=Be brief.", "--num_workers=2"]
+    here = {**os.environ, "HOME": str(publisher), "USER": "marlene7", "LOGNAME": "marlene7"}
+    for args in (options, ["publish", "first", "OUT", "--recipe=recipe.yaml"]):
+        line = [sys.executable, str(ROOT / "batch_runner.py"), *args]
+        done = subprocess.run(line, cwd=publisher, env=here, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr.decode()
+    (publisher / "OUT").rename(stranger / "OUT")
+    shutil.rmtree(publisher)
+    text = b"".join(path.read_bytes() for path in (stranger / "OUT").rglob("*") if path.is_file())
+    assert b"marlene7" not in text
+    assert str(publisher).encode() not in text
+
+    home = stranger / "home"
+    there = {"HOME": str(home), "USER": "piet", "LOGNAME": "piet", "PATH": os.environ["PATH"]}
+    there |= {"RUNNER": str(python.with_name("batch-runner")), "WORK": str(home / "work")}
+    line = ["sh", str(stranger / "OUT" / "reproduce.sh"), "--num_workers=3"]
+    done = subprocess.run(line, cwd=home, env=there, capture_output=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    assert b"the same rows" in done.stdout
+    manifest = json.loads((stranger / "OUT" / "manifest.json").read_text())
+    paths = [file["path"] for part in manifest["formats"] for file in part["files"]]
+    assert len(paths) == 8
+    for path in [*paths, "prompts.jsonl", "run.yaml", "recipe.yaml"]:
+        again = (home / "work" / "published" / path).read_bytes()
+        if path != "run.yaml":
+            assert again == (stranger / "OUT" / path).read_bytes(), path

@@ -49,7 +49,7 @@ def find_problems(source: Source, directory: Path, *, trusted: bool = False) -> 
     if manifest.get("unfinished"):
         yield "an export into this directory was interrupted; export again"
         return
-    yield from _sums(manifest)
+    yield from find_wrong_sums(manifest)
     files = {file["path"]: file for file in listed_files(manifest)}
     for path, file in files.items():
         yield from _file(directory, path, file)
@@ -99,7 +99,7 @@ def _earlier_differences(source: Source, manifest: Mapping[str, Any]) -> Iterato
                 )
 
 
-def _sums(manifest: Mapping[str, Any]) -> Iterator[str]:
+def find_wrong_sums(manifest: Mapping[str, Any]) -> Iterator[str]:
     if (total := sum(manifest[key] for key in _SUMS)) != manifest["tasks"]:
         yield f"{' + '.join(_SUMS)} = {total}, but there are {manifest['tasks']} tasks"
     for part in manifest["formats"]:

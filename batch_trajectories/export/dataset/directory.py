@@ -393,10 +393,14 @@ def plan_upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
+def upload(
+    directory: Path, repo: str, manifest: Mapping[str, Any], *, replaces: bool | None = None
+) -> str:
     """Send a dataset to a repository, made private if it is new; returns its address.
 
-    Raises `EnvironmentStop` if the hub refuses or cannot be reached.
+    `replaces`: whether it takes the place of the dataset that is there, whose other files are
+    removed; False: such a dataset is an error; None: files are added to what is there. Raises
+    `ConfigError`, and `EnvironmentStop` if the hub refuses or cannot be reached.
     """
     import httpx2
     from huggingface_hub import HfApi
@@ -405,11 +409,14 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     api = HfApi()
     try:
         api.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
+        if replaces is False and api.file_exists(repo, MANIFEST_FILE, repo_type="dataset"):
+            raise ConfigError(f"{repo}: there is a dataset already; add --replace")
         done = api.upload_folder(
             repo_id=repo,
             repo_type="dataset",
             folder_path=directory,
             allow_patterns=_upload_paths(directory, manifest),
+            delete_patterns="*" if replaces else None,
             commit_message=f"Dataset of run {name_of(manifest)}",
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:

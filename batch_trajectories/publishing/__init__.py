@@ -1,0 +1,1 @@
+"""Publications: a dataset with all that somebody else needs to make it again."""

@@ -1,0 +1,1 @@
+"""Tests of publishing/: what is published, and whether a copy of it is whole."""
