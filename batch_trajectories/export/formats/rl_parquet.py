@@ -1,7 +1,8 @@
-"""The rows of rl as Parquet, with ids and log-probabilities as arrays of 32-bit numbers.
+"""Rows of rl as Parquet, whose ids and log-probabilities are arrays.
 
-Columns whose keys differ from row to row (`split`, `rewards`, `turn_rewards`, `sampling`) hold JSON
-text. All columns are always there; those that were not asked for are null.
+The arrays have numbers of 32 bits. Columns whose keys differ from row to row (`split`, `rewards`,
+`turn_rewards`, `sampling`) hold JSON text. All columns are always there; those that were not asked
+for are null.
 """
 
 from __future__ import annotations
