@@ -428,8 +428,9 @@ class TestManifest:
     def test_every_task_is_somewhere(self, tmp_path: Path) -> None:
         records = [worked(), worked(), EARLY, FAILED, said("</think>")]
         source = make_run(tmp_path, *records, pending=2, more="not json\n")
-        recipe = {"formats": "hermes,openai,llamafactory", "filters": {"status": "any"}}
-        directory, manifest = exported(source, **recipe)
+        directory, manifest = exported(
+            source, formats="hermes,openai,llamafactory", filters={"status": "any"}
+        )
         keys = ("discarded", "failed", "pending", "rejected", "selected")
         assert [manifest[key] for key in keys] == [1, 0, 2, 3, 2]
         assert sum(manifest[key] for key in keys) == manifest["tasks"] == 8
@@ -1026,8 +1027,14 @@ class TestCommand:
             tmp_path / "p.jsonl", *({"id": n, "prompt": "Say 1.", "expected": n} for n in "12")
         )
         (tmp_path / "script.json").write_text(json.dumps([{"content": "1"}]))
-        flags = {"dataset_file": "p.jsonl", "run_name": "r", "script_file": "script.json"}
-        begun = run(tmp_path, "--check_expected", model="scripted", **flags)
+        begun = run(
+            tmp_path,
+            "--check_expected",
+            model="scripted",
+            dataset_file="p.jsonl",
+            run_name="r",
+            script_file="script.json",
+        )
         assert begun.returncode == 0, begun.stderr
         training = tmp_path / "trajectories" / "r.jsonl"
         done = run(tmp_path, "export", "r", "--require_passed")

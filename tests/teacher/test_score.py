@@ -157,8 +157,9 @@ def test_figures_skip_masked_turns_and_parquet_has_arrays(tmp_path: Path) -> Non
     with teaching() as teacher:
         assert score(tmp_path, teacher, top_logprobs=2).returncode == 0
     unmasked = [len(floats(row["teacher_logprobs"])) for row in rl_rows(source)[0]]
-    recipe = {"teacher": NAME, "teacher_top": 2, "mask": {"failed_call": True}}
-    directory, _ = exported(source, formats="rl,rl_parquet", **recipe)
+    directory, _ = exported(
+        source, formats="rl,rl_parquet", teacher=NAME, teacher_top=2, mask={"failed_call": True}
+    )
     found = lines(directory / "rl" / "train.jsonl")
     table = pq.read_table(directory / "rl_parquet" / "train.parquet")
     types = {name: str(table.schema.field(name).type) for name in table.schema.names}
