@@ -128,13 +128,14 @@ def _check_shape(message: Any) -> None:
     kind, known = message[key], _FIELDS[key]
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"its {key} is {kind!r}; known: {', '.join(known)}")
+    required = known[kind]
     optional = {"ts": str, **_OPTIONAL.get(kind, {})}
-    for field, kind_of_value in {**known[kind], **optional}.items():
+    for field, value_type in {**required, **optional}.items():
         if field not in message and field not in optional:
             raise ValueError(f"its {field!r} is missing")
-        if field in message and not isinstance(message[field], kind_of_value):
-            raise ValueError(f"its {field!r} must be {_TYPE_NAMES[kind_of_value]}")
-    if unknown := message.keys() - {key, *known[kind], *optional}:
+        if field in message and not isinstance(message[field], value_type):
+            raise ValueError(f"its {field!r} must be {_TYPE_NAMES[value_type]}")
+    if unknown := message.keys() - {key, *required, *optional}:
         raise ValueError(f"it has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
     for field, value in message.items():
         if not _is_json(value):
@@ -159,9 +160,9 @@ def check_messages(flat: Sequence[FlatMessage]) -> None:
     The system message must be the first, a result must be for an open call, call ids must be
     unique, and only the missing results may follow the first result of a turn.
     """
-    waiting: set[str] = set()
+    open_calls: set[str] = set()
     ids: set[str] = set()
-    before = None
+    previous_kind = None
     for n, item in enumerate(flat):
         where = f"message {n} of the session"
         try:
@@ -172,19 +173,21 @@ def check_messages(flat: Sequence[FlatMessage]) -> None:
         if item.get("role") == "system" and n:
             raise ValueError(f"{where}: the only system message must be the first message")
         if kind == "tool_result":
-            if item["id"] not in waiting:
+            if item["id"] not in open_calls:
                 raise ValueError(f"{where}: a tool result without an open call")
-            waiting.remove(item["id"])
-        elif waiting and (
-            before == "tool_result" or not is_assistant_item(item) or is_foreign(item)
-        ):
-            raise ValueError(f"{where}: the calls {sorted(waiting)} before it have no result")
+            open_calls.remove(item["id"])
+        elif open_calls:
+            continues_turn = is_assistant_item(item) and not is_foreign(item)
+            if previous_kind == "tool_result" or not continues_turn:
+                raise ValueError(
+                    f"{where}: the calls {sorted(open_calls)} before it have no result"
+                )
         if kind == "tool_call":
             if item["id"] in ids:
                 raise ValueError(f"{where}: an earlier call has the id {item['id']!r}, too")
             ids.add(item["id"])
-            waiting.add(item["id"])
-        before = kind
+            open_calls.add(item["id"])
+        previous_kind = kind
 
 
 def is_assistant_item(item: Mapping[str, Any]) -> bool:
@@ -312,6 +315,7 @@ def _split_by_api(run: Iterable[FlatMessage]) -> list[list[FlatMessage]]:
 
 def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
     """One message; or two, if blocks of another API precede items that their API cannot have."""
+    # Blocks of another API stand first; see `_split_by_api`.
     untimed = [{k: v for k, v in item.items() if k != "ts"} for item in part]
     foreign = [item for item in untimed if is_foreign(item)]
     others = untimed[len(foreign) :]
@@ -328,8 +332,8 @@ def _assistant_messages(part: Sequence[FlatMessage]) -> list[Message]:
         message["provider_blocks"] = ProviderBlocks(api=verbatim["api"], blocks=rest)
     if _items(message) == untimed:
         return [message]
-    lead = Message(role="assistant", content="", provider_blocks=verbatim)
-    return [lead, *_assistant_messages(others)]
+    foreign_message = Message(role="assistant", content="", provider_blocks=verbatim)
+    return [foreign_message, *_assistant_messages(others)]
 
 
 def _restore_calls(message: Message, block: Mapping[str, Any]) -> bool:
@@ -577,12 +581,12 @@ def _make_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., A
         name=name,
         description=schema.get("description", ""),
         parameters=dict(schema.get("input_schema", {})),
-        function=lambda context, **arguments: _result(handler(**arguments)),
+        function=lambda context, **arguments: _mark_json(handler(**arguments)),
         arguments_model=None,
     )
 
 
-def _result(returned: Any) -> ToolResult:
+def _mark_json(returned: Any) -> ToolResult:
     """The result of a handler; an output that is not a text is marked, and stays a JSON value."""
     result = as_result(returned)
     return result if isinstance(returned, str) else replace(result, details={JSON_OUTPUT: True})
@@ -590,6 +594,7 @@ def _result(returned: Any) -> ToolResult:
 
 def _times(trajectory: Trajectory) -> list[float | None]:
     """The times of all messages after the opening, in epoch seconds."""
+    # By the names of their kinds, a reply comes before the results of its calls.
     events = sorted(
         (*trajectory.replies, *trajectory.results), key=lambda event: (event["turn"], event["kind"])
     )
