@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     return getattr(batch_trajectories, name)
 
 
-def _underscored(name: str) -> str:
+def _use_underscores(name: str) -> str:
     """Treat dashes as underscores in names of options and commands."""
     return name.replace("-", "_")
 
@@ -49,7 +49,7 @@ def _underscored(name: str) -> str:
 @click.group(
     cls=Commands,
     epilog=EXAMPLES,
-    context_settings={"token_normalize_func": _underscored, "max_content_width": 100},
+    context_settings={"token_normalize_func": _use_underscores, "max_content_width": 100},
 )
 @click.version_option(package_name="batch-trajectories", prog_name="batch_runner")
 def main() -> None:

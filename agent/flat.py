@@ -443,12 +443,12 @@ def _make_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., A
         name=name,
         description=schema.get("description", ""),
         parameters=dict(schema.get("input_schema", {})),
-        function=lambda context, **arguments: _result(handler(**arguments)),
+        function=lambda context, **arguments: _mark_json(handler(**arguments)),
         arguments_model=None,
     )
 
 
-def _result(returned: Any) -> ToolResult:
+def _mark_json(returned: Any) -> ToolResult:
     """The result of a handler; an output that is not a text is marked, and stays a JSON value."""
     result = as_result(returned)
     return result if isinstance(returned, str) else replace(result, details={_JSON_OUTPUT: True})

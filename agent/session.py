@@ -32,7 +32,7 @@ from agent.models.model import ModelSettings, StreamHandler
 from agent.models.scripted import ScriptedTurn
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
-from agent.setup import AgentServices, Setup, key_for, replies_played, schemas_for
+from agent.setup import AgentServices, Setup, find_key, list_schemas, replies_played
 from agent.state.events import note_event
 from agent.state.history import complete_history
 from agent.state.trajectory import Journal, Trajectory
@@ -241,7 +241,7 @@ class AgentSession:
 
     def schemas(self) -> list[dict[str, Any]]:
         """The tools on offer, in OpenAI form."""
-        return [dict(schema) for schema in schemas_for(self._setup.common, self._setup.options)]
+        return [dict(schema) for schema in list_schemas(self._setup.common, self._setup.options)]
 
     def _opening(self, text: str) -> list[Message]:
         opening = list(self.messages)
@@ -278,7 +278,7 @@ class AgentSession:
             stack.push_async_callback(context.close, remove=False)
             journal = self._open_journal(stack)
             pool = ModelPool(
-                key_of=lambda model: key_for(model, setup.settings, setup.api_key),
+                key_of=lambda model: find_key(model, setup.settings, setup.api_key),
                 on_retry=lambda _, retry: setup.on_retry(retry),
             )
             stack.push_async_callback(pool.close)

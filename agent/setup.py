@@ -184,7 +184,7 @@ def _own_model(
     elif agent.script is not None and caller.api == SCRIPTED:
         settings = caller
     if settings is not None:
-        key_for(settings, caller, api_key)
+        find_key(settings, caller, api_key)
         # A simulated user's script may be given per row, so a missing one is no error here.
         if settings.api == SCRIPTED and (agent.script is not None or isinstance(agent, Subagent)):
             try:
@@ -194,7 +194,7 @@ def _own_model(
     return settings
 
 
-def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
+def find_key(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
     """The key of a model's endpoint.
 
     It is `api_key` at the caller's endpoint. At others, and if `api_key` is None, it comes from the
@@ -211,7 +211,7 @@ def _load_hook(place: str) -> Approve:
     return import_function(place, "approve")
 
 
-def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
+def list_schemas(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     """The schemas of everything that the model of a conversation can call."""
     schemas: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
     if options.subagents:
@@ -230,14 +230,14 @@ def inner_schemas(setup: Setup, options: AgentOptions, name: str) -> list[Mappin
     if name == PREPARATION:
         toolsets = options.preparation_toolsets
         inner = setup if toolsets is None else setup.select_toolsets(toolsets)
-        return schemas_for(inner, options.model_copy(update={"completion_tools": False}))
+        return list_schemas(inner, options.model_copy(update={"completion_tools": False}))
     if name not in setup.subagents:
         return None
     called = next(agent.subagents for agent in options.subagents if agent.name == name)
     inner = replace(setup, tools=setup.subagents[name].tools)
     known = tuple(agent for agent in options.subagents if agent.name in called)
     inner_options = inherit_options(options, max_turns=1).model_copy(update={"subagents": known})
-    return schemas_for(inner, inner_options)
+    return list_schemas(inner, inner_options)
 
 
 @dataclass(frozen=True, slots=True)

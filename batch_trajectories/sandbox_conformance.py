@@ -37,10 +37,10 @@ from toolsets.workspace.workspace import Workspace
 PATIENCE_S = 60.0
 """The longest wait for anything; only what is broken takes as long."""
 
-BEAT = "while :; do echo x >> beat; sleep 0.01; done"
+WRITE_BEATS = "while :; do echo x >> beat; sleep 0.01; done"
 """A command whose process shows in the workspace that it lives."""
 _STILL_S = 0.3
-_BEATS = "until [ -s beat ]; do sleep 0.01; done"
+_WAIT_BEAT = "until [ -s beat ]; do sleep 0.01; done"
 _CANARY = "canary-7f3a"
 
 Result = TypeVar("Result")
@@ -92,7 +92,7 @@ class Box:
         """Run a script in a sandbox of its own."""
         return self.run("sh", "-c", script, limits=limits)
 
-    def in_process(self, act: str) -> list[str]:
+    def process_command(self, act: str) -> list[str]:
         """The command of another process that does `act`, code about a `box` like this one."""
         source = f"""
 import asyncio, pathlib
@@ -269,8 +269,10 @@ class TestLimits:
 
     def test_all_of_a_command_dies_at_its_deadline(self, box: Box) -> None:
         """It ignores signals, and has children in sessions of their own."""
-        children = f"(setsid sh -c '{BEAT}' &) ; (nohup sh -c '{BEAT}' >/dev/null 2>&1 &)"
-        script = f"trap '' TERM INT HUP; echo up; {children}; {BEAT}"
+        children = (
+            f"(setsid sh -c '{WRITE_BEATS}' &) ; (nohup sh -c '{WRITE_BEATS}' >/dev/null 2>&1 &)"
+        )
+        script = f"trap '' TERM INT HUP; echo up; {children}; {WRITE_BEATS}"
         result = cut_off(
             lambda timeout_s: box.run("sh", "-c", script, timeout_s=timeout_s),
             lambda _: box.beat.exists(),
@@ -287,10 +289,10 @@ class TestEnds:
 
     def test_a_child_ends_with_its_command_and_does_not_hold_up_the_result(self, box: Box) -> None:
         """Whether it keeps the pipe open or has made itself a daemon."""
-        children = f"( {BEAT} ) & setsid nohup sh -c '{BEAT}' >/dev/null 2>&1 &"
+        children = f"( {WRITE_BEATS} ) & setsid nohup sh -c '{WRITE_BEATS}' >/dev/null 2>&1 &"
 
         async def act(one: Sandbox) -> ExecResult:
-            result = await one.exec(["sh", "-c", f"{children} {_BEATS}; echo done"])
+            result = await one.exec(["sh", "-c", f"{children} {_WAIT_BEAT}; echo done"])
             assert await asyncio.to_thread(box.is_still)
             return result
 
@@ -299,7 +301,7 @@ class TestEnds:
 
     def test_cancelling_the_caller_kills_the_command(self, box: Box) -> None:
         async def act(one: Sandbox) -> None:
-            task = asyncio.create_task(one.exec(["sh", "-c", f"( {BEAT} ) & wait"]))
+            task = asyncio.create_task(one.exec(["sh", "-c", f"( {WRITE_BEATS} ) & wait"]))
             while not box.beat.exists():
                 await asyncio.sleep(0.01)
             task.cancel()
@@ -311,7 +313,7 @@ class TestEnds:
 
     def test_stopping_ends_all_that_runs(self, box: Box) -> None:
         async def act(one: Sandbox) -> None:
-            await one.run("shell", f"(setsid sh -c '{BEAT}' &); {_BEATS}")
+            await one.run("shell", f"(setsid sh -c '{WRITE_BEATS}' &); {_WAIT_BEAT}")
 
         box.use(act)
         assert box.is_still()
@@ -321,8 +323,10 @@ class TestEnds:
         assert not box.root.exists(), "a sandbox starts with its first call"
 
     def test_commands_die_with_a_worker_that_is_killed(self, box: Box) -> None:
-        act = f"async def main(): await box.make().run('shell', {BEAT!r})\nasyncio.run(main())"
-        process = subprocess.Popen(box.in_process(act), env=_with_path())
+        act = (
+            f"async def main(): await box.make().run('shell', {WRITE_BEATS!r})\nasyncio.run(main())"
+        )
+        process = subprocess.Popen(box.process_command(act), env=_child_environment())
         give_up = time.monotonic() + PATIENCE_S
         while not box.beat.exists() and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -362,8 +366,8 @@ class TestSessions:
     def test_the_background_prints_into_a_file_and_runs_on(self, box: Box) -> None:
         async def act(one: Sandbox) -> None:
             file = f"{one.home}/log"
-            await one.run("shell", f"echo up; {BEAT}", output_file=file)
-            assert (await one.run("shell", f"{_BEATS}; cat log")).stdout == "up\n"
+            await one.run("shell", f"echo up; {WRITE_BEATS}", output_file=file)
+            assert (await one.run("shell", f"{_WAIT_BEAT}; cat log")).stdout == "up\n"
 
         box.use(act)
         assert box.is_still()
@@ -397,7 +401,7 @@ class TestIsolation:
         monkeypatch.setenv("API_KEY", _CANARY)
         act = "print(box.sh('echo seen; cat /proc/*/environ /proc/*/cmdline').stdout)"
         done = subprocess.run(
-            isolated.in_process(act), env=_with_path(), capture_output=True, check=True
+            isolated.process_command(act), env=_child_environment(), capture_output=True, check=True
         )
         assert b"seen" in done.stdout
         assert _CANARY.encode() not in done.stdout
@@ -444,6 +448,6 @@ class TestIsolation:
         assert "open" not in isolated.sh(script).stdout
 
 
-def _with_path() -> dict[str, str]:
+def _child_environment() -> dict[str, str]:
     """The environment for another process that imports what this one can."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -269,7 +269,7 @@ def arguments_model(
 def make_schema(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
     """Return the JSON Schema of a model of arguments; raises `TypeError` if it has none."""
     try:
-        return _without_titles(model.model_json_schema(by_alias=True))
+        return _remove_titles(model.model_json_schema(by_alias=True))
     except PydanticUserError as error:
         raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
 
@@ -299,20 +299,20 @@ def _takes_context(hints: Mapping[str, Any]) -> bool:
     return next(iter(hints.values()), None) is ToolContext
 
 
-def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+def _remove_titles(schema: dict[str, Any]) -> dict[str, Any]:
     """Drop the titles that pydantic adds, but keep a property called "title"."""
     cleaned: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "title" and isinstance(value, str):
             continue
         if key in ("properties", "$defs") and isinstance(value, dict):
-            cleaned[key] = {name: _without_titles(inner) for name, inner in value.items()}
+            cleaned[key] = {name: _remove_titles(inner) for name, inner in value.items()}
         elif key in ("default", "const", "enum", "examples"):
             cleaned[key] = value
         elif isinstance(value, dict):
-            cleaned[key] = _without_titles(value)
+            cleaned[key] = _remove_titles(value)
         elif isinstance(value, list):
-            cleaned[key] = [_without_titles(v) if isinstance(v, dict) else v for v in value]
+            cleaned[key] = [_remove_titles(v) if isinstance(v, dict) else v for v in value]
         else:
             cleaned[key] = value
     return cleaned

@@ -46,7 +46,7 @@ Form = Literal["mcpServers", "codex"]
 Server = Mapping[str, Any]
 
 
-def with_servers(text: str, form: Form, servers: Sequence[Server]) -> str:
+def add_servers(text: str, form: Form, servers: Sequence[Server]) -> str:
     """Add MCP servers to the text of a file. Raises `ValueError` if the form does not allow it."""
     return _WRITERS[form](text, servers)
 
@@ -71,17 +71,17 @@ def _as_toml(text: str, servers: Sequence[Server]) -> str:
     for server in servers:
         if server["transport"] == "sse":
             raise ValueError(f"MCP server {server['name']!r}: codex does not know `sse`")
-        lines = [f"[mcp_servers.{_quoted(server['name'])}]"]
+        lines = [f"[mcp_servers.{_quote_toml(server['name'])}]"]
         if server["transport"] == "stdio":
-            arguments = ", ".join(map(_quoted, server["args"]))
-            lines += [f"command = {_quoted(server['command'])}", f"args = [{arguments}]"]
+            arguments = ", ".join(map(_quote_toml, server["args"]))
+            lines += [f"command = {_quote_toml(server['command'])}", f"args = [{arguments}]"]
         else:
-            lines.append(f"url = {_quoted(server['url'])}")
+            lines.append(f"url = {_quote_toml(server['url'])}")
         tables.append("\n".join(lines))
     return "\n\n".join(tables) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote_toml(text: str) -> str:
     """Write a basic string of TOML, which knows the escapes of JSON."""
     return exact_json.dumps(text).decode().replace("\x7f", "\\u007f")
 
@@ -291,7 +291,7 @@ class CommandAgent(BaseModel):
                 "them (`mcp`)"
             )
         path = agent.mcp.file
-        text = with_servers(agent.files.get(path, ""), agent.mcp.form, servers)
+        text = add_servers(agent.files.get(path, ""), agent.mcp.form, servers)
         changed = agent.model_copy(update={"files": {**agent.files, path: text}})
         return changed.with_version(agent.found_version)
 

@@ -20,10 +20,10 @@ from agent.wires.base import Wire
 from agent.wires.wire import WireError
 from batch_trajectories.basics.exact_json import objects_among
 
-MOST_PER_PICTURE = 16_384
+MAX_PICTURE_TOKENS = 16_384
 """Upper bound of the tokens of one picture for OpenAI (10,000 patches), Gemini and open servers."""
 
-_MOST_PER_PICTURE = {
+_MODEL_PICTURE_TOKENS = {
     # 2,833 tokens and 5,667 for each of at most 8 tiles.
     re.compile(r"4o-mini"): 50_000,
     # 4,784 at the highest resolution.
@@ -31,7 +31,7 @@ _MOST_PER_PICTURE = {
 }
 """Bounds for models whose names match, from the providers' documentation."""
 
-_LIKELY_PER_PICTURE = 1_500
+_LIKELY_PICTURE_TOKENS = 1_500
 
 _TEXTS = frozenset(
     {
@@ -54,6 +54,9 @@ _TEXTS = frozenset(
 )
 """Types of content parts whose tokens are in the body."""
 
+_NO_TYPE = str(None)
+"""The type of a part or an item that states none."""
+
 _PICTURES = frozenset({"image", "image_url", "input_image", "output_image", "computer_screenshot"})
 
 _ITEMS = frozenset(
@@ -67,12 +70,12 @@ _ITEMS = frozenset(
         "apply_patch_call",
         "compaction",
         "compaction_summary",
-        "None",
+        _NO_TYPE,
     }
 )
 """Types of items of the Responses API whose tokens are in the body."""
 
-_OWN_TOOLS = ("function", "custom", "local_shell", "apply_patch", "computer")
+_AGENT_TOOLS = ("function", "custom", "local_shell", "apply_patch", "computer")
 """Beginnings of the types of tools of the Responses API that the agent runs."""
 
 _SEARCHES = re.compile(r"search-preview|search-api|deep-research|:online$|(^|/)(compound|sonar)")
@@ -80,9 +83,9 @@ _SEARCHES = re.compile(r"search-preview|search-api|deep-research|:online$|(^|/)(
 
 _USUAL_TIERS = (None, "auto", "default", "flex", "scale", "standard", "standard_only")
 
-_IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
+_GEMINI_MEDIA_KEYS = ("inlineData", "inline_data", "fileData", "file_data")
 
-_OF_GEMINI = frozenset(
+_GEMINI_TEXT_KEYS = frozenset(
     {
         "text",
         "thought",
@@ -101,7 +104,7 @@ _POINTERS = re.compile(
 )
 """Names of fields that some servers read pictures and files from."""
 
-_OF_MESSAGES = frozenset({"audio", "content"})
+_CHECKED_MESSAGE_FIELDS = frozenset({"audio", "content"})
 """Fields of messages that have checks of their own."""
 
 _OTHER_COSTS = {
@@ -144,9 +147,9 @@ def check_pointed(
     wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
 ) -> None:
     """Raise `WireError` if a body points at something whose tokens or cost are unknown."""
-    pointing = _BodyScan(wire, body, settings, replies)
-    if pointing.unknown:
-        place, what = pointing.unknown[0]
+    scan = _BodyScan(wire, body, settings, replies)
+    if scan.unknown:
+        place, what = scan.unknown[0]
         raise WireError(
             f"{place}: {what}: what this costs is not known beforehand, so the budget of the run "
             "cannot be kept; send it whole, as texts and pictures, or run without a budget"
@@ -160,12 +163,12 @@ class _BodyScan:
         self, wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
     ) -> None:
         self._replies = replies
-        self._picture = next(
-            (most for name, most in _MOST_PER_PICTURE.items() if name.search(settings.name)),
-            MOST_PER_PICTURE,
+        self._max_picture_tokens = next(
+            (most for name, most in _MODEL_PICTURE_TOKENS.items() if name.search(settings.name)),
+            MAX_PICTURE_TOKENS,
         )
-        self._pictures = 0
-        self._followed = 0
+        self._picture_count = 0
+        self._followed_tokens = 0
         self.unknown: list[tuple[str, str]] = []
         """The fields with an unknown cost, and the cause of each."""
         self._look_at_fields(wire.layout.api, body, settings)
@@ -182,7 +185,7 @@ class _BodyScan:
                 self._look_at_content(body.get("system"), "system")
                 for n, message in enumerate(objects_among(body.get("messages"))):
                     self._look_at_content(message.get("content"), f"messages[{n}].content")
-                    for name in message.keys() - _OF_MESSAGES:
+                    for name in message.keys() - _CHECKED_MESSAGE_FIELDS:
                         if message[name] and _POINTERS.search(name):
                             self._add_unknown(
                                 f"messages[{n}].{name}", "what the endpoint makes of it"
@@ -193,8 +196,9 @@ class _BodyScan:
     def sum(self) -> PointedTokens:
         """Return the tokens of everything that was found."""
         return PointedTokens(
-            self._followed + self._pictures * self._picture,
-            self._followed + self._pictures * min(_LIKELY_PER_PICTURE, self._picture),
+            self._followed_tokens + self._picture_count * self._max_picture_tokens,
+            self._followed_tokens
+            + self._picture_count * min(_LIKELY_PICTURE_TOKENS, self._max_picture_tokens),
         )
 
     def _add_unknown(self, place: str, what: str) -> None:
@@ -233,11 +237,11 @@ class _BodyScan:
                 self._look_at_tools(tool.get("tools"), f"{here}.tools")
                 continue
             environment = tool.get("environment")
-            is_own = kind.startswith(_OWN_TOOLS) or (
+            is_run_by_agent = kind.startswith(_AGENT_TOOLS) or (
                 kind == "shell"
                 and (not isinstance(environment, dict) or environment.get("type") == "local")
             )
-            if not is_own:
+            if not is_run_by_agent:
                 self._add_unknown(here, f"a tool of type {kind!r} may be run by the provider")
 
     def _look_at_items(self, body: Mapping[str, Any]) -> None:
@@ -245,7 +249,7 @@ class _BodyScan:
         for n, item in enumerate(objects_among(body.get("input"))):
             place, kind = f"input[{n}]", str(item.get("type"))
             # The type of a reference may be left out.
-            is_bare = kind == "None" and "content" not in item and item.get("id")
+            is_bare = kind == _NO_TYPE and "content" not in item and item.get("id")
             if (
                 kind == "item_reference"
                 or is_bare
@@ -253,7 +257,7 @@ class _BodyScan:
             ):
                 self._follow_item(str(item.get("id")), place)
             elif kind == "image_generation_call":
-                self._pictures += 1
+                self._picture_count += 1
             elif kind.endswith("_output"):
                 self._look_at_content(item.get("output"), f"{place}.output")
             elif kind in _ITEMS:
@@ -271,23 +275,23 @@ class _BodyScan:
     def _look_at_parts(self, parts: Any, place: str) -> None:
         for n, part in enumerate(objects_among(parts)):
             here = f"{place}[{n}]"
-            for key in _IN_GEMINI:
+            for key in _GEMINI_MEDIA_KEYS:
                 data = part.get(key)
                 if not isinstance(data, dict):
                     continue
                 kind = str(data.get("mimeType") or data.get("mime_type") or "")
                 if kind.startswith("image/"):
-                    self._pictures += 1
+                    self._picture_count += 1
                 elif not (kind.startswith("text/") and key.startswith("inline")):
                     self._add_unknown(f"{here}.{key}", f"content of type {kind or 'unknown'!r}")
                 break
             else:
                 result = part.get("functionResponse") or part.get("function_response")
                 if isinstance(result, dict):
-                    parts_of_it = result.get("parts")
-                    parts_of_it = [parts_of_it] if isinstance(parts_of_it, dict) else parts_of_it
-                    self._look_at_parts(parts_of_it, f"{here}.functionResponse.parts")
-                elif part and _OF_GEMINI.isdisjoint(part):
+                    inner = result.get("parts")
+                    inner = [inner] if isinstance(inner, dict) else inner
+                    self._look_at_parts(inner, f"{here}.functionResponse.parts")
+                elif part and _GEMINI_TEXT_KEYS.isdisjoint(part):
                     self._add_unknown(here, f"a part with {', '.join(part)}")
 
     def _look_at_content(self, content: Any, place: str) -> None:
@@ -297,14 +301,14 @@ class _BodyScan:
         for n, part in enumerate(objects_among(parts)):
             here, kind = f"{place}[{n}]", str(part.get("type"))
             # A part without a type is what its fields say, at servers that take such.
-            if kind == "None" and any(_POINTERS.search(name) for name in part):
+            if kind == _NO_TYPE and any(_POINTERS.search(name) for name in part):
                 kind = next(name for name in part if _POINTERS.search(name))
             source = part.get("source") if kind == "document" else None
             within = source.get("type") if isinstance(source, dict) else None
-            if kind in _TEXTS or (kind == "None" and isinstance(part.get("text"), str)):
+            if kind in _TEXTS or (kind == _NO_TYPE and isinstance(part.get("text"), str)):
                 continue
             if kind in _PICTURES:
-                self._pictures += 1
+                self._picture_count += 1
             elif kind == "tool_result" or kind.endswith("_tool_result") or kind == "search_result":
                 self._look_at_content(part.get("content"), f"{here}.content")
             elif isinstance(source, dict) and within == "content":
@@ -327,14 +331,14 @@ class _BodyScan:
         counts = [usage["input_tokens"], usage["output_tokens"]] if usage else [None]
         if None in counts:
             self._add_unknown(place, f"{id}: this reply came without its number of tokens")
-        self._followed += sum(count or 0 for count in counts)
+        self._followed_tokens += sum(count or 0 for count in counts)
 
     def _follow_item(self, id: str, place: str) -> None:
         """Add the tokens that the model wrote in the reply that has this item."""
         for event in self._replies():
             usage = event["reply"]["usage"]
             if id in _ids_in(event["body"]) and usage and usage["output_tokens"] is not None:
-                self._followed += usage["output_tokens"]
+                self._followed_tokens += usage["output_tokens"]
                 return
         self._add_unknown(place, f"{id}: an item of no reply to this agent")
 

@@ -159,7 +159,7 @@ def _rewrite(
     max_tokens: int | None = None,
     without_server_tools: bool = False,
 ) -> _Content:
-    """Change a request; see `Wire.rewritten`. If nothing changes, the bytes stay as they came."""
+    """Change a request; see `Wire.rewrite`. If nothing changes, the bytes stay as they came."""
     body = exact_json.loads_with_surrogates(call.content) if call.has_halves else call.body
     if name is None and max_tokens is None and not without_server_tools:
         return _Content(call.path, body, call.content)
@@ -211,7 +211,7 @@ def find_repeats(messages: Sequence[Message], limit: int, volatile: Volatile) ->
     """Return the ending if the last `limit` turns made the same call with the same result.
 
     Volatile texts in results make no difference. Returns None if the turns differ; see
-    `Tally.streak`.
+    `Tally.repeated_turns`.
     """
     turns: list[tuple[Message, dict[str, Message]]] = []
     results: dict[str, Message] = {}
@@ -230,7 +230,7 @@ def find_repeats(messages: Sequence[Message], limit: int, volatile: Volatile) ->
     for message, answered in reversed(turns):
         calls = [call for call in message["tool_calls"] if call["id"] in answered]
         tally.count_turn(calls, [answered[call["id"]] for call in calls])
-    if tally.streak < limit:
+    if tally.repeated_turns < limit:
         return None
     return repeat_ending(tally)
 

@@ -275,7 +275,7 @@ class Gateway:
             if not plain:
                 return web.Response()
             if plain.endswith("/models"):
-                reply = await self._models(path, _headers_of(request))
+                reply = await self._models(path, _request_headers(request))
                 return _body_response(None, reply)
         return self._refuse_unknown(None, request, path)
 
@@ -336,14 +336,14 @@ def make_server(
     """Make an HTTP server whose handler is cancelled when its client disconnects."""
     loop = asyncio.get_running_loop()
 
-    def request_of(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
+    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
         return web.BaseRequest(
             message, payload, protocol, writer, task, loop, client_max_size=MAX_REQUEST_BYTES
         )
 
     return web.Server(
         handler,
-        request_factory=request_of,
+        request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
         auto_decompress=False,  # aiohttp's decoder knows neither br nor zstd
@@ -420,7 +420,7 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
         raise WireError(
             f"{key}: it is there twice; servers differ in which one they take: send it once"
         )
-    headers = _headers_of(request)
+    headers = _request_headers(request)
     repeats = headers.get("x-stainless-retry-count", "0")
     return AgentCall(
         wire=wire,
@@ -433,7 +433,7 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
     )
 
 
-def _headers_of(request: web.BaseRequest) -> Mapping[str, str]:
+def _request_headers(request: web.BaseRequest) -> Mapping[str, str]:
     return {name.lower(): value for name, value in request.headers.items()}
 
 

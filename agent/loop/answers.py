@@ -63,7 +63,7 @@ def matches(
     `question` is the task: a number at the end of an answer that only repeats it does not count.
     """
     wanted = extract_expected(expected)
-    rule = rule_for(expected) if match == "auto" else match
+    rule = choose_rule(expected) if match == "auto" else match
     if rule == "exact":
         return answer.strip().casefold() == expected.strip().casefold()
     if rule == "contains":
@@ -81,7 +81,7 @@ def matches(
     return any(are_same(one, wanted) for one in _candidate_texts(answer))
 
 
-def rule_for(expected: str) -> Match | Literal["text"]:
+def choose_rule(expected: str) -> Match | Literal["text"]:
     """The rule by which `auto` compares answers with this expected answer."""
     wanted = extract_expected(expected)
     if _CHOICE.fullmatch(wanted) or _SEVERAL.fullmatch(wanted):
@@ -108,7 +108,7 @@ def describe_rule(expected: str, match: Match = "auto") -> str:
         "text": "the whole of it, its last line, its last \\boxed{} or what follows 'answer is' is "
         f"{shown!r}",
     }
-    return f"an answer passes if {condition[rule_for(expected) if match == 'auto' else match]}"
+    return f"an answer passes if {condition[choose_rule(expected) if match == 'auto' else match]}"
 
 
 def extract_expected(column: str) -> str:

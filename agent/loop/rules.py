@@ -123,8 +123,8 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     whole = t.outermost()
     if end := _budget_ending(whole, t.turns, options) or time_limit_ending(whole, options):
         # Subagents that a crash interrupted continue to their own ending, as without the crash.
-        begun = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
-        return RunTools(begun) if begun else end
+        subagents = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
+        return RunTools(subagents) if subagents else end
     if t.count_notes(_SUMMARY):
         return _summary_step(t, options)
     if end := _reasks_ending(t, options):
@@ -137,7 +137,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
             return _continue_step(
-                t, options, AddNote(CONTINUE_CUT, _CUT), otherwise=Finish("length")
+                t, options, AddNote(CONTINUE_CUT, _CUT), at_turn_limit=Finish("length")
             )
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
@@ -248,18 +248,20 @@ def _question_step(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
 
 def repeat_ending(tally: Tally) -> Finish:
     """The ending of a conversation whose calls and results repeat; see `repeat_limit`."""
-    return Finish("repeat", f"the same call gave the same result {tally.streak} times in a row")
+    return Finish(
+        "repeat", f"the same call gave the same result {tally.repeated_turns} times in a row"
+    )
 
 
 def _step_after_results(t: Trajectory, options: AgentOptions) -> NextStep:
     limit = options.repeat_limit
-    if limit and t.tally.streak >= limit:
+    if limit and t.tally.repeated_turns >= limit:
         return repeat_ending(t.tally)
     if end := _errors_ending(t, options):
         return end
     if options.plan and (note := plan_note(t)):
         return _continue_step(t, options, note)
-    if limit and 2 <= t.tally.streak == limit - 1:
+    if limit and 2 <= t.tally.repeated_turns == limit - 1:
         return _continue_step(t, options, AddNote("repeat", _REPEATED))
     return _continue_step(t, options)
 
@@ -295,7 +297,7 @@ def _step_after_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
 
 def _send_user_message(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
     # At the turn limit no summary is asked for: there is an answer.
-    return _continue_step(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
+    return _continue_step(t, options, AddNote(USER_TURN, text), at_turn_limit=Finish("max_turns"))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -327,16 +329,16 @@ def _continue_step(
     options: AgentOptions,
     note: AddNote | None = None,
     *,
-    otherwise: Finish | None = None,
+    at_turn_limit: Finish | None = None,
 ) -> NextStep:
     """Call the model again, after `note` if there is one; at the turn limit end the conversation.
 
-    `otherwise` is the ending at the turn limit instead of `max_turns`.
+    `at_turn_limit` is the ending then; None: `max_turns`, or a summary if `final_summary` is on.
     """
     if t.turns < options.max_turns:
         return note or CallModel()
-    if otherwise is not None:
-        return otherwise
+    if at_turn_limit is not None:
+        return at_turn_limit
     return AddNote(_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
 
 
@@ -353,7 +355,7 @@ def refusal_ending(kind: str, message: str) -> Finish | None:
     return None
 
 
-_NOTE = "state_max_turns"
+_TURN_LIMIT_NOTE = "state_max_turns"
 
 
 def add_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Message]:
@@ -362,7 +364,7 @@ def add_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Me
         return list(opening)
     text = f"You have at most {options.max_turns} replies for this task."
     if not opening or opening[0]["role"] != "system":
-        return [Message(role="system", content=text, notes=[_NOTE]), *opening]
+        return [Message(role="system", content=text, notes=[_TURN_LIMIT_NOTE]), *opening]
     if text in opening[0]["content"]:
         return list(opening)
     system = opening[0].copy()

@@ -299,7 +299,7 @@ def resolve_references(arguments: str, t: Trajectory) -> str:
 
     def insert(match: re.Match[str]) -> str:
         nonlocal chars_left
-        result = _named_result(match[1], t)
+        result = _find_named_result(match[1], t)
         chars_left -= len(result)
         if chars_left < 0:
             raise UnusableReference(f"the results are longer than {MAX_RESOLVED_CHARS} characters")
@@ -321,7 +321,7 @@ def resolve_references(arguments: str, t: Trajectory) -> str:
         return arguments
 
 
-def _named_result(name: str, t: Trajectory) -> str:
+def _find_named_result(name: str, t: Trajectory) -> str:
     for message in t.messages:
         details = message.get("details", {})
         if details.get(STORED_AS) == name:

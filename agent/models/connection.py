@@ -120,14 +120,14 @@ class EndpointProxy(NamedTuple):
     """The alternative to correcting it, for messages; it follows "Correct it, "."""
 
 
-def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
+def find_proxy(base_url: str, own: str | None = None) -> EndpointProxy | None:
     """The proxy for an endpoint: `own` from the config, else from the usual variables.
 
     None: a direct connection. Raises `UnusableProxy`.
     """
     to = urlsplit(base_url)
     if own is not None:
-        return None if own == DIRECT else _checked_proxy(own, "proxy", "or leave it out", base_url)
+        return None if own == DIRECT else _check_proxy(own, "proxy", "or leave it out", base_url)
     import urllib.request  # --help does without it
 
     if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
@@ -139,7 +139,7 @@ def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
     names = (f"{kind}_proxy", f"{kind.upper()}_PROXY")
     variable = next((name for name in names if os.environ.get(name)), "the system's settings")
     instead = f"unset {variable}, or add {to.hostname} to NO_PROXY"
-    return _checked_proxy(given, variable, instead, base_url)
+    return _check_proxy(given, variable, instead, base_url)
 
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
@@ -155,7 +155,7 @@ def _is_address(proxy: SplitResult) -> bool:
     return port != 0 and (":" in host or _HOST.fullmatch(host) is not None)
 
 
-def _checked_proxy(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
+def _check_proxy(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
     proxy = urlsplit(given if "://" in given else f"http://{given}")
     place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
     message = f"the proxy {place} ({source})"

@@ -319,7 +319,7 @@ class ModelSettings:
     def takes_cache_key(self) -> bool:
         """Whether bodies carry the id of the conversation as `prompt_cache_key`."""
         apis = self.cache_key_apis
-        return self.api in (_cache_key_apis_at(self.base_url or "") if apis is None else apis)
+        return self.api in (_cache_key_apis(self.base_url or "") if apis is None else apis)
 
     @property
     def key_variable(self) -> str:
@@ -364,7 +364,7 @@ class ModelSettings:
 
 
 @lru_cache(maxsize=64)
-def _cache_key_apis_at(base_url: str) -> tuple[str, ...]:
+def _cache_key_apis(base_url: str) -> tuple[str, ...]:
     known = provider_at(base_url)
     return () if known is None else known.cache_key_apis
 

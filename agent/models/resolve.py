@@ -94,7 +94,7 @@ def resolve_model(
             name=name, api=SCRIPTED, base_url=None, key_env=None, reference=name, **options
         )
     if colon and (own := endpoints.get(prefix)):
-        return _at_configured_endpoint(own, name, rest, options)
+        return _configured_settings(own, name, rest, options)
     if colon and "/" not in prefix and not is_known_prefix(prefix, base_url):
         if base_url is None:
             raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
@@ -116,7 +116,7 @@ def resolve_model(
             options=provider_fields(row),
             connection=connection,
         )
-        return _at_configured_endpoint(own, name, rest, options)
+        return _configured_settings(own, name, rest, options)
     endpoint = row or there or _SERVER
     payee = there or (None if base_url is not None and row is None else endpoint)
     # Names of fields follow the server behind the base URL, not the provider that bills.
@@ -171,7 +171,7 @@ def provider_fields(row: Provider) -> dict[str, Any]:
     }
 
 
-def _at_configured_endpoint(
+def _configured_settings(
     endpoint: Endpoint, name: str, rest: str, options: Mapping[str, Any]
 ) -> ModelSettings:
     """The settings of a model at a configured endpoint or behind a cloud client.
@@ -212,9 +212,9 @@ def _unknown_prefix(name: str, prefix: str, known: list[str]) -> str:
 
 
 def _check_proxy(base_url: str, proxy: str | None) -> None:
-    from agent.models.connection import proxy_for
+    from agent.models.connection import find_proxy
 
-    proxy_for(base_url, proxy)
+    find_proxy(base_url, proxy)
 
 
 def complete_base_url(base_url: str, api: str) -> str:
@@ -248,7 +248,7 @@ def resolve_sibling(
     row = PROVIDERS[prefix] if colon and not is_own and is_row else None
     if name != SCRIPTED and row is None and settings.api != SCRIPTED and not is_own:
         return replace(settings, name=name, reference=name)
-    if row is not None and _is_of(row, prefix, settings):
+    if row is not None and _belongs_to_provider(row, prefix, settings):
         return replace(settings, name=rest, reference=name)
     same = (
         "temperature",
@@ -268,7 +268,7 @@ def resolve_sibling(
     )
 
 
-def _is_of(row: Provider, prefix: str, settings: ModelSettings) -> bool:
+def _belongs_to_provider(row: Provider, prefix: str, settings: ModelSettings) -> bool:
     """Whether the endpoint of `settings` belongs to a row, perhaps at another URL."""
     if row.client is not None or settings.connection.client is not None:
         return False  # the client depends on the model

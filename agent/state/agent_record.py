@@ -7,7 +7,7 @@ from typing import Any
 from agent.messages.message import ExchangeEvent, PartStore, ReplyEvent
 from agent.messages.tokens import has_ids
 from agent.state.tally import sum_cost, sum_usage
-from agent.wires.lines import AgentConversation, find_conversations
+from agent.wires.agent_conversations import AgentConversation, find_conversations
 from agent.wires.thread import Patches, diff_patches
 from agent.wires.threads import Threads
 

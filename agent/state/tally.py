@@ -6,7 +6,7 @@ With the counts no rule has to read the whole conversation. A sum is unknown if 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -21,14 +21,22 @@ from agent.messages.message import (
 )
 from batch_trajectories.basics import exact_json
 
-_NO_FAULT = frozenset({"not_run", "interrupted", "denied"})
+_BLAMELESS_FAILURES = frozenset({"not_run", "interrupted", "denied"})
 """Failures that are not the fault of the model or the tool."""
 
-MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
+MALFORMED_CALLS = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
 """Failures of a call that never reached its tool."""
 
-_COUNTED = MALFORMED | {"exception", "timeout"}
+_COUNTED_FAILURES = MALFORMED_CALLS | {"exception", "timeout"}
 """Failures that count as errors; a failure that the tool itself reports does not."""
+
+
+class _Attempt(NamedTuple):
+    """A call and its result, as they are compared with the next ones."""
+
+    tool: str
+    arguments: str
+    result: str
 
 
 class Tally:
@@ -39,9 +47,9 @@ class Tally:
         """Failing calls and unusable replies so far."""
         self.unusable_turns = 0
         """Turns in a row without anything usable."""
-        self.streak = 0
+        self.repeated_turns = 0
         """Turns in a row in which the same call gave the same result."""
-        self._last: tuple[str, str, str] | None = None
+        self._last: _Attempt | None = None
 
     def count_text(self, *, unusable: bool) -> None:
         """Count a reply without calls."""
@@ -51,30 +59,40 @@ class Tally:
     def count_turn(self, calls: Sequence[ToolCall], results: Sequence[Message]) -> None:
         """Count the results of one turn, in call order."""
         failures = [call_failure(result) for result in results]
-        self.errors += sum(failure in _COUNTED for failure in failures)
-        malformed = all(failure in MALFORMED for failure in failures)
+        self.errors += sum(failure in _COUNTED_FAILURES for failure in failures)
+        malformed = all(failure in MALFORMED_CALLS for failure in failures)
         self.unusable_turns = self.unusable_turns + 1 if malformed else 0
         for n, (call, result, failure) in enumerate(zip(calls, results, failures, strict=True)):
-            if failure in _NO_FAULT:
-                self.streak, self._last = 0, None
+            if failure in _BLAMELESS_FAILURES:
+                self.repeated_turns, self._last = 0, None
                 continue
-            own = result.get("details", {}).get(TOOL_TEXT_END)
+            # Texts that the runtime appended to the tool's own are not compared.
+            tool_text_end = result.get("details", {}).get(TOOL_TEXT_END)
             function = call["function"]
-            now = (function["name"], function["arguments"], result["content"][:own])
+            attempt = _Attempt(
+                tool=function["name"],
+                arguments=function["arguments"],
+                result=result["content"][:tool_text_end],
+            )
             # Equal calls of one reply are one attempt: none of them saw another's result.
-            if not (n and _is_same(now, self._last)):
-                self.streak = self.streak + 1 if _is_same(now, self._last) else 1
-            self._last = now
+            is_first_of_reply = n == 0
+            if not _is_same(attempt, self._last):
+                self.repeated_turns = 1
+            elif is_first_of_reply:
+                self.repeated_turns += 1
+            self._last = attempt
 
     def count_continued(self, result: Message) -> None:
         """Count the second result of a tool that had asked the user."""
-        self.errors += call_failure(result) in _COUNTED
+        self.errors += call_failure(result) in _COUNTED_FAILURES
 
 
-def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bool:
-    if last is None or now[0] != last[0] or now[2] != last[2]:
+def _is_same(one: _Attempt, other: _Attempt | None) -> bool:
+    if other is None or one.tool != other.tool or one.result != other.result:
         return False
-    return now[1] == last[1] or canonical(now[1]) == canonical(last[1])
+    if one.arguments == other.arguments:
+        return True
+    return canonical(one.arguments) == canonical(other.arguments)
 
 
 def canonical(arguments: str) -> str | bytes:

@@ -39,7 +39,7 @@ class ViewingModel:
 def add_views(model: Model, options: AgentOptions) -> Model:
     """Wrap `model` in the views that `options` ask for."""
     if options.ephemeral_system_prompt or options.prefill_messages:
-        unrecorded = _unrecorded(options)
+        unrecorded = _unrecorded_messages(options)
         model = ViewingModel(model, lambda messages: _insert(messages, unrecorded))
     if options.compact_after:
         model = ViewingModel(model, lambda messages: compact(messages, options.compact_after))
@@ -64,16 +64,19 @@ def first_compacted_reply(messages: Sequence[Message], after: int) -> int:
 
     The number of messages if there is no such reply.
     """
+    if not after:
+        return len(messages)
     texts = 0
-    enough: int | None = None
-    for n, message in enumerate(messages if after else ()):
+    texts_at_first_cut: int | None = None
+    for n, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if enough is not None and texts >= enough:
+        if texts_at_first_cut is not None and texts >= texts_at_first_cut:
             return n
         texts += bool(message["content"].strip())
-        if enough is None and _shorten(message) is not message:
-            enough = texts + after
+        # The first long reply is shortened once `after` replies with text follow it.
+        if texts_at_first_cut is None and _shorten(message) is not message:
+            texts_at_first_cut = texts + after
     return len(messages)
 
 
@@ -111,7 +114,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= COMPACT_CHARS else text[:COMPACT_CHARS] + "..."
 
 
-def _unrecorded(options: AgentOptions) -> list[Message]:
+def _unrecorded_messages(options: AgentOptions) -> list[Message]:
     system = options.ephemeral_system_prompt
     messages = [Message(role="system", content=system)] if system else []
     messages += [
@@ -160,7 +163,7 @@ def preparation_opening(task: str, prompt: Sequence[Message]) -> list[Message]:
 
 def findings_in(text: str) -> list[str]:
     """The values that a preparation found, in order, without quotes around them."""
-    return [_unquoted(match["value"]) for match in _FINDING.finditer(text)]
+    return [_strip_quotes(match["value"]) for match in _FINDING.finditer(text)]
 
 
 def add_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Message]:
@@ -176,15 +179,16 @@ def add_findings(prompt: Sequence[Message], findings: Sequence[str]) -> list[Mes
     )
     last = len(prompt) - 1
     is_new = all(message["role"] != "assistant" for message in prompt)
-    return [
-        Message(**{**message, "content": f"{message['content']}\n\n{pieces}"})
-        if (message["role"] == "system" and is_new) or n == last
-        else message
-        for n, message in enumerate(prompt)
-    ]
+    messages = []
+    for n, message in enumerate(prompt):
+        if n == last or (is_new and message["role"] == "system"):
+            message = message.copy()
+            message["content"] += f"\n\n{pieces}"
+        messages.append(message)
+    return messages
 
 
-def _unquoted(value: str) -> str:
+def _strip_quotes(value: str) -> str:
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'`":
         return value[1:-1]
     return value

@@ -50,11 +50,11 @@ class MessagesWire(Wire):
         )
 
     def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """See `Wire.messages_of`."""
+        """See `Wire.split_messages`."""
         return body.get("system"), require_objects(body.get("messages"), "messages")
 
     def collect_tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """See `Wire.tools_of`."""
+        """See `Wire.collect_tools`."""
         tools = require_objects(body.get("tools") or [], "tools")
         return [*tools, *require_objects(body.get("mcp_servers") or [], "mcp_servers")]
 
@@ -68,12 +68,12 @@ class MessagesWire(Wire):
         return '"message_stop"' in data
 
     def write_whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`."""
+        """See `Wire.write_whole`."""
         return exact_json.dumps({"stop_sequence": None, **body})
 
     def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
-        """See `Wire.stream_of`."""
-        return [sse(event, event=event["type"]) for event in _events_of(body)]
+        """See `Wire.write_stream`."""
+        return [sse(event, event=event["type"]) for event in _stream_events(body)]
 
     def write_reply(
         self, id: str, model: str, text: str, calls: Sequence[MadeCall]
@@ -96,11 +96,11 @@ class MessagesWire(Wire):
         }
 
     def write_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.error`."""
+        """See `Wire.write_error`."""
         return exact_json.dumps(_error(status, kind, message))
 
     def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.stream_error`."""
+        """See `Wire.write_stream_error`."""
         return sse(_error(status, kind, message), event="error")
 
 
@@ -111,7 +111,7 @@ def _error(status: int, kind: str, message: str) -> dict[str, Any]:
     }
 
 
-def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _stream_events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     ends = {key: body.get(key) for key in ("stop_reason", "stop_sequence")}
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": {**body, **empty}}
@@ -149,7 +149,8 @@ def _start_and_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[di
 
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
-        return [make_message(API, "system", raw[1])]
+        _, system = raw  # the field `system`, which stands before the messages
+        return [make_message(API, "system", system)]
     match raw.get("role"):
         case "system":
             return [make_message(API, "system", raw.get("content"))]

@@ -69,7 +69,7 @@ class GeminiWire(Wire):
         return _OPERATIONS.get(match["method"], "other") if method == "POST" else "other"
 
     def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
-        """See `Wire.asked`."""
+        """See `Wire.read_fields`."""
         match = _PATH.search(strip_query(path))
         is_stream = match is not None and match["method"] == "streamGenerateContent"
         if is_stream and "alt=sse" not in path:
@@ -80,13 +80,13 @@ class GeminiWire(Wire):
             model=match and match["model"],
             system=system,
             messages=messages,
-            tools=_tools_of(body),
+            tools=_collect_tools(body),
             is_stream=is_stream,
             max_tokens=limit,
         )
 
     def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """See `Wire.messages_of`."""
+        """See `Wire.split_messages`."""
         system = body.get("systemInstruction") or body.get("system_instruction")
         return system, require_objects(body.get("contents"), "contents")
 
@@ -99,7 +99,7 @@ class GeminiWire(Wire):
         max_tokens: int | None = None,
         without_server_tools: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """See `Wire.rewritten`."""
+        """See `Wire.rewrite`."""
         new = dict(body)
         if model is not None:
             plain, mark, query = path.partition("?")
@@ -130,7 +130,7 @@ class GeminiWire(Wire):
         return f"{version}/models/{match['model']}:{match['method']}{form}"
 
     def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
-        """See `Wire.stream_of`. Two events: the reply without its finish reason, and that."""
+        """See `Wire.write_stream`. Two events: the reply without its finish reason, and that."""
         candidates = objects_among(body.get("candidates"))
         begun = [{k: c[k] for k in c if k != "finishReason"} for c in candidates]
         ended = [
@@ -168,17 +168,18 @@ class GeminiWire(Wire):
         )
 
     def write_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.error`."""
+        """See `Wire.write_error`."""
         named = _STATUSES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
         error = {"code": status, "message": f"{message} ({kind})", "status": named}
         return exact_json.dumps({"error": error})
 
     def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.stream_error`. Google's own client finds errors only outside of events."""
+        """See `Wire.write_stream_error`."""
+        # Google's own client finds errors only outside of events.
         return self.write_error(status, kind, message) + b"\n\n"
 
 
-def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _collect_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the declared functions, and an object for each kind of tool that Google would run."""
     tools: list[dict[str, Any]] = []
     for tool in require_objects(body.get("tools") or [], "tools"):

@@ -64,24 +64,24 @@ class ChatWire(Wire):
         )
 
     def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """See `Wire.messages_of`."""
+        """See `Wire.split_messages`."""
         return None, require_objects(body.get("messages"), "messages")
 
     def collect_tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """See `Wire.tools_of`."""
+        """See `Wire.collect_tools`."""
         tools = require_objects(body.get("tools") or [], "tools")
         return [*tools, {"type": "web_search_options"}] if self.server_field in body else tools
 
     def write_whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`."""
+        """See `Wire.write_whole`."""
         # Clients expect two fields that a reply put together from a stream does not have.
         return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
 
     def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
-        """See `Wire.stream_of`."""
+        """See `Wire.write_stream`."""
         head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
         usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
-        deltas = [delta for choice in choices for delta in _deltas_of(choice)]
+        deltas = [delta for choice in choices for delta in _write_deltas(choice)]
         events = [sse({**head, "choices": [delta]}) for delta in deltas]
         for choice in choices:
             ends = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
@@ -115,7 +115,7 @@ class ChatWire(Wire):
         }
 
     def ends_reply(self, data: str) -> bool:
-        """See `Wire.last_event`."""
+        """See `Wire.ends_reply`."""
         # Clients can act on the finish reason before the closing event.
         return self.is_closing(data) or super().ends_reply(data)
 
@@ -128,13 +128,13 @@ class ChatWire(Wire):
         return any(choice.get("finish_reason") for choice in event.get("choices") or [])
 
     def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.stream_error`."""
+        """See `Wire.write_stream_error`."""
         # opencode repeats calls that fail with `SERVER_ERROR`.
         code = SERVER_ERROR if status >= 500 else kind
         return b"data: " + self.write_error(status, code, message) + b"\n\n"
 
 
-def _deltas_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _write_deltas(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Write a choice as the parts of a stream, without the finish reason."""
     # Clients read the reasoning of a part first. A text that came before the reasoning gets a part
     # of its own, because agents keep the order in their summaries.

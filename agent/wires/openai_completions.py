@@ -63,7 +63,7 @@ class CompletionsWire(ChatWire):
         return self.call_path
 
     def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
-        """See `Wire.asked`."""
+        """See `Wire.read_fields`."""
         given = body.get(self.given)
         is_list = isinstance(given, list) and given and not isinstance(given[0], int)
         pieces = given if is_list and isinstance(given, list) else [given]
@@ -98,11 +98,11 @@ class CompletionsWire(ChatWire):
         return _TextAssembly()
 
     def write_whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`."""
+        """See `Wire.write_whole`."""
         return exact_json.dumps({"object": "text_completion", "created": 0, **body})
 
     def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
-        """See `Wire.stream_of`."""
+        """See `Wire.write_stream`."""
         head = {"object": "text_completion", "created": 0, **body}
         usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
         events = [sse({**head, "choices": [choice]}) for choice in choices]
@@ -122,7 +122,7 @@ class EmbeddingsWire(CompletionsWire):
         super().__init__(EMBEDDINGS)
 
     def read_fields(self, path: str, body: Mapping[str, Any]) -> CallFields:
-        """See `Wire.asked`."""
+        """See `Wire.read_fields`."""
         return super().read_fields(path, body)._replace(is_stream=False, max_tokens=0)
 
     def read_reply(self, body: bytes) -> Completion:
@@ -136,7 +136,7 @@ class EmbeddingsWire(CompletionsWire):
         return _read_as_chat({**reply, "usage": usage}, [choice])
 
     def write_whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`."""
+        """See `Wire.write_whole`."""
         return exact_json.dumps(body)
 
 

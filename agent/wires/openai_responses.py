@@ -81,7 +81,7 @@ class ResponsesWire(Wire):
         )
 
     def split_messages(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """See `Wire.messages_of`."""
+        """See `Wire.split_messages`."""
         given = body.get("input") or []
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
@@ -90,7 +90,7 @@ class ResponsesWire(Wire):
     def insert_items(
         self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """See `Wire.with_items`."""
+        """See `Wire.insert_items`."""
         # The AI SDK sends only the ids of items that the endpoint has stored.
         given = body.get("input")
         if not isinstance(given, list) or not any(map(_referenced_id, given)):
@@ -98,7 +98,7 @@ class ResponsesWire(Wire):
         return {**body, "input": [items.get(_referenced_id(item), item) for item in given]}
 
     def continued_id(self, body: Mapping[str, Any]) -> str:
-        """See `Wire.follows`. A conversation may be an id or an object with the id."""
+        """See `Wire.continued_id`. A conversation may be an id or an object with the id."""
         conversation = body.get("conversation")
         if isinstance(conversation, dict):
             conversation = conversation.get("id")
@@ -108,16 +108,16 @@ class ResponsesWire(Wire):
         return id
 
     def has_read_earlier(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
-        """See `Wire.has_followed`."""
+        """See `Wire.has_read_earlier`."""
         # Servers that ignore the id do not repeat it, or give null.
         repeated = reply.get("previous_response_id", request.follows), conversation_id_in(reply)
         return not request.follows or request.follows in repeated
 
     def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
-        """See `Wire.stream_of`."""
+        """See `Wire.write_stream`."""
         return [
             sse({**event, "sequence_number": n}, event=event["type"])
-            for n, event in enumerate(_events_of(body))
+            for n, event in enumerate(_stream_events(body))
         ]
 
     def write_reply(
@@ -151,7 +151,7 @@ class ResponsesWire(Wire):
         }
 
     def write_stream_error(self, status: int, kind: str, message: str) -> bytes:
-        """See `Wire.stream_error`."""
+        """See `Wire.write_stream_error`."""
         # Codex repeats calls that fail with most other codes.
         code = SERVER_ERROR if status >= 500 else "invalid_prompt"
         error = {"code": code, "message": f"{message} ({kind})"}
@@ -160,7 +160,7 @@ class ResponsesWire(Wire):
         return sse(event, event="response.failed")
 
 
-def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _stream_events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     begun = {**body, "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}

@@ -37,7 +37,7 @@ _MARKS = frozenset({"cache_control"})
 """Keys that never decide a reply, at any place of a body."""
 
 
-def digest_of(value: Any) -> bytes:
+def digest_json(value: Any) -> bytes:
     """Return the digest of a JSON value; the order of keys does not matter."""
     return digest_of_bytes(exact_json.dumps(value, option=orjson.OPT_SORT_KEYS))
 
@@ -100,7 +100,7 @@ def message_digest(message: Message, calls: CallsInOrder, volatile: Volatile) ->
         ]
     elif message["role"] == "tool":
         form += [calls.rank(message["tool_call_id"]), message.get("is_error", False)]
-    return digest_of(form)
+    return digest_json(form)
 
 
 def runs_of_results(messages: Sequence[Message], first: int = 0) -> Iterator[tuple[int, list[int]]]:
@@ -148,13 +148,13 @@ def _parse_arguments(arguments: str) -> Any:
 
 def remove_matches(text: str, patterns: tuple[str, ...]) -> str:
     """Remove the matches of the patterns from a text."""
-    for pattern in _compiled(patterns):
+    for pattern in _compile_patterns(patterns):
         text = pattern.sub("", text)
     return text
 
 
 @lru_cache(maxsize=64)
-def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+def _compile_patterns(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(pattern) for pattern in patterns)
 
 
@@ -167,21 +167,21 @@ def deciding_fields(
     """
     head = {key: value for key, value in body.items() if key not in read_elsewhere}
     for path in fields:
-        head = _without_path(head, path.split("."))
-    kept: dict[str, Any] = without_marks(head)
+        head = _remove_path(head, path.split("."))
+    kept: dict[str, Any] = remove_marks(head)
     return kept
 
 
-def without_marks(value: Any) -> Any:
+def remove_marks(value: Any) -> Any:
     """Return the value without the keys that never decide a reply, such as `cache_control`."""
     if isinstance(value, dict):
-        return {key: without_marks(inner) for key, inner in value.items() if key not in _MARKS}
+        return {key: remove_marks(inner) for key, inner in value.items() if key not in _MARKS}
     if isinstance(value, list):
-        return [without_marks(inner) for inner in value]
+        return [remove_marks(inner) for inner in value]
     return value
 
 
-def _without_path(value: Any, path: Sequence[str]) -> Any:
+def _remove_path(value: Any, path: Sequence[str]) -> Any:
     """Return a copy of the value without the fields that the path names."""
     name, rest = path[0], path[1:]
     if isinstance(value, dict):
@@ -189,11 +189,9 @@ def _without_path(value: Any, path: Sequence[str]) -> Any:
             return value
         named = value if name == "*" else {name}
         members = {key: inner for key, inner in value.items() if key not in named}
-        return (
-            members | {key: _without_path(value[key], rest) for key in named} if rest else members
-        )
+        return members | {key: _remove_path(value[key], rest) for key in named} if rest else members
     if isinstance(value, list) and name == "*":
-        return [_without_path(inner, rest) for inner in value] if rest else []
+        return [_remove_path(inner, rest) for inner in value] if rest else []
     return value
 
 
@@ -259,8 +257,8 @@ def read_request(
         offer = _read_offer(layout, tools)
     messages, digests = _join(parts)
     _check_depth({key: body[key] for key in body.keys() - layout.read_elsewhere})
-    head = digest_of(deciding_fields(body, layout.read_elsewhere, volatile.fields))
-    decides = (digest_of([layout.api, model]), head, offer.digest, *digests)
+    head = digest_json(deciding_fields(body, layout.read_elsewhere, volatile.fields))
+    decides = (digest_json([layout.api, model]), head, offer.digest, *digests)
     return WireRequest(
         api=layout.api,
         model=model,
@@ -344,7 +342,7 @@ def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def placeholder(part: Mapping[str, Any]) -> str:
     """Return the text that stands for an image or an unknown part in a message."""
-    written = exact_json.dumps(without_marks(part), option=orjson.OPT_SORT_KEYS)
+    written = exact_json.dumps(remove_marks(part), option=orjson.OPT_SORT_KEYS)
     kind = part.get("type") or next(iter(part), "part")
     return f"[{kind}: {len(written)} bytes, digest {digest_of_bytes(written).hex()}]"
 
@@ -417,7 +415,7 @@ def _read_offer(layout: Layout, tools: Any) -> Offer:
             by_provider.append(read)
         else:
             schemas += read
-    return Offer(tools, schemas, tuple(by_provider), digest_of(without_marks(tools)))
+    return Offer(tools, schemas, tuple(by_provider), digest_json(remove_marks(tools)))
 
 
 def _read_parts(

@@ -164,7 +164,7 @@ class RepliesIndex:
                         calls = CallsInOrder()
                         for earlier in messages[:n]:
                             calls.add(_calls(earlier))
-                    made = reply.calls if _has_id_of(message, reply) else made
+                    made = reply.calls if _shares_call_id(message, reply) else made
                 if calls is not None:
                     calls.add(made)
             elif calls is not None and message["role"] == "tool":
@@ -211,7 +211,7 @@ class RepliesIndex:
         return following[0] if text in following[0].text and (text or ids) else None
 
 
-def _has_id_of(message: Message, reply: _Reply) -> bool:
+def _shares_call_id(message: Message, reply: _Reply) -> bool:
     """Whether a message has a call of the reply, by its id."""
     ids = {call["id"] for call in reply.calls}
     return any(call["id"] in ids for call in _calls(message))
@@ -279,7 +279,7 @@ class Threads:
         self._by_id: dict[str, int] = {}
         """The number of the latest call by the ids of replies, and of endpoint conversations."""
         self._items: dict[str, Mapping[str, Any]] = {}
-        """The items of all replies by their ids; see `Wire.with_items`."""
+        """The items of all replies by their ids; see `Wire.insert_items`."""
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and its number of messages after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
@@ -290,8 +290,8 @@ class Threads:
         """The patches of each call."""
         self._aside: defaultdict[str, list[int]] = defaultdict(list)
         """The numbers of the calls that are set aside, by key, the earliest last."""
-        self._after: list[int | None] = []
-        """`Placement.after` of each call."""
+        self._previous_with_ids: list[int | None] = []
+        """`Placement.previous_with_ids` of each call."""
         self._has_ids = False
         """Whether a reply has token ids."""
         self._answered = 0
@@ -365,12 +365,12 @@ class Threads:
         chain: list[ReplyEvent] = []
         while number is not None:
             chain.append(self.exchanges[number]["reply"])
-            number = self._after[number]
+            number = self._previous_with_ids[number]
         return chain[::-1]
 
     def turn_tokens(self, number: int, last: int | None) -> TurnTokens:
         """The tokens of a call, for a row in which `last` is the previous call with token ids."""
-        if self._after[number] == last or not has_ids(self.exchanges[number]["reply"]):
+        if self._previous_with_ids[number] == last or not has_ids(self.exchanges[number]["reply"]):
             return self.exchanges[number]["reply"]["tokens"]
         return rebase_tokens(self.token_chain(number), self.token_chain(last))
 
@@ -414,7 +414,7 @@ class Threads:
                 thread.replies.append((len(thread.messages), repeated[n]))
                 message = self.exchanges[repeated[n]]["reply"]["message"]
             thread.messages.append(message)
-        self._after.append(self._last_with_ids(number for _, number in thread.replies))
+        self._previous_with_ids.append(self._last_with_ids(number for _, number in thread.replies))
         self._has_ids = self._has_ids or has_ids(event["reply"])
         thread.replies.append((len(thread.messages), event["number"]))
         thread.messages.append(event["reply"]["message"])
@@ -440,7 +440,7 @@ class Threads:
         repeated = self._find_repeated(request)
         source, shared = self._find_source(request.messages, repeated.digests)
         added = request.messages[shared:]
-        repeats = self._find_repeats_after(source, shared, request, repeated)
+        repeats = self._find_repeats(source, shared, request, repeated)
         replies = {at: number for at, number in source.replies if at < shared} if source else {}
         replies |= {shared + at: number for at, number in repeats}
         recorded = self._recorded_calls(source, shared, request, replies)
@@ -509,7 +509,7 @@ class Threads:
         before = (recent.repeated for recent in self._recent_by_thread.values())
         return self._repeats.find(request, self.volatile, live=self.live, before=before)
 
-    def _find_repeats_after(
+    def _find_repeats(
         self, source: Thread | None, shared: int, request: WireRequest, repeated: RepeatedReplies
     ) -> list[list[int]]:
         """Find the recorded replies among the messages after the first `shared`.

@@ -29,7 +29,7 @@ from agent.models.model import Model
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices, Setup
 from agent.state.trajectory import Journal, Trajectory, WaitUntilPersisted
-from agent.wires.lines import AgentConversation, find_conversations
+from agent.wires.agent_conversations import AgentConversation, find_conversations
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import AgentFailed, Stopped
 from batch_trajectories.basics.text import clip
@@ -387,7 +387,7 @@ class AgentRunner:
         self, task: AgentTask, gateway: Gateway, command: asyncio.Task[ExecResult]
     ) -> ExecResult:
         """Wait until a command has ended, or end it once it can get no more replies."""
-        over = asyncio.create_task(_end_after(gateway.relay.ended, command))
+        over = asyncio.create_task(_end_command(gateway.relay.ended, command))
         try:
             result = await self._result(command)
         finally:
@@ -463,7 +463,7 @@ def _open_directory(path: Path) -> Any:
         os.close(fd)
 
 
-async def _end_after(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
+async def _end_command(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
     """End a command that continues although it gets no more replies."""
     await ended.wait()
     await asyncio.wait([command], timeout=_EXIT_GRACE_S)
@@ -537,7 +537,7 @@ def _ending(
 # The further messages of the user of an agent that runs as a command.
 
 FurtherMessage = Callable[[Sequence[str], Sequence[str]], Awaitable[str | Finish | None]]
-"""See `ConversationRunner.further_message`."""
+"""See `ConversationRunner.next_user_message`."""
 
 
 def further_messages(

@@ -36,13 +36,13 @@ from batch_trajectories.records.names import EXPORTS, LOG_FILE
 _TEXTS = frozenset({"messages", "tools"})
 """Fields whose differences `volatile.texts` ignores; for all others it is `volatile.fields`."""
 
-_CONTEXT = 16
+_CONTEXT_CHARS = 16
 """Characters before a word that identify it."""
 
 _WORD = r"[^\s\"'<>,;]+"
-_BEFORE_WORDS = frozenset(" \n\t\r\"'<>,;=(")
+_WORD_SEPARATORS = frozenset(" \n\t\r\"'<>,;=(")
 
-_NOTHING = object()
+_MISSING = object()
 
 
 class Difference(NamedTuple):
@@ -76,9 +76,9 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys((*before, *after)):
             inner = f"{path}.{key}" if path else key
-            yield from differences(before.get(key, _NOTHING), after.get(key, _NOTHING), inner)
+            yield from differences(before.get(key, _MISSING), after.get(key, _MISSING), inner)
     elif isinstance(before, list) and isinstance(after, list):
-        for n, (one, other) in enumerate(zip_longest(before, after, fillvalue=_NOTHING)):
+        for n, (one, other) in enumerate(zip_longest(before, after, fillvalue=_MISSING)):
             yield from differences(one, other, f"{path}.{n}")
     elif before != after:
         if path.partition(".")[0] not in _TEXTS:
@@ -94,14 +94,14 @@ def _text_differences(path: str, before: str, after: str) -> Iterator[Difference
     while before != after:
         start = _equal_chars(before, after)
         # Report whole words: "12:05 and 12:07", not "5 and 7".
-        while start and before[start - 1] not in _BEFORE_WORDS:
+        while start and before[start - 1] not in _WORD_SEPARATORS:
             start -= 1
-        known = before[max(0, start - _CONTEXT) : start]
+        known = before[max(0, start - _CONTEXT_CHARS) : start]
         pattern = re.escape(known).replace("\\ ", " ") + _WORD
         is_distinct = re.search(r"\w\w", known) is not None
         advice = f"volatile.texts: [{json.dumps(pattern)}]" if is_distinct else ""
         yield Difference(
-            path, _word_after(known, before, start), _word_after(known, after, start), advice
+            path, _excerpt_word(known, before, start), _excerpt_word(known, after, start), advice
         )
         if not is_distinct:
             return
@@ -114,20 +114,20 @@ def _equal_chars(one: str, other: str) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _word_after(known: str, text: str, start: int) -> str:
+def _excerpt_word(known: str, text: str, start: int) -> str:
     match = re.match(_WORD, text[start:])
     return repr(known + (match[0] if match else ""))
 
 
 def _excerpt(value: Any) -> str:
-    if value is _NOTHING:
+    if value is _MISSING:
         return "(nothing)"
     return clip(json.dumps(value, ensure_ascii=False), max_chars=80)
 
 
 _PROMPT = "Run the commands that the task needs, one at a time, and then say that you are done."
 _KEY_ENV = "AGENT_CHECK_KEY"
-_RUN = "check"
+_RUN_NAME = "check"
 _MODEL = "check-model"
 _EXTRA_S = 30.0
 """Time beyond the agent's own for a run to start and to end."""
@@ -168,7 +168,7 @@ def check_agent(
     with tempfile.TemporaryDirectory(prefix="agent-check-") as directory:
         trial = _Trial(agent, Path(directory), CheckEndpoint(final_command), sandbox)
         asyncio.run(trial.run(timeout_s))
-        return [*trial.findings()]
+        return list(trial.findings())
 
 
 def _make_final_command(final_call: str) -> str:
@@ -192,7 +192,7 @@ class _Trial:
         self._endpoint = endpoint
         self._sandbox = sandbox
         self._was_killed = False
-        self._before_kill = 0
+        self._calls_before_kill = 0
         """The number of requests that were answered before the kill."""
         self._timed_out = False
         self._ends_at = 0.0
@@ -205,26 +205,26 @@ class _Trial:
         async with self._endpoint.serve() as url:
             try:
                 async with asyncio.timeout(timeout_s + _EXTRA_S):
-                    await self._try(url)
+                    await self._run_twice(url)
             except TimeoutError:
                 self._timed_out = True
 
-    async def _try(self, url: str) -> None:
-        first = asyncio.create_task(self._start(url))
+    async def _run_twice(self, url: str) -> None:
+        first = asyncio.create_task(self._run_batch(url))
         results = asyncio.create_task(self._endpoint.has_all_results.wait())
         try:
             await asyncio.wait((first, results), return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 self._was_killed = True
-                self._before_kill = len(self._endpoint.requests)
+                self._calls_before_kill = len(self._endpoint.requests)
         finally:
             first.cancel()
             results.cancel()
             await asyncio.gather(first, results, return_exceptions=True)
         self._endpoint.may_end.set()
-        await (self._start(url) if self._was_killed else first)
+        await (self._run_batch(url) if self._was_killed else first)
 
-    async def _start(self, url: str) -> None:
+    async def _run_batch(self, url: str) -> None:
         """Run the batch runner to its end; kills it with all of its processes if cancelled."""
         left_s = max(0.1, self._ends_at - time.monotonic())
         api = self._agent.speaks[0]
@@ -238,7 +238,7 @@ class _Trial:
         given = {
             "agent": json.dumps(described),
             "dataset_file": "p.jsonl",
-            "run_name": _RUN,
+            "run_name": _RUN_NAME,
             "model": _MODEL,
             "api": api,
             "key_env": _KEY_ENV,
@@ -278,7 +278,7 @@ class _Trial:
     def findings(self) -> Iterator[Finding]:
         """Yield the findings, in the order in which things happen in a run."""
         requests = self._endpoint.requests
-        run = open_run(self._directory / "trajectories" / _RUN)
+        run = open_run(self._directory / "trajectories" / _RUN_NAME)
         record = next(run.records(), None)
         failures = [line["message"] for line in run.failures()]
         if not requests:
@@ -306,19 +306,21 @@ class _Trial:
     def _write_log(self, record: Mapping[str, Any] | None) -> str:
         """Write a log about an agent that did not end; return words that name the file."""
         ran = {} if record is None else record["agent"]
-        said = "".join(f"[{name}]\n{ran[name]}\n" for name in ("stdout", "stderr") if ran.get(name))
-        path = self._directory / "trajectories" / _RUN / LOG_FILE
+        output = "".join(
+            f"[{name}]\n{ran[name]}\n" for name in ("stdout", "stderr") if ran.get(name)
+        )
+        path = self._directory / "trajectories" / _RUN_NAME / LOG_FILE
         log = path.read_text(errors="replace") if path.exists() else "it has not begun\n"
         with tempfile.NamedTemporaryFile(
             "w", prefix="agent-check-", suffix=".log", delete=False
         ) as file:
-            file.write(f"{said}[run.log]\n{log}")
+            file.write(f"{output}[run.log]\n{log}")
         return f"; what it printed, and the log of its run, are in {file.name}"
 
     def _check_tools(self, requests: Sequence[AnsweredCall]) -> Iterator[Finding]:
         """Check that the commands ran, and how calls and ids come back."""
-        made = {call.id: call for request in requests for call in request.calls}
-        if not made:
+        calls_by_id = {call.id: call for request in requests for call in request.calls}
+        if not calls_by_id:
             yield Finding("note", "no tool of it takes a command: calls were not tried")
             return
         last = max(requests, key=lambda request: len(request.read.messages)).read
@@ -332,11 +334,12 @@ class _Trial:
             call for message in last.messages for call in message.get("tool_calls") or ()
         ]
         ids = {call["id"] for call in shown_again}
-        if ids and last.api != gemini.API and not ids & made.keys():
+        if ids and last.api != gemini.API and not ids & calls_by_id.keys():
             yield Finding("note", "it changes the ids of calls: replies are found by their texts")
         for call in shown_again:
             arguments = json.loads(call["function"]["arguments"])
-            if call["id"] in made and arguments != made[call["id"]].arguments:
+            made = calls_by_id.get(call["id"])
+            if made is not None and arguments != made.arguments:
                 name = call["function"]["name"]
                 yield Finding(
                     "note",
@@ -358,7 +361,8 @@ class _Trial:
         diverged_at = record.get("diverged_at")
         if diverged_at is None:
             yield Finding(
-                "ok", f"killed and started again: {self._before_kill} paid calls were used again"
+                "ok",
+                f"killed and started again: {self._calls_before_kill} paid calls were used again",
             )
             return
         paid = len(record.get("set_aside") or ())
@@ -371,15 +375,16 @@ class _Trial:
 
     def _explain_divergence(self, diverged_at: int) -> Iterator[Finding]:
         requests = self._endpoint.requests
-        if diverged_at >= self._before_kill or self._before_kill >= len(requests):
+        if diverged_at >= self._calls_before_kill or self._calls_before_kill >= len(requests):
             return
         volatile = self._agent.volatile_values
         before, after = (
-            deciding_values(requests[at], volatile) for at in (diverged_at, self._before_kill)
+            deciding_values(requests[at], volatile) for at in (diverged_at, self._calls_before_kill)
         )
-        for path, one, other, advice in islice(differences(before, after), _MAX_DIFFERENCES):
-            said = f"; to ignore that, add `{advice}`" if advice else ""
-            yield Finding("note", f"{path} was {one} and then {other}{said}")
+        for found in islice(differences(before, after), _MAX_DIFFERENCES):
+            advice = f"; to ignore that, add `{found.advice}`" if found.advice else ""
+            text = f"{found.path} was {found.before} and then {found.after}{advice}"
+            yield Finding("note", text)
 
     def _check_rows(self, record: dict[str, Any]) -> Iterator[Finding]:
         threads = [thread["name"] for thread in record.get("threads") or ()]
@@ -387,11 +392,11 @@ class _Trial:
             yield Finding("note", f"{others} other conversations beside the main one: {threads}")
         if record.get("rewritten"):
             yield Finding("note", "it changes earlier messages: export with --segments")
-        training_file = self._directory / "trajectories" / f"{_RUN}.jsonl"
+        training_file = self._directory / "trajectories" / f"{_RUN_NAME}.jsonl"
         if training_file.exists() and training_file.read_text().strip():
             yield Finding("ok", "its row is training data")
         elif record["status"] == "completed":
-            rejects = self._directory / "trajectories" / _RUN / EXPORTS / "rejects.jsonl"
+            rejects = self._directory / "trajectories" / _RUN_NAME / EXPORTS / "rejects.jsonl"
             reason = rejects.read_text() if rejects.exists() else "unknown reason"
             yield Finding(
                 "problem", f"its row is rejected: {clip(reason, max_chars=_EXCERPT_CHARS)}"

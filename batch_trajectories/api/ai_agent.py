@@ -111,7 +111,7 @@ class AIAgent:
                 f"api_key: the client of {model!r} has its own credentials; see key_env"
             )
         checked = _check_options({"max_turns": max_turns, **options})
-        servers = McpServers(_listed_servers(mcp or {}))
+        servers = McpServers(_list_server_tools(mcp or {}))
         common = set_up(
             checked,
             settings,
@@ -327,7 +327,7 @@ def _own_toolsets(tools: Sequence[Any] | str | None) -> tuple[Toolset, ...]:
     return load_custom_toolsets(places) + make_toolsets(objects)
 
 
-def _listed_servers(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
+def _list_server_tools(mcp: Mapping[str, Any]) -> dict[str, McpServer]:
     """Start MCP servers to list their tools. Raises `ValueError`."""
     try:
         servers = TypeAdapter(dict[ServerName, McpServer]).validate_python(mcp)

@@ -9,19 +9,13 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.basics.errors import (
-    ConfigError,
-)
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_dir import read_run_json
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.export.training_files import export_run, run_style
-from batch_trajectories.records.files import (
-    has_batches,
-    is_training_file,
-    replace_json,
-)
+from batch_trajectories.records.files import has_batches, is_training_file, replace_json
 from batch_trajectories.records.names import STATISTICS_FILE, SUMMARY_FILE
 
 
@@ -44,16 +38,16 @@ def write_results(
     totals = compute_totals(path, scan, config)
     statistics = orjson.loads((path / STATISTICS_FILE).read_bytes())
     if config.token_ids:
-        none = {"turns_with": 0, "turns_without": totals.turns}
-        totals.token_ids = statistics.get("token_ids", none)
+        no_token_ids = {"turns_with": 0, "turns_without": totals.turns}
+        totals.token_ids = statistics.get("token_ids", no_token_ids)
     summary = path / SUMMARY_FILE
     if last_start is None:
-        # A missing or damaged summary has none.
+        # A summary that is missing, damaged or no object has no `last_start`.
         with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
             last_start = orjson.loads(summary.read_bytes()).get("last_start")
     content = {
         **totals.to_json(),
-        "toolsets": _toolsets(path, statistics),
+        "toolsets": _toolset_shares(path, statistics),
         "last_start": last_start,
     }
     if has_batches(path):
@@ -65,12 +59,15 @@ def write_results(
     return totals
 
 
-def _toolsets(path: Path, statistics: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _toolset_shares(path: Path, statistics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The number of records with each toolset, and its wanted share by the distribution."""
     offered = statistics["toolsets"]
-    shares = read_run_json(path)["meaning"].get("distribution") or {}
-    never = [
+    wanted_shares = read_run_json(path)["meaning"].get("distribution") or {}
+    never_offered = [
         {"toolset": name, "rows": 0, "percent": 0.0}
-        for name in sorted(shares.keys() - {row["toolset"] for row in offered})
+        for name in sorted(wanted_shares.keys() - {row["toolset"] for row in offered})
     ]
-    return [{**row, "asked_percent": shares.get(row["toolset"])} for row in (*offered, *never)]
+    return [
+        {**row, "asked_percent": wanted_shares.get(row["toolset"])}
+        for row in (*offered, *never_offered)
+    ]

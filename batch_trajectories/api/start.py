@@ -139,7 +139,7 @@ def start(
         )
     with open_planned_run(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         outcome = run_batch(
-            plan, run_dir, only=only, tell=tell, why_rejected=_rejections_of(plan.config)
+            plan, run_dir, only=only, tell=tell, why_rejected=_rejection_finder(plan.config)
         )
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
     return make_run_end(run_dir.path, outcome, totals, is_all=only is None)
@@ -214,7 +214,7 @@ def explain_exit(
     return (1 if totals.failed else 0), None
 
 
-def _rejections_of(config: RunConfig) -> Callable[[bytes], str | None]:
+def _rejection_finder(config: RunConfig) -> Callable[[bytes], str | None]:
     """A function from a stored record to the reason why it gives no training row, if it gives none.
 
     The code that makes rows is imported at the first record: not while calls wait to be sent.

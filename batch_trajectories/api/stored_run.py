@@ -200,7 +200,7 @@ class StoredRun:
                 (exact,) = longer.values()
             key, entry = exact
             record = read_record(records, entry.offset, entry.length, key)
-        return Scores(self.path).add_to(record)
+        return Scores(self.path).extend_record(record)
 
     def last_records(self) -> Iterator[Record]:
         """The latest records, the last first, up to 8 MB.
@@ -247,17 +247,17 @@ class StoredRun:
         Tables are `tasks` (a row per finished conversation), `turns`, `calls` and `scores`; see
         docs/notebook.md for their columns. Raises `UnreadableRecord`.
         """
-        from batch_trajectories.api.tables import batches_of
+        from batch_trajectories.api.tables import read_batches
 
-        return batches_of(self.path, table)
+        return read_batches(self.path, table)
 
     def to_arrow(self, table: TableName = "tasks") -> pa.Table:
         """A table as one Arrow table; see `batches`."""
         import pyarrow
 
-        from batch_trajectories.api.tables import schema_of
+        from batch_trajectories.api.tables import table_schema
 
-        made: pa.Table = pyarrow.Table.from_batches(self.batches(table), schema_of(table))
+        made: pa.Table = pyarrow.Table.from_batches(self.batches(table), table_schema(table))
         return made.unify_dictionaries()
 
     def to_pandas(self, table: TableName = "tasks") -> pd.DataFrame:
@@ -331,9 +331,9 @@ class StoredRun:
         See `export.statistics.funnel`. Raises `DatasetError` without the dataset, and `RunDirError`
         if the manifest of an export cannot be read.
         """
-        return self._funnel_from(self.totals())
+        return self._make_funnel(self.totals())
 
-    def _funnel_from(self, totals: RunTotals) -> dict[str, Any]:
+    def _make_funnel(self, totals: RunTotals) -> dict[str, Any]:
         from batch_trajectories.export.statistics.funnel import funnel_of
 
         return funnel_of(self.path, self.scan, totals, self.identity["dataset"])
@@ -342,7 +342,7 @@ class StoredRun:
         """The funnel with the signs of the totals behind it, or the reason why it is unknown."""
         try:
             totals = self.totals()
-            return KnownFunnel(self._funnel_from(totals), signs=totals.signs)
+            return KnownFunnel(self._make_funnel(totals), signs=totals.signs)
         except (DatasetError, RunDirError) as error:  # the dataset may have been moved
             return KnownFunnel(None, why_unknown=str(error))
 

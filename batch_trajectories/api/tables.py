@@ -105,11 +105,15 @@ class _Table(NamedTuple):
     facts: type[_Facts]
     columns: dict[str, str]
     """The types of columns by name, in order."""
-    rows: Callable[[Any], Iterator[tuple[Any, ...]]]
+    rows: Callable[[Any], Iterator[dict[str, Any]]]
     """Makes the rows of a record, with a value for each column."""
 
 
-def _task_rows(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
+_Row = dict[str, Any]
+"""One row of a table: a value for each of its columns."""
+
+
+def _task_rows(facts: _TaskFacts) -> Iterator[_Row]:
     usage: UsageSums = facts.usage or {}
     turns = [turn for turn in facts.turns if turn.inherited is None]
     inherited = len(facts.turns) - len(turns)
@@ -119,111 +123,111 @@ def _task_rows(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
     is_judged = facts.check is not None or facts.scores
     judgement = judgement_of(cast(Record, facts)) if is_judged else None
     error = facts.error
-    yield (
-        facts.id,
-        facts.prompt_id,
-        facts.sample,
-        facts.status,
-        facts.status_reason,
-        None if error is None else error.error_class,
-        None if error is None else error.message,
-        facts.model_returned or facts.model,
-        facts.toolsets,
-        facts.attempt,
-        len(turns),
-        len(tool_calls),
-        sum([call.is_error for call in tool_calls]),
-        facts.api_calls,
-        usage.get("input_tokens"),
-        usage.get("output_tokens"),
-        usage.get("cache_read_tokens"),
-        usage.get("reasoning_tokens"),
-        facts.cost_usd,
-        None if judgement is None else judgement.passed,
-        None if judgement is None else judgement.reward,
-        turns[0].started_at if turns else None,
-        facts.finished_at,
-        sum([turn.duration_s for turn in turns]),
-    )
+    yield {
+        "id": facts.id,
+        "prompt_id": facts.prompt_id,
+        "sample": facts.sample,
+        "status": facts.status,
+        "status_reason": facts.status_reason,
+        "error_class": None if error is None else error.error_class,
+        "error": None if error is None else error.message,
+        "model": facts.model_returned or facts.model,
+        "toolsets": facts.toolsets,
+        "attempt": facts.attempt,
+        "turns": len(turns),
+        "tool_calls": len(tool_calls),
+        "tool_errors": sum([call.is_error for call in tool_calls]),
+        "api_calls": facts.api_calls,
+        "input_tokens": usage.get("input_tokens"),
+        "output_tokens": usage.get("output_tokens"),
+        "cache_read_tokens": usage.get("cache_read_tokens"),
+        "reasoning_tokens": usage.get("reasoning_tokens"),
+        "cost_usd": facts.cost_usd,
+        "passed": None if judgement is None else judgement.passed,
+        "reward": None if judgement is None else judgement.reward,
+        "started_at": turns[0].started_at if turns else None,
+        "finished_at": facts.finished_at,
+        "model_seconds": sum([turn.duration_s for turn in turns]),
+    }
 
 
-def _turn_rows(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
+def _turn_rows(facts: _TurnFacts) -> Iterator[_Row]:
     for turn, place in facts.replies():
         usage = turn.usage
         message = None if place is None else facts.messages[place]
-        yield (
-            facts.id,
-            turn.turn,
-            turn.model,
-            turn.finish_reason,
-            None if usage is None else usage.input_tokens,
-            None if usage is None else usage.output_tokens,
-            None if usage is None else usage.cache_read_tokens,
-            None if usage is None else usage.reasoning_tokens,
-            turn.cost_usd,
-            turn.started_at,
-            turn.duration_s,
-            turn.waited_s,
-            turn.inherited is not None,
-            0 if message is None else len(message.tool_calls),
-            None if message is None else message.content,
-            None if message is None else message.reasoning,
-        )
+        yield {
+            "id": facts.id,
+            "turn": turn.turn,
+            "model": turn.model,
+            "finish_reason": turn.finish_reason,
+            "input_tokens": None if usage is None else usage.input_tokens,
+            "output_tokens": None if usage is None else usage.output_tokens,
+            "cache_read_tokens": None if usage is None else usage.cache_read_tokens,
+            "reasoning_tokens": None if usage is None else usage.reasoning_tokens,
+            "cost_usd": turn.cost_usd,
+            "started_at": turn.started_at,
+            "duration_s": turn.duration_s,
+            "waited_s": turn.waited_s,
+            "inherited": turn.inherited is not None,
+            "tool_calls": 0 if message is None else len(message.tool_calls),
+            "content": None if message is None else message.content,
+            "reasoning": None if message is None else message.reasoning,
+        }
 
 
-def _call_rows(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
+def _call_rows(facts: _TurnFacts) -> Iterator[_Row]:
     ran = {(one.turn, one.call): one for one in facts.tool_calls}
     results = {one.tool_call_id: one.content for one in facts.messages if one.role == "tool"}
     for turn, place in facts.replies():
         calls = () if place is None else facts.messages[place].tool_calls
         for number, call in enumerate(calls):
             run = ran.get((turn.turn, number))
-            yield (
-                facts.id,
-                turn.turn,
-                number,
-                call.id,
-                call.function.name,
-                call.function.arguments,
-                results.get(call.id),
-                None if run is None else run.is_error,
-                None if run is None else run.started_at,
-                None if run is None else run.duration_s,
-            )
+            yield {
+                "id": facts.id,
+                "turn": turn.turn,
+                "call": number,
+                "call_id": call.id,
+                "name": call.function.name,
+                "arguments": call.function.arguments,
+                "result": results.get(call.id),
+                "is_error": None if run is None else run.is_error,
+                "started_at": None if run is None else run.started_at,
+                "duration_s": None if run is None else run.duration_s,
+            }
 
 
-def _score_rows(facts: _Facts) -> Iterator[tuple[Any, ...]]:
+def _score_rows(facts: _Facts) -> Iterator[_Row]:
     record = cast(Record, facts)
     if (check := facts.check) is not None:
         only_checked = rewards_of(cast(Record, msgspec.structs.replace(facts, scores=None)))
         passed = check.passed if isinstance(check.passed, bool) else None
         for name, reward in _or_none(only_checked.by_name):
-            yield (
-                facts.id,
-                "check",
-                None,
-                name,
-                reward,
-                passed,
-                check.error,
-                facts.finished_at,
-                None,
-            )
+            yield {
+                "id": facts.id,
+                "source": "check",
+                "version": None,
+                "name": name,
+                "reward": reward,
+                "passed": passed,
+                "error": check.error,
+                "at": facts.finished_at,
+                "cost_usd": None,
+            }
     for score in record.scores or ():
         if score.check is not None:
             continue  # it is the check of the record now
         for name, reward in _or_none(score.rewards or {}):
-            yield (
-                facts.id,
-                score.source,
-                score.version,
-                name,
-                reward,
-                None,
-                score.error,
-                score.at,
-                score.cost_usd,
-            )
+            yield {
+                "id": facts.id,
+                "source": score.source,
+                "version": score.version,
+                "name": name,
+                "reward": reward,
+                "passed": None,
+                "error": score.error,
+                "at": score.at,
+                "cost_usd": score.cost_usd,
+            }
 
 
 def _or_none(rewards: Mapping[str, float]) -> Iterable[tuple[str | None, float | None]]:
@@ -236,8 +240,8 @@ _FLAG, _CATEGORY, _LIST = "flag", "category", "list"
 
 TABLES: dict[TableName, _Table] = {
     "tasks": _Table(
-        _TaskFacts,
-        {
+        facts=_TaskFacts,
+        columns={
             "id": _TEXT,
             "prompt_id": _TEXT,
             "sample": _COUNT,
@@ -263,11 +267,11 @@ TABLES: dict[TableName, _Table] = {
             "finished_at": _TIME,
             "model_seconds": _NUMBER,
         },
-        _task_rows,
+        rows=_task_rows,
     ),
     "turns": _Table(
-        _TurnFacts,
-        {
+        facts=_TurnFacts,
+        columns={
             "id": _TEXT,
             "turn": _COUNT,
             "model": _CATEGORY,
@@ -285,11 +289,11 @@ TABLES: dict[TableName, _Table] = {
             "content": _TEXT,
             "reasoning": _TEXT,
         },
-        _turn_rows,
+        rows=_turn_rows,
     ),
     "calls": _Table(
-        _TurnFacts,
-        {
+        facts=_TurnFacts,
+        columns={
             "id": _TEXT,
             "turn": _COUNT,
             "call": _COUNT,
@@ -301,11 +305,11 @@ TABLES: dict[TableName, _Table] = {
             "started_at": _TIME,
             "duration_s": _NUMBER,
         },
-        _call_rows,
+        rows=_call_rows,
     ),
     "scores": _Table(
-        _Facts,
-        {
+        facts=_Facts,
+        columns={
             "id": _TEXT,
             "source": _CATEGORY,
             "version": _TEXT,
@@ -316,7 +320,7 @@ TABLES: dict[TableName, _Table] = {
             "at": _TIME,
             "cost_usd": _NUMBER,
         },
-        _score_rows,
+        rows=_score_rows,
     ),
 }
 
@@ -330,7 +334,7 @@ def find_table(name: str) -> _Table:
     return TABLES[name]
 
 
-def schema_of(name: str) -> pa.Schema:
+def table_schema(name: str) -> pa.Schema:
     """The columns of a table."""
     import pyarrow as pa
 
@@ -346,51 +350,55 @@ def schema_of(name: str) -> pa.Schema:
     return pa.schema([(column, types[kind]) for column, kind in find_table(name).columns.items()])
 
 
-def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
+def read_batches(run_dir: Path, table_name: str) -> Iterator[pa.RecordBatch]:
     """Read a table in batches, in the order in which records were written.
 
     Raises `ValueError` for another name, `UnreadableRecord`, and what `open_index` raises.
     """
     import pyarrow as pa
 
-    table, schema = find_table(name), schema_of(name)
+    table, schema = find_table(table_name), table_schema(table_name)
     decode = msgspec.json.Decoder(table.facts).decode
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, file):
         for places in _places(index):
             with no_garbage_collection():  # there are no cycles, and it would look at each value
                 read = _read(file, places, decode)
-                rows = [row for facts in read for row in table.rows(scores.add_to(facts))]
-                columns = [*zip(*rows, strict=True)] or [()] * len(schema)
-                kinds = zip(columns, schema.types, table.columns.values(), strict=True)
-                arrays = [_array(*column) for column in kinds]
+                rows = [row for facts in read for row in table.rows(scores.extend_record(facts))]
+                arrays = [
+                    _array([row[name] for row in rows], schema.field(name).type, kind)
+                    for name, kind in table.columns.items()
+                ]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _places(index: Index) -> Iterator[list[tuple[int, int]]]:
     """Offsets and lengths of the records that count, in file order, some megabytes at a time."""
-    some: list[tuple[int, int]] = []
+    batch: list[tuple[int, int]] = []
     size = 0
     for offset, length in zip(*index.places(index.current_rows()), strict=True):
-        some.append((offset, length))
+        batch.append((offset, length))
         size += length
         if size >= _BATCH_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _read(
     file: BinaryIO, places: Sequence[tuple[int, int]], decode: Callable[[bytes], Any]
 ) -> Iterator[Any]:
     """Read the facts of the records at these offsets and lengths."""
-    first, last = places[0][0], sum(places[-1])
-    are_adjacent = last - first == sum(length for _, length in places)
-    block = os.pread(file.fileno(), last - first, first) if are_adjacent else b""
+    first_offset, _ = places[0]
+    last_offset, last_length = places[-1]
+    size = last_offset + last_length - first_offset
+    are_adjacent = size == sum(length for _, length in places)
+    block = os.pread(file.fileno(), size, first_offset) if are_adjacent else b""
     for offset, length in places:
         if block:
-            line = block[offset - first : offset - first + length]
+            begin = offset - first_offset
+            line = block[begin : begin + length]
         else:
             line = os.pread(file.fileno(), length, offset)
         try:

@@ -36,7 +36,7 @@ _ONCE = (
 _REPEATED: tuple[Name, ...] = ("untouched", "reference")
 
 
-def step_of(sample: int) -> AuditStep:
+def audit_step(sample: int) -> AuditStep:
     """The step of a sample; samples are counted from 0."""
     if sample < len(_ONCE):
         return _ONCE[sample]

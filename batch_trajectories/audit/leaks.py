@@ -101,16 +101,16 @@ class SearchText(NamedTuple):
     literal: str
     """The longest new line of the text."""
 
-    def is_in(self, text: str) -> bool:
+    def occurs_in(self, text: str) -> bool:
         """Whether a text has all parts, apart from spaces around lines; also one side of a diff."""
         if self.literal not in text:
             return False
         lines = text.splitlines()
-        sides = (lines, _diff_side(lines, "+"), _diff_side(lines, "-"))
-        return any(
-            all(_join_lines(part) in side for part in self.parts)
-            for side in (_join_lines(_strip_lines(some)) for some in sides)
-        )
+        for side in (lines, _diff_side(lines, "+"), _diff_side(lines, "-")):
+            joined = _join_lines(_strip_lines(side))
+            if all(_join_lines(part) in joined for part in self.parts):
+                return True
+        return False
 
 
 async def find_leaks(
@@ -123,12 +123,12 @@ async def find_leaks(
     """
     prompt = "\n".join(message["content"] for message in row.opening)
     solution = _reference_texts(reference)
-    leaks = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
+    leaks = [_leak("the prompt", sought) for sought in solution if sought.occurs_in(prompt)]
     if expected is not None and reveals_answer(prompt, expected):
         leaks.append({"what": "the prompt says the expected answer", "where": "prompt"})
     sought = [*solution, *_check_texts(row)]
     if sought:
-        leaks += await asyncio.to_thread(lambda: [*_find_in_files(context, sought)])
+        leaks += await asyncio.to_thread(lambda: list(_find_in_files(context, sought)))
     if solution:
         leaks += await _find_in_git(context, solution)
     return leaks[:_MAX_LEAKS]
@@ -136,7 +136,7 @@ async def find_leaks(
 
 def _reference_texts(reference: Reference | None) -> list[SearchText]:
     texts = {} if reference is None else reference.texts()
-    return [*_search_texts("the solution", texts)]
+    return list(_search_texts("the solution", texts))
 
 
 def _check_texts(row: RowTask) -> list[SearchText]:
@@ -196,7 +196,8 @@ def reveals_answer(prompt: str, expected: str) -> bool:
     if re.search(_LABELLED.format(answer), prompt, re.I):
         return True
     is_number = re.fullmatch(r"[-+$]?[\d.,\s]+%?", expected.strip()) is not None
-    if len("".join(words)) < _MIN_ANSWER_CHARS + is_number or _OFFERED.search(prompt):
+    min_chars = _MIN_ANSWER_CHARS + 1 if is_number else _MIN_ANSWER_CHARS
+    if len("".join(words)) < min_chars or _OFFERED.search(prompt):
         return False
     return any(
         not _BEFORE_A_CHOICE.search(prompt[max(0, found.start() - _NEAR_CHARS) : found.start()])
@@ -221,7 +222,7 @@ def _find_in_files(context: ToolContext, sought: Sequence[SearchText]) -> Iterat
         text = content.decode(errors="replace")
         for one in sought:
             # The file that the solution changes may have the text already, unless it is outside.
-            if (path != one.path or path.startswith("/")) and one.is_in(text):
+            if (path != one.path or path.startswith("/")) and one.occurs_in(text):
                 yield _leak(path, one)
     archives = [
         entry.path
@@ -238,7 +239,7 @@ def _find_in_files(context: ToolContext, sought: Sequence[SearchText]) -> Iterat
             continue  # it may not be read, also not by an agent
         for name, member in _members(content):
             for one in sought:
-                if one.is_in(member.decode(errors="replace")):
+                if one.occurs_in(member.decode(errors="replace")):
                     yield _leak(f"{path}: {name}", one)
 
 
@@ -285,6 +286,8 @@ async def _find_in_git(context: ToolContext, sought: Sequence[SearchText]) -> li
         blob, _, repository = line.partition(" ")
         content = await asyncio.to_thread(files.read_bytes, f"{store}/{blob}", _MAX_FILE_BYTES)
         text = content.decode(errors="replace")
-        places += [_leak(f"object {blob[:12]} of {repository}", x) for x in sought if x.is_in(text)]
+        places += [
+            _leak(f"object {blob[:12]} of {repository}", x) for x in sought if x.occurs_in(text)
+        ]
     await run_command(context, ["rm", "-rf", "--", store])
     return places

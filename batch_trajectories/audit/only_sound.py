@@ -55,11 +55,11 @@ class SoundRows:
         """Whether to use a row. Bad rows are used, too: the scan reports them."""
         if ERROR_COLUMN in columns:
             return True
-        verdict = self._verdict_of(columns)
+        verdict = self._find_verdict(columns)
         self.counts[verdict] += 1
         return verdict == SOUND
 
-    def _verdict_of(self, columns: Mapping[str, Any]) -> str:
+    def _find_verdict(self, columns: Mapping[str, Any]) -> str:
         digest = task_digest(columns)
         if digest in self._replaced:
             return REPLACED

@@ -12,7 +12,7 @@ from typing import Any
 
 from agent.loop.answers import matches
 from agent.loop.rules import Finish
-from batch_trajectories.audit.audited import AuditStep, step_of
+from batch_trajectories.audit.audited import AuditStep, audit_step
 from batch_trajectories.audit.leaks import find_leaks
 from batch_trajectories.audit.reference import Reference, read_reference
 from batch_trajectories.audit.solving import NotApplied, solve
@@ -201,7 +201,7 @@ class AuditRunner(TaskRunner):
 
     async def do(self, work: Work) -> None:
         """Carry out one step; `work.audit` gets the facts that `audit.verdicts` reads."""
-        step = step_of(work.task.sample)
+        step = audit_step(work.task.sample)
         row = work.row
         reference, unusable = None, None
         try:

@@ -41,10 +41,10 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
         if reference.command is not None:
             exports = "".join(f"export {k}={shlex.quote(v)}; " for k, v in reference.env.items())
             result = await run_command(context, reference.command, exports)
-            said = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
             if result.timed_out:
-                raise NotApplied(f"it timed out after {result.duration_s:.0f} s: {said}")
-            return {"exit_code": result.exit_code, "said": said}
+                raise NotApplied(f"it timed out after {result.duration_s:.0f} s: {output}")
+            return {"exit_code": result.exit_code, "said": output}
     except SetupFailed as error:
         raise NotApplied(str(error)) from error
     return None

@@ -2,7 +2,7 @@
 
 A line has `id`, `verdict`, `why` (text), `defects` (all verdicts that apply, the first is the
 verdict), `digest` (see `task_digest`), `image` (its `reference` and `digest`), `times` (seconds of
-the longest set-up and check) and `steps`, the results of the steps in the order of `step_of`.
+the longest set-up and check) and `steps`, the results of the steps in the order of `audit_step`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 import orjson
 
-from batch_trajectories.audit.audited import Name, step_of
+from batch_trajectories.audit.audited import Name, audit_step
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip, single_line
 from batch_trajectories.dataset.columns import names_of
@@ -188,11 +188,11 @@ def shows_defect(part: Mapping[str, Any]) -> bool:
 
 def _read_step(record: Record) -> dict[str, Any]:
     """The fields of a step's record that a verdict needs."""
-    step = step_of(record.sample)
+    step = audit_step(record.sample)
     part: dict[str, Any] = {"step": step.name}
     part |= {"way": step.way} if step.way else {"repetition": step.repetition}
     part |= record.audit or {}
-    if step == step_of(0):
+    if step == audit_step(0):
         part |= {"digest": task_digest(record.row), "image": record.image}
     if record.error is not None:
         message = clip(record.error.message or "", max_chars=_SHOWN)

@@ -225,7 +225,7 @@ def _to_stored_file(meta: Any) -> StoredFile:
 # Objects of a bucket as files of a directory of this machine.
 
 
-def files_at(url: str) -> tuple[Bucket, list[StoredFile]]:
+def find_files(url: str) -> tuple[Bucket, list[StoredFile]]:
     """The bucket of a URL, and the object at this URL or else all objects below it.
 
     Raises `ConfigError` without the extra, and `BucketFailed`.
@@ -255,7 +255,7 @@ def download_all(url: str, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with lock_file(directory.with_name(f"{directory.name}.lock")):
-        bucket, files = files_at(url)
+        bucket, files = find_files(url)
         note = _note_path(directory)
         had: dict[str, str] = _read_note(note)["files"]
         there = {_check_name(url, file.name): file for file in files}

@@ -33,7 +33,7 @@ def show(result: str) -> None:
     """Print a result on standard output; escape characters that cannot or must not be shown."""
     result = escape_controls(result)
     if WARNING in result and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-        result = "\n".join(map(_colored, result.split("\n")))
+        result = "\n".join(map(_color_text, result.split("\n")))
     try:
         try:
             print(result, flush=True)
@@ -47,7 +47,7 @@ def show(result: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _colored(line: str) -> str:
+def _color_text(line: str) -> str:
     return f"\x1b[31m{line}\x1b[0m" if line.startswith(WARNING) else line
 
 

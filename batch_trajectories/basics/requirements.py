@@ -62,10 +62,10 @@ def requirements_problem(program: str, version: "tuple[int, int]") -> "str | Non
 
 
 def _advice(program: str, python: str) -> str:
-    home = Path(__file__).resolve().parents[2]
-    environment = home / ".venv"
-    there = environment / "bin" / "python"
-    if there.exists() and Path(sys.prefix).resolve() != environment:
-        return f"There is an environment with it: start as {there} {home / program} ..."
+    root = Path(__file__).resolve().parents[2]
+    environment = root / ".venv"
+    installed = environment / "bin" / "python"
+    if installed.exists() and Path(sys.prefix).resolve() != environment:
+        return f"There is an environment with it: start as {installed} {root / program} ..."
     make = f"{python} -m venv .venv && .venv/bin/pip install -e ."
-    return f"In {home}: {make}; then start as .venv/bin/python {program} ..."
+    return f"In {root}: {make}; then start as .venv/bin/python {program} ..."

@@ -34,10 +34,10 @@ def single_line(message: str, *, max_chars: int = 300) -> str:
     """
     lines = [line for line in (" ".join(line.split()) for line in message.splitlines()) if line]
     if len(lines) < 2:
-        return _without_middle("".join(lines), max_chars)
-    first = _without_middle(lines[0], max_chars // 2)
+        return _cut_middle("".join(lines), max_chars)
+    first = _cut_middle(lines[0], max_chars // 2)
     left = max(max_chars - len(first), max_chars // 2)
-    last = [_without_middle(lines[-1], left)]
+    last = [_cut_middle(lines[-1], left)]
     left -= len(last[0])
     for line in reversed(lines[1:-1]):
         if (left := left - len(line)) < 0:
@@ -47,7 +47,7 @@ def single_line(message: str, *, max_chars: int = 300) -> str:
     return " | ".join([first, *reversed(last)])
 
 
-def _without_middle(line: str, max_chars: int) -> str:
+def _cut_middle(line: str, max_chars: int) -> str:
     if len(line) <= max_chars:
         return line
     head = max_chars // 2

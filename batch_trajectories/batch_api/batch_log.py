@@ -84,20 +84,24 @@ class BatchJob:
 
     name: str
     model: str
-    """The name of the model's settings; see `name_of`."""
+    """The name of the model's settings; see `model_label`."""
     ids: list[str]
     """The ids of its calls, as workers know them."""
     reserves: list[list[Any]] = field(default_factory=list)
     """Dollars and tokens reserved for each call; empty without a budget."""
     state: State = "gathered"
     sent_at: float = 0.0
-    """The time before its creation, in epoch seconds."""
+    """The time just before the provider was asked to create the batch, in epoch seconds."""
     size: int = 0
     """The size of its calls as they are sent, in bytes."""
     upload: str = ""
+    """The provider's name for the uploaded calls; "" before."""
     batch: str = ""
+    """The provider's id of the batch; "" before it exists."""
     created_at: float = 0.0
+    """The time of its creation, in epoch seconds."""
     why: str = ""
+    """The reason that none of its calls was made; "" unless it failed."""
     replies: int = 0
     """The number of calls with a reply; 0 before the job is collected."""
     index: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -324,7 +328,7 @@ def has_open_batches(run_dir: Path, quarantine: Path, settled: Container[bytes])
     return bool(BatchLog(run_dir, quarantine).load(settled))
 
 
-def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, Cost]]:
+def load_reserved(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, Cost]]:
     """Return amounts that earlier starts reserved for unanswered calls, by task and call.
 
     Call `free_unsent` first.
@@ -354,8 +358,10 @@ def jobs_in(path: Path) -> Iterable[BatchJob]:
 def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
     """Apply a line to `jobs` (by name). Raises `KeyError` if its job is unknown."""
     if line["kind"] == "gathered" and line["wave"] not in jobs:
-        name, reserves = line["wave"], line.get("most", [])
-        jobs[name] = BatchJob(name, model=line["model"], ids=line["items"], reserves=reserves)
+        name = line["wave"]
+        jobs[name] = BatchJob(
+            name, model=line["model"], ids=line["items"], reserves=line.get("most", [])
+        )
         return
     if line["kind"] == "live":
         return
@@ -363,9 +369,12 @@ def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
     job.state = line["kind"]
     match line["kind"]:
         case "sending":
-            job.sent_at, job.upload, job.size = line["at"], line["upload"], line["bytes"]
+            job.sent_at = line["at"]
+            job.upload = line["upload"]
+            job.size = line["bytes"]
         case "created":
-            job.batch, job.created_at = line["batch"], line["at"]
+            job.batch = line["batch"]
+            job.created_at = line["at"]
         case "collected":
             job.replies = line["replies"]
         case "failed":

@@ -90,7 +90,7 @@ def _described(
     from batch_trajectories.basics.text import clip, first_few, plural
     from batch_trajectories.dataset.lines import columns_in
     from batch_trajectories.dataset.row import RowRules
-    from batch_trajectories.dataset.row_conversation import columns_beside, kind_of, usual_prompt
+    from batch_trajectories.dataset.row_conversation import columns_beside, json_type, usual_prompt
 
     rules = RowRules()
     if kind is not None:
@@ -109,7 +109,7 @@ def _described(
             reasons[f"row {number}: {error}"] += 1
             continue
         for name, value in row.items():
-            kinds.setdefault(name, Counter())[kind_of(value)] += 1
+            kinds.setdefault(name, Counter())[json_type(value)] += 1
         try:
             rules.read(row)
         except ValueError as error:

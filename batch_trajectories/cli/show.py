@@ -67,7 +67,7 @@ def compare(first: str, second: str | None, output_dir: Path, as_json: bool) -> 
         from batch_trajectories.report import rejudged
 
         with errors_as_exit_codes():
-            changes = rejudged.changes_in(open_run(first, output_dir))
+            changes = rejudged.compare_verdicts(open_run(first, output_dir))
         show_json(changes) if as_json else show(rejudged.as_text(changes))
         return
     from batch_trajectories.report import comparison

@@ -148,7 +148,7 @@ def merge(
     from batch_trajectories.engine.narrowing import refuse_narrowing
     from batch_trajectories.maintenance.merge import common_config
     from batch_trajectories.maintenance.merge import merge as merge_runs
-    from batch_trajectories.maintenance.upkeep import scan_of, snapshot_given
+    from batch_trajectories.maintenance.upkeep import scan_of, snapshot_dataset
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]
@@ -166,7 +166,7 @@ def merge(
                 _ = opened[0].scan  # raises if its run.json names another file of this machine
         else:
             _refuse_strange_rows(opened[0])
-            kept_dataset = snapshot_given(first, config)
+            kept_dataset = snapshot_dataset(first, config)
             first = {**first, "dataset": {**first["dataset"], "path": kept_dataset.path}}
         scan = scan_of(config.run_dir, first, config)
         for path, identity in parts:

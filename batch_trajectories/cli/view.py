@@ -30,11 +30,11 @@ def view(
     A PLACE is a directory of runs (default: trajectories), a run, or the URL of a mirrored run.
     """
     from batch_trajectories.engine.control import user_name
-    from batch_trajectories.view.serving import password_of, serve
+    from batch_trajectories.view.serving import read_password, serve
 
     ended = "view has ended; the runs are as they were"
     with errors_as_exit_codes(on_interrupt=ended):
-        password = password_of(host, password_env)
+        password = read_password(host, password_env)
         serve(
             list(places) or ["trajectories"],
             host=host,

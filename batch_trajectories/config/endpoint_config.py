@@ -28,7 +28,7 @@ from agent.models.connection import (
     KEY_REFRESH_S,
     Connection,
     Replication,
-    proxy_for,
+    find_proxy,
 )
 from agent.models.model import ModelSettings, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
@@ -64,7 +64,7 @@ def _check_proxy(value: str) -> str:
             "must hold no password, which would be written into files; give such a proxy as "
             "HTTPS_PROXY in the environment",
         )
-    proxy_for("http://localhost", value)  # raises where that is no HTTP proxy
+    find_proxy("http://localhost", value)  # raises where that is no HTTP proxy
     return value
 
 
@@ -280,7 +280,7 @@ class EndpointConfig(BaseModel):
             ),
         )
 
-    def is_endpoint_of(self, settings: ModelSettings) -> bool:
+    def serves(self, settings: ModelSettings) -> bool:
         """Whether calls of a model count against the limits of this entry."""
         endpoint = self.to_endpoint()
         if self.client is not None:

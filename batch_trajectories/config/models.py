@@ -65,7 +65,7 @@ def endpoint_limits(config: RunConfig, setups: Setups) -> dict[str, EndpointLimi
     """
     limits = {}
     for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
-        entries = [entry for entry in config.endpoints.values() if entry.is_endpoint_of(settings)]
+        entries = [entry for entry in config.endpoints.values() if entry.serves(settings)]
         ceiling = config.conversations
         in_flight = _tightest((entry.max_in_flight for entry in entries), config.max_in_flight)
         if in_flight is not None:
@@ -86,7 +86,7 @@ def endpoint_limits(config: RunConfig, setups: Setups) -> dict[str, EndpointLimi
     return limits
 
 
-def budget_of(config: RunConfig) -> Cost | None:
+def run_budget(config: RunConfig) -> Cost | None:
     """The budget of the run; None if it has none."""
     if config.max_run_cost_usd is None and config.max_run_tokens is None:
         return None
@@ -112,7 +112,7 @@ def resolve_settings(config: RunConfig, name: str) -> ModelSettings:
         attempt_timeout_s=config.attempt_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
         stream_replies=config.stream_replies,
-        needs_bound=budget_of(config) is not None,
+        needs_bound=run_budget(config) is not None,
         call_attempts=config.call_attempts,
         call_timeout_s=config.call_timeout_s,
         reasoning_effort=config.reasoning_effort,
@@ -240,7 +240,7 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
                 "{input: ..., output: ...}} (dollars per million tokens)"
             )
     unlimited = [model.name for model in called_models(setups) if model.reply_bound is None]
-    if budget_of(config) is not None and unlimited:
+    if run_budget(config) is not None and unlimited:
         raise ValueError(
             f"max_tokens is missing: without a reply limit for {unlimited[0]!r} the cost of a call "
             "has no limit, so the run budget cannot be enforced"

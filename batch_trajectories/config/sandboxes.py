@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 def image_sandboxes(config: RunConfig) -> ImageSandboxes:
     """Sandboxes in which conversations work in images. Raises `SandboxError` if there are none."""
-    if (made := _in_images(config)) is None:
+    if (sandboxes := _image_sandboxes(config)) is None:
         raise SandboxError(
             f"sandbox {config.sandbox}: it cannot work in images; use --sandbox=bwrap or docker, "
             "or leave --workspace=image out"
         )
-    return made
+    return sandboxes
 
 
 def find_sandbox_problem(config: RunConfig) -> str | None:
@@ -42,8 +42,8 @@ def find_sandbox_problem(config: RunConfig) -> str | None:
 
 def find_sandbox_warning(config: RunConfig) -> str | None:
     """A warning that the images of a run are slow here; None if they are not, or not used."""
-    made = _in_images(config) if config.uses_images else None
-    return None if made is None else made.warning()
+    sandboxes = _image_sandboxes(config) if config.uses_images else None
+    return None if sandboxes is None else sandboxes.warning()
 
 
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
@@ -69,11 +69,11 @@ def check_image_digest(known: dict[str, str], reference: str, digest: str) -> st
 
 
 def _digests(config: RunConfig, references: Collection[str]) -> dict[str, str]:
-    made = _in_images(config)
-    return {} if made is None else made.digests(references)
+    sandboxes = _image_sandboxes(config)
+    return {} if sandboxes is None else sandboxes.digests(references)
 
 
-def _in_images(config: RunConfig) -> ImageSandboxes | None:
+def _image_sandboxes(config: RunConfig) -> ImageSandboxes | None:
     settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
     return factory.image_sandboxes(config.sandbox, settings, run_dir)
 
@@ -81,8 +81,8 @@ def _in_images(config: RunConfig) -> ImageSandboxes | None:
 def remove_leftover_containers(config: RunConfig) -> None:
     """Remove containers that no conversation uses, left by a crash; logs what fails."""
     try:
-        made = _in_images(config) if config.uses_images else None
-        if made is not None and (count := made.remove_leftovers()):
+        sandboxes = _image_sandboxes(config) if config.uses_images else None
+        if sandboxes is not None and (count := sandboxes.remove_leftovers()):
             log.info("removed %d containers that no conversation uses", count)
     except (ToolError, ConfigError) as error:
         log.warning("containers were not removed: %s", error)

@@ -48,12 +48,12 @@ def parquet_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, A
 
     try:
         with pq.ParquetFile(path, buffer_size=_READ_BYTES) as file:
-            yield from table_rows(_batches_of(file), str(path), left_out)
+            yield from table_rows(_read_batches(file), str(path), left_out)
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"{path}: cannot read it as Parquet: {error}") from error
 
 
-def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+def _read_batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
     """Batches of each row group by itself: pyarrow would begin the next one too early."""
     for n in range(file.num_row_groups):
         group = file.metadata.row_group(n)

@@ -132,7 +132,7 @@ def to_list(raw: Any) -> list[Any]:
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
-def object_of(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
+def object_reader(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
     """Make a reader of objects: it leaves out keys that are null.
 
     A text stands for an object whose only key is `text_is`.
@@ -149,9 +149,9 @@ def object_of(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
     return as_object
 
 
-def objects_of(group: type, text_is: str) -> Callable[[Any], Any]:
-    """Make a reader of one object or a list of objects; see `object_of`."""
-    return lambda raw: [*map(object_of(group, text_is), to_list(raw))]
+def objects_reader(group: type, text_is: str) -> Callable[[Any], Any]:
+    """Make a reader of one object or a list of objects; see `object_reader`."""
+    return lambda raw: [*map(object_reader(group, text_is), to_list(raw))]
 
 
 class OnlyThese:
@@ -243,7 +243,9 @@ def _content(raw: Any) -> bytes:
         if isinstance(is_executable, bool) and len(texts) == 1:
             [(form, text)] = texts.items()
             if form in _FORMS and isinstance(text, str):
-                content = _decoded(text) if form == "base64" else text.encode(errors="replace")
+                content = (
+                    _decode_content(text) if form == "base64" else text.encode(errors="replace")
+                )
                 return Executable(content) if is_executable else content
     raise ValueError(
         'must be text, {"base64": …} or {"text": …}; the objects may have `executable`: true or '
@@ -251,7 +253,7 @@ def _content(raw: Any) -> bytes:
     )
 
 
-def _decoded(text: str) -> bytes:
+def _decode_content(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -292,7 +294,7 @@ def _fill_variables(raw: Any, info: ValidationInfo[Reading]) -> str:
         raise ValueError("must be text without NUL")
     variables = info.context.variables
 
-    def value_of(match: re.Match[str]) -> str:
+    def fill_variable(match: re.Match[str]) -> str:
         name, default = match["name"], match["default"]
         if name in variables and name in os.environ:
             return os.environ[name]
@@ -302,7 +304,7 @@ def _fill_variables(raw: Any, info: ValidationInfo[Reading]) -> str:
             raise ValueError(f"the variable {name} is not set on this machine")
         raise ValueError(f"names the variable {name} of this machine; allow it: --env_from={name}")
 
-    return _VARIABLE.sub(value_of, raw)
+    return _VARIABLE.sub(fill_variable, raw)
 
 
 Variables = Annotated[
@@ -369,5 +371,7 @@ class RowLimits(OnlyThese):
 
 Limits = Annotated[
     RowLimits,
-    explain_mistakes("must be an object with memory_mb, disk_mb and cpus", object_of(RowLimits)),
+    explain_mistakes(
+        "must be an object with memory_mb, disk_mb and cpus", object_reader(RowLimits)
+    ),
 ]

@@ -393,7 +393,7 @@ def _rows_file(name: str, *, with_solutions: bool) -> RowsFile:
     return load_rows_file(name, with_solutions=with_solutions)
 
 
-def _files_of(source: DataSource) -> list[Path]:
+def _local_files(source: DataSource) -> list[Path]:
     """The files of a source that are on this machine."""
     if source.saved is not None:
         return sorted(path for path in source.saved.rglob("*") if path.is_file())
@@ -406,7 +406,7 @@ def _files_of(source: DataSource) -> list[Path]:
 
 def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
     try:
-        stats = [path.stat() for path in _files_of(source)]
+        stats = [path.stat() for path in _local_files(source)]
     except OSError:
         return []  # the reader of the file says what is wrong with it
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
@@ -421,7 +421,7 @@ def _describe_files(source: DataSource) -> list[dict[str, Any]]:
         ]
     root = source.saved or Path(source.name)
     digests = []
-    for path in _files_of(source):
+    for path in _local_files(source):
         name = path.name if path == root else path.relative_to(root).as_posix()
         try:
             with path.open("rb") as file:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.row_conversation import kind_of
+from batch_trajectories.dataset.row_conversation import json_type
 from batch_trajectories.records.tasks import BadRow
 
 MAX_LINE_BYTES = 256 << 20
@@ -95,7 +95,7 @@ def read_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[R
             yield _read_row(line, offset, text, rules)
 
 
-def read_row_at(file: BinaryIO, offset: int) -> dict[str, Any] | None:
+def read_row(file: BinaryIO, offset: int) -> dict[str, Any] | None:
     """The columns of the row at `offset`; None if there is no longer a row there."""
     file.seek(offset)
     try:
@@ -177,7 +177,7 @@ def columns_in(text: bytes) -> dict[str, Any]:
         raise ValueError(_why_not_json(text, error)) from error
     if not isinstance(columns, dict):
         is_too_long = text == TOO_LONG
-        what = f"the line is {kind_of(columns)}; it must be a JSON object"
+        what = f"the line is {json_type(columns)}; it must be a JSON object"
         raise ValueError(_TOO_LONG if is_too_long else what)
     if exact_json.is_nested_too_deep(text):
         raise ValueError(f"nested deeper than {exact_json.MAX_NESTING} levels")

@@ -22,11 +22,11 @@ from batch_trajectories.dataset.row_conversation import (
     USER_COLUMN,
     add_row_user,
     chat_column,
+    flatten_prompt,
     opening_messages,
     read_expected,
     read_texts,
     read_user_turns,
-    with_plain_prompt,
 )
 from batch_trajectories.records.checks import EXPECTED, expected_column
 
@@ -117,27 +117,10 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
-        options = row_options(self.options, columns)
-        if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
-            options = add_row_user(options, columns)
-        if options.max_cost_usd is not None and not self.is_priced:
-            raise ValueError("`max_cost_usd` needs a model whose price is known")
-        if self.toolsets is not None and (
-            message := options.describe_missing_toolsets(self.toolsets)
-        ):
-            raise ValueError(f"`preparation_toolsets`: {message}")
-        model = columns.get(MODEL_COLUMN)
-        if self.models is not None and model is not None and str(model) not in self.models:
-            names = ", ".join(sorted(self.models))
-            shown = clip(repr(model), max_chars=200)
-            raise ValueError(f"`{MODEL_COLUMN}`: {shown} is not a model of this run ({names})")
+        options = self._read_options(columns)
+        self._check_model(columns)
         opening = opening_messages(columns, self.system_prompt)
-        if self.script != "ignored" and "script" in columns:
-            parse_script(columns["script"])
-        elif self.script == "needed":
-            raise ValueError(
-                "no `script` field; the scripted model plays it (or give --script_file)"
-            )
+        self._check_script(columns)
         spec = ConversationSpec(
             options,
             expected=read_expected(columns) if options.check_expected else None,
@@ -169,6 +152,34 @@ class RowRules:
             limits=None if inside is None else inside.limits,
             agent=agent,
         )
+
+    def _read_options(self, columns: Mapping[str, Any]) -> AgentOptions:
+        options = row_options(self.options, columns)
+        if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
+            options = add_row_user(options, columns)
+        if options.max_cost_usd is not None and not self.is_priced:
+            raise ValueError("`max_cost_usd` needs a model whose price is known")
+        if self.toolsets is not None:
+            message = options.describe_missing_toolsets(self.toolsets)
+            if message:
+                raise ValueError(f"`preparation_toolsets`: {message}")
+        return options
+
+    def _check_model(self, columns: Mapping[str, Any]) -> None:
+        model = columns.get(MODEL_COLUMN)
+        if self.models is None or model is None or str(model) in self.models:
+            return
+        names = ", ".join(sorted(self.models))
+        excerpt = clip(repr(model), max_chars=200)
+        raise ValueError(f"`{MODEL_COLUMN}`: {excerpt} is not a model of this run ({names})")
+
+    def _check_script(self, columns: Mapping[str, Any]) -> None:
+        if self.script != "ignored" and "script" in columns:
+            parse_script(columns["script"])
+        elif self.script == "needed":
+            raise ValueError(
+                "no `script` field; the scripted model plays it (or give --script_file)"
+            )
 
     def ignores_expected(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row has the column `expected`, but answers are not compared with it."""
@@ -209,7 +220,7 @@ class RowRules:
             names.append(FORK_COLUMN)
         if self.agent is not None:
             names += [AGENT_COLUMN, MCP_COLUMN]
-        columns = with_plain_prompt(columns)
+        columns = flatten_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
     def _read_inside(self, columns: Mapping[str, Any]) -> InsideColumns:

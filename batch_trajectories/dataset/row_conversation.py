@@ -134,7 +134,7 @@ def unused_turns(columns: Mapping[str, Any]) -> int | None:
     return unused.count("user") if unused else None
 
 
-def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+def flatten_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """The columns with the messages of the prompt as plain text (see `plain_message`).
 
     Text and a list of text parts then give the same prompt.
@@ -164,7 +164,7 @@ def _role(item: Any) -> str | None:
     return _ROLES.get(role) if isinstance(role, str) else None
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """The type of a JSON value, for a message."""
     match value:
         case None:
@@ -192,7 +192,7 @@ def _prompt_messages(prompt: Any) -> list[Message]:
     if isinstance(prompt, list):
         plain = _plain(prompt, to_first_user=False)
         return [_chat_message(n, item) for n, item in enumerate(plain)]
-    raise ValueError(f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages")
+    raise ValueError(f"`prompt` is {json_type(prompt)}; it must be text or a list of chat messages")
 
 
 def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
@@ -310,6 +310,6 @@ def read_expected(columns: Mapping[str, Any]) -> str:
     expected = expected_text(columns)
     if expected is None:
         column = expected_column(columns)
-        got = kind_of(columns.get(column))
+        got = json_type(columns.get(column))
         raise ValueError(f"`{column}` must be text or a number, for check_expected (got {got})")
     return expected

@@ -57,7 +57,7 @@ def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
     )
 
 
-def without_events(columns: dict[str, Any]) -> dict[str, Any]:
+def remove_fork_events(columns: dict[str, Any]) -> dict[str, Any]:
     """The columns of a row without the events of its fork, which its record has as messages."""
     fork = columns.get(FORK_COLUMN)
     if not isinstance(fork, dict) or "events" not in fork:

@@ -29,8 +29,8 @@ from batch_trajectories.dataset.columns import (
     absolute_path,
     explain_mistakes,
     names_of,
-    object_of,
-    objects_of,
+    object_reader,
+    objects_reader,
     read_group,
     read_value,
     to_list,
@@ -251,7 +251,7 @@ class Collect(OnlyThese):
 def _read_outcomes(raw: Any) -> Any:
     if isinstance(raw, dict) and bool(raw.get("pass")) == bool(raw.get("expected")):
         raise ValueError("needs the tests in `pass` or in `expected`, and not in both")
-    return object_of(Outcomes)(raw)
+    return object_reader(Outcomes)(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,8 @@ class Check(OnlyThese):
         Annotated[
             Outcomes,
             explain_mistakes(
-                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}", _read_outcomes
+                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}",
+                _read_outcomes,
             ),
         ]
         | None
@@ -305,7 +306,7 @@ class Check(OnlyThese):
     artifacts: Annotated[
         tuple[Artifact, ...],
         explain_mistakes(
-            "must be a list of paths, or of {path, exclude}", objects_of(Artifact, "path")
+            "must be a list of paths, or of {path, exclude}", objects_reader(Artifact, "path")
         ),
         AfterValidator(_check_artifacts),
         Field(validate_default=True),
@@ -315,7 +316,7 @@ class Check(OnlyThese):
     collect: Annotated[
         tuple[Collect, ...],
         explain_mistakes(
-            "must be commands, or {command, timeout_s}", objects_of(Collect, "command")
+            "must be commands, or {command, timeout_s}", objects_reader(Collect, "command")
         ),
         NEEDS_IMAGE,
     ] = ()
@@ -336,7 +337,7 @@ CheckColumn = Annotated[
     explain_mistakes(
         "must be a command, or an object with `command` and any of "
         + ", ".join(f"`{name}`" for name in sorted({*names_of(Check)} - {"command"})),
-        object_of(Check, "command"),
+        object_reader(Check, "command"),
     ),
 ]
 """The value of the column `check`. A text stands for an object with only `command`."""

@@ -97,7 +97,7 @@ class MissingColumn(StrictUndefined):
 _OMIT = object()
 
 
-def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+def template_variables(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The variables of templates for a row. A column that is null counts as missing."""
     present = {name: value for name, value in columns.items() if value is not None}
     return {**present, "omit": _OMIT, "row": columns}
@@ -281,7 +281,7 @@ class Template:
                 self._fill = self._scalar_filler(construct(node))
 
     def value(self, variables: dict[str, Any]) -> Any:
-        """Fill in the value for a row, whose variables are those of `variables_of`.
+        """Fill in the value for a row, whose variables are those of `template_variables`.
 
         Raises `TemplateError`, and `Absent` if the value is left out.
         """
@@ -376,7 +376,7 @@ class RowsFile:
         if ERROR_COLUMN in columns:
             return dict(columns)
         made = {}
-        variables = variables_of(columns)
+        variables = template_variables(columns)
         try:
             for name, template in self._columns.items():
                 try:

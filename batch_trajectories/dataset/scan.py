@@ -26,9 +26,9 @@ import orjson
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
-from batch_trajectories.dataset.lines import ContentDigest, Row, read_row_at, read_rows
+from batch_trajectories.dataset.lines import ContentDigest, Row, read_row, read_rows
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.row_conversation import with_plain_prompt
+from batch_trajectories.dataset.row_conversation import flatten_prompt
 from batch_trajectories.dataset.shards import Shard
 from batch_trajectories.records.checks import EXPECTED
 from batch_trajectories.records.tasks import BadRow, Task, task_key
@@ -162,7 +162,7 @@ def scan(
         raise _no_usable_row(path, bad_rows)
     occurrences = array("I")
     for number, base, columns in _rows_with_repeated_ids(path, offsets, hashes, occurrences):
-        prompt_id = _with_occurrence(base, occurrences[number])
+        prompt_id = _number_id(base, occurrences[number])
         digest = input_digest(columns, rules)
         ids = (_task_id(prompt_id, sample) for sample in range(num_samples))
         start = 16 * num_samples * number
@@ -221,20 +221,20 @@ def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
     with _open(scan.path) as file:
         for number in range(scan.tasks) if numbers is None else numbers:
             row, sample = divmod(number, scan.num_samples)
-            columns = read_row_at(file, scan.offsets[row])
+            columns = read_row(file, scan.offsets[row])
             if columns is None:
-                raise _changed_error(scan.path, scan.offsets[row])
-            task = task_of(columns, scan.rules, occurrence=scan.occurrence(row), sample=sample)
+                raise _changed_dataset_error(scan.path, scan.offsets[row])
+            task = make_task(columns, scan.rules, occurrence=scan.occurrence(row), sample=sample)
             if task.key != scan.key(number):
-                raise _changed_error(scan.path, scan.offsets[row])
+                raise _changed_dataset_error(scan.path, scan.offsets[row])
             yield task
 
 
-def task_of(
+def make_task(
     columns: dict[str, Any], rules: RowRules, *, occurrence: int = 1, sample: int = 0
 ) -> Task:
     """The task of a row; `occurrence` is its number, from 1, among the rows with its id."""
-    prompt_id = _with_occurrence(_base_id(columns), occurrence)
+    prompt_id = _number_id(_base_id(columns), occurrence)
     digest = input_digest(columns, rules)
     return Task(
         id=_task_id(prompt_id, sample),
@@ -245,7 +245,7 @@ def task_of(
     )
 
 
-def with_sample(task: Task, sample: int) -> Task:
+def make_sample_task(task: Task, sample: int) -> Task:
     """Another sample of the prompt of a task."""
     return task._replace(id=_task_id(task.prompt_id, sample), sample=sample, model=None)
 
@@ -268,7 +268,7 @@ def _no_usable_row(path: Path, bad_rows: Sequence[BadRow]) -> DatasetError:
     )
 
 
-def _changed_error(path: Path, offset: int) -> DatasetChanged:
+def _changed_dataset_error(path: Path, offset: int) -> DatasetChanged:
     return DatasetChanged(
         f"{path}: the row at byte {offset} has changed since this start began. Finished work is "
         "safe; run the same command again to continue with the dataset as it is now."
@@ -293,9 +293,9 @@ def _rows_with_repeated_ids(
         for number, short_hash in enumerate(hashes):
             if short_hash not in repeated:
                 continue
-            columns = read_row_at(file, offsets[number])
+            columns = read_row(file, offsets[number])
             if columns is None or _short_hash(base := _base_id(columns)) != short_hash:
-                raise _changed_error(path, offsets[number])
+                raise _changed_dataset_error(path, offsets[number])
             counts[base] += 1
             if counts[base] > 1:
                 occurrences[number] = counts[base]
@@ -320,7 +320,7 @@ def _find_repeated(hashes: array[int]) -> set[int]:
     return repeated
 
 
-def _with_occurrence(base: str, occurrence: int) -> str:
+def _number_id(base: str, occurrence: int) -> str:
     return base if occurrence == 1 else f"{base}#{occurrence}"
 
 
@@ -335,7 +335,7 @@ def _base_id(columns: dict[str, Any]) -> str:
             own_id = str(value)
             if own_id and not _LOOKS_GENERATED.search(own_id):
                 return own_id
-    content = _canonical(with_plain_prompt(columns))
+    content = _canonical(flatten_prompt(columns))
     return f"row-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
 

@@ -63,7 +63,7 @@ def last_scan(
     Raises `DatasetError` if it has no usable row.
     """
     saved = _read(cache)
-    if saved is not None and saved.is_of(dataset, options["num_samples"]):
+    if saved is not None and saved.is_current(dataset, options["num_samples"]):
         found = saved.to_scan(path, options)
         if found is not None:
             return found
@@ -118,7 +118,7 @@ class _SavedScan(NamedTuple):
         occurrences: int = self.header.get("occurrences", rows)  # older files have one per row
         return 8 * rows + 4 * occurrences
 
-    def is_of(self, dataset: Mapping[str, Any], num_samples: int) -> bool:
+    def is_current(self, dataset: Mapping[str, Any], num_samples: int) -> bool:
         """Whether the file has the current form, and the scan is of this dataset of a run.json."""
         header = self.header
         if not {*_HEADER_FIELDS, "bad_rows", "occurrences"} <= header.keys():

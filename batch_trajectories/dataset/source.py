@@ -148,9 +148,9 @@ def parse_source(name: Path) -> DataSource:
 
 def _source_at_url(url: str) -> DataSource:
     """The object at a URL, or those below it that have rows. Raises `DatasetError`."""
-    from batch_trajectories.basics.bucket import files_at  # a library
+    from batch_trajectories.basics.bucket import find_files  # a library
 
-    bucket, stored = files_at(url)
+    bucket, stored = find_files(url)
     if not stored:
         raise DatasetError(f"{url}: no such object, and none below it")
     if bucket.url == url:

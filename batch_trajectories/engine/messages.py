@@ -54,7 +54,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Any]
     """The journaled events of the task; each is an `Event`."""
     knows_begun: bool
-    """See `Inflight.knows_begun`."""
+    """Whether the events have a start event for every tool call; see `has_start_events`."""
     deaths: int
     """Number of workers that died while they worked on the task."""
     place: str

@@ -18,7 +18,7 @@ from agent.models.model import ModelSettings, Price
 from agent.models.providers import provider_at
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
-from agent.setup import Setup, schemas_for
+from agent.setup import Setup, list_schemas
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.basics.text import plural
@@ -32,6 +32,7 @@ from batch_trajectories.dataset.kept_dataset import (
     RowFilter,
     take_snapshot,
 )
+from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.scan import PROGRAMS, SETUP, Scan
 from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
@@ -103,20 +104,7 @@ def make_plan(
     setups = set_up_models(config, known)
     first = next(iter(setups.values()))
     _check_web(config, first)
-    needs_sandbox = (
-        bool(first.sandboxed_toolsets())
-        or config.row_setup
-        or config.is_inside
-        or config.agent is not None
-    )
-    try:
-        sandbox_kind(config.sandbox)
-    except SandboxError as error:
-        raise ConfigError(str(error)) from error
-    if needs_sandbox and (problem := _sandbox_problem(config)):
-        if config.is_inside or config.agent is not None:
-            raise ConfigError(problem)
-        raise ConfigError(_without_sandbox(problem, first.sandboxed_toolsets(), config))
+    needs_sandbox = _check_sandbox(config, first.sandboxed_toolsets())
     _check_variables(config)
     if config.reward:
         from batch_trajectories.engine.worker.reward_functions import (
@@ -130,6 +118,42 @@ def make_plan(
     )
     if writes:
         look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
+    dataset = _snapshot_dataset(config, rules, writes=writes, fresh=fresh, say=say)
+    scan = _scan_dataset(config, dataset, rules)
+    _refuse_unused_setup(config, scan, fresh=fresh)
+    return Plan(
+        config=config,
+        setups=setups,
+        sandbox=config.sandbox if needs_sandbox else None,
+        script=script,
+        dataset=dataset,
+        scan=scan,
+    )
+
+
+def _check_sandbox(config: RunConfig, toolsets: Sequence[str]) -> bool:
+    """Whether the run needs a sandbox; `toolsets` are those that do.
+
+    Raises `ConfigError` if it needs one and none works here, or if the sandbox is unknown.
+    """
+    try:
+        sandbox_kind(config.sandbox)
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    has_other_need = config.row_setup or config.is_inside or config.agent is not None
+    if not toolsets and not has_other_need:
+        return False
+    if problem := _sandbox_problem(config):
+        if config.is_inside or config.agent is not None:
+            raise ConfigError(problem)
+        raise ConfigError(_without_sandbox(problem, toolsets, config))
+    return True
+
+
+def _snapshot_dataset(
+    config: RunConfig, rules: RowRules, *, writes: bool, fresh: bool, say: Callable[[str], object]
+) -> DatasetSnapshot:
+    """Take the snapshot of the dataset, and say how many of its tasks are sound, if known."""
     dataset = take_snapshot(
         config.dataset_file,
         config.run_dir,
@@ -146,8 +170,12 @@ def make_plan(
     if dataset.source is not None and (sound := dataset.source.get(ROW_FILTER_KEY)) is not None:
         reader: SoundRowsReader = find_feature("only_sound")
         say(reader.describe_sound(sound))
+    return dataset
+
+
+def _scan_dataset(config: RunConfig, dataset: DatasetSnapshot, rules: RowRules) -> Scan:
     try:
-        scan = cached_scan(
+        return cached_scan(
             config.run_dir / DATASET_INDEX,
             dataset.path,
             max_samples=config.max_samples,
@@ -161,15 +189,6 @@ def make_plan(
         raise DatasetError(
             str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
         ) from error
-    _refuse_unused_setup(config, scan, fresh=fresh)
-    return Plan(
-        config=config,
-        setups=setups,
-        sandbox=config.sandbox if needs_sandbox else None,
-        script=script,
-        dataset=dataset,
-        scan=scan,
-    )
 
 
 def _with_counts(columns: Mapping[str, int]) -> str:
@@ -265,7 +284,7 @@ def describe(plan: Plan) -> str:
     """Describe the work of a start of `plan`, for `--dry_run`."""
     config, scan = plan.config, plan.scan
     first = next(iter(plan.setups.values()))
-    names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
+    names = [schema["function"]["name"] for schema in list_schemas(first, config.agent_options)]
     is_drawn = len(plan.setups) > 1 and config.escalate_after is None
     models = [
         _describe(setup.settings, weight if is_drawn else None)

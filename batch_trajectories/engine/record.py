@@ -31,7 +31,7 @@ from agent.loop.rules import ConversationSpec, Finish
 from agent.messages.message import ReplyEvent, is_cost_only
 from agent.messages.tokens import missing_token_data, trimmed_replies
 from agent.options import AgentOptions
-from agent.setup import Setup, inner_schemas, schemas_for
+from agent.setup import Setup, inner_schemas, list_schemas
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.dataset.row_conversation import FORK_COLUMN
@@ -86,7 +86,7 @@ def make_record(
 
     conversation = trajectory.to_record()
     # The tools of an agent are in its requests.
-    tools = conversation.pop("tools", None) or schemas_for(setup, spec.options)
+    tools = conversation.pop("tools", None) or list_schemas(setup, spec.options)
     if agent is not None:
         conversation["agent"] = agent.record_facts() | conversation.get("agent", {})
     return {
@@ -151,9 +151,9 @@ def _inners_of(conversation: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _row_of(task: Task) -> dict[str, Any]:
     if FORK_COLUMN not in task.columns:
         return task.columns
-    from batch_trajectories.dataset.row_fork import without_events
+    from batch_trajectories.dataset.row_fork import remove_fork_events
 
-    return without_events(task.columns)
+    return remove_fork_events(task.columns)
 
 
 def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:

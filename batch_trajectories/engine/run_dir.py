@@ -66,7 +66,7 @@ from batch_trajectories.engine.run_json_shape import faults_of
 from batch_trajectories.records.files import (
     is_training_file,
     list_directory,
-    longest_temporary_for,
+    longest_temporary_path,
     make_directory,
     open_no_follow,
     refuse_links,
@@ -190,7 +190,7 @@ def check_training_file(config: RunConfig) -> None:
     """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
     training = training_file_of(config.run_dir)
     try:
-        longest_temporary_for(training).exists()
+        longest_temporary_path(training).exists()
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -38,7 +38,7 @@ from batch_trajectories.records.failures import (
     why_tasks_failed,
 )
 from batch_trajectories.records.files import list_directory, read_json
-from batch_trajectories.records.index import Index
+from batch_trajectories.records.index import Ending, Index
 from batch_trajectories.records.journal import (
     Journaled,
     JournaledReplies,
@@ -56,7 +56,7 @@ from batch_trajectories.records.names import (
     VERDICTS_FILE,
 )
 from batch_trajectories.records.records import lines_from, load_index
-from batch_trajectories.records.scores import with_later_checks
+from batch_trajectories.records.scores import apply_later_checks
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import Samples, StoppingRule
@@ -217,6 +217,47 @@ class RunTotals:
         return totals
 
 
+class _PassCounts:
+    """Counts checked and passed conversations, and prompts with one; tasks come in order."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.checks = CheckSums()
+        self._num_samples = num_samples
+        self._completed_passed = 0
+        self._completed_not_passed = 0
+        self._prompts_checked = 0
+        self._prompts_passed = 0
+        self._last_checked = -1
+        """The number of the last prompt with a check; its samples follow one another."""
+        self._last_passed = -1
+
+    def add(self, number: int, ending: Ending, reward: float | None) -> None:
+        """Add the record of task `number`; `reward` is None if it has none."""
+        if reward is None and ending.error_class is None:
+            return
+        self.checks.add(ending.verdict, reward, check_failed=ending.check_failed)
+        if reward is None:
+            return
+        passed = has_passed(ending.verdict, reward) is True
+        if ending.status == "completed":
+            self._completed_passed += passed
+            self._completed_not_passed += not passed
+        prompt = number // self._num_samples
+        self._prompts_checked += prompt != self._last_checked
+        self._last_checked = prompt
+        if passed:
+            self._prompts_passed += prompt != self._last_passed
+            self._last_passed = prompt
+
+    def write(self, totals: RunTotals) -> None:
+        """Set the counts in `totals`."""
+        totals.completed_passed = self._completed_passed
+        totals.completed_not_passed = self._completed_not_passed
+        totals.prompts_checked = self._prompts_checked
+        totals.prompts_passed = self._prompts_passed
+        totals.checks = self.checks.sums()
+
+
 def compute_totals(
     run_dir: Path, scan: Scan, config: RunConfig, *, index: Index | None = None
 ) -> RunTotals:
@@ -226,7 +267,7 @@ def compute_totals(
     """
     # Before the records: a conversation that ends meanwhile is then in one of the two.
     journaled = read_journaled_replies(run_dir / INFLIGHT)
-    index = with_later_checks(run_dir, load_index(run_dir) if index is None else index)
+    index = apply_later_checks(run_dir, load_index(run_dir) if index is None else index)
     spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
     judges = spent_by_judges(run_dir)
     failed_attempts = load_failed_attempts(run_dir)
@@ -238,8 +279,7 @@ def compute_totals(
         statuses[ending.status] += count
         if ending.status == "failed":
             failures[ending.error_class or "unknown"] += count
-    checks = CheckSums()
-    checked_prompt = passed_prompt = -1
+    passes = _PassCounts(scan.num_samples)
     totals = RunTotals(
         prompts=scan.rows + len(scan.bad_rows),
         samples=scan.num_samples,
@@ -258,7 +298,7 @@ def compute_totals(
         spent_unknown=spent.unknown,
         judges_usd=judges.usd,
         judges_unknown=judges.unknown,
-        checks=checks.sums(),
+        checks=passes.checks.sums(),
         gone=gone,
         shard=None if scan.shard is None else str(scan.shard),
         is_recording=(run_dir / SESSIONS).is_dir(),
@@ -290,24 +330,10 @@ def compute_totals(
             failed.add(scan.key(number))
             is_over = is_settled(index.entry(row), config.max_attempts)
             totals.to_retry += not is_over and (samples is None or samples.must_run(number))
-        if reward is None and ended.error_class is None:
-            continue
-        checks.add(ended.verdict, reward, check_failed=ended.check_failed)
-        if reward is None:
-            continue
-        passed = has_passed(ended.verdict, reward) is True
-        if ended.status == "completed":
-            totals.completed_passed += passed
-            totals.completed_not_passed += not passed
-        prompt = number // scan.num_samples
-        totals.prompts_checked += prompt != checked_prompt
-        checked_prompt = prompt
-        if passed:
-            totals.prompts_passed += prompt != passed_prompt
-            passed_prompt = prompt
+        passes.add(number, ended, reward)
+    passes.write(totals)
     totals.failures = dict(sorted(failures.items()))
     totals.reasons = why_tasks_failed(run_dir, failed)
-    totals.checks = checks.sums()
     totals.signs = _signs(run_dir, totals, config)
     return totals
 

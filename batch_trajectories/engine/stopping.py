@@ -19,12 +19,12 @@ import msgspec
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.dataset.scan import Scan, tasks, with_sample
+from batch_trajectories.dataset.scan import Scan, make_sample_task, tasks
 from batch_trajectories.records.failures import is_settled
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.records import lines_from
-from batch_trajectories.records.scores import with_later_checks
+from batch_trajectories.records.scores import apply_later_checks
 from batch_trajectories.records.tasks import Task
 
 UNKNOWN, RUNNING, PASSED, NOT_PASSED, UNJUDGED = range(5)
@@ -234,7 +234,7 @@ class Opening:
         opened = []
         for sample in self._rule.to_run(of_prompt):
             if of_prompt[sample] == UNKNOWN:
-                new = self._with_model(first + sample, with_sample(task, sample))
+                new = self._with_model(first + sample, make_sample_task(task, sample))
                 is_asked_for = self._only is None or new.key in self._only
                 if is_asked_for and self._may_begin(first + sample, new):
                     self._outcomes[first + sample] = RUNNING
@@ -305,7 +305,7 @@ def samples_of(
     even if `check` gave it later.
     """
     rule = rule_of(config)
-    index = with_later_checks(run_dir, index)
+    index = apply_later_checks(run_dir, index)
     outcomes, states = bytearray(len(rows)), bytearray(len(rows))
     endings = zip(index.endings(rows), index.passed(rows), strict=True)
     for number, (ending, passed) in enumerate(endings):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from agent.messages.message import TOOL_TEXT_END
 from agent.options import Float
-from agent.state.tally import MALFORMED, canonical
+from agent.state.tally import MALFORMED_CALLS, canonical
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.authors import other_models
 from batch_trajectories.export.conversation.ending import is_answered
@@ -260,7 +260,7 @@ def _result_reasons(part: StoredConversation, mask: Mask) -> Iterator[tuple[int,
         kinds = {failure_kind(one.details) for one in results.values() if one.is_error}
         if mask.failed_call and kinds - _UNFINISHED_FAILURES:
             yield turn, "failed_call"
-        if mask.bad_arguments and (kinds & MALFORMED or _has_bad_arguments(reply)):
+        if mask.bad_arguments and (kinds & MALFORMED_CALLS or _has_bad_arguments(reply)):
             yield turn, "bad_arguments"
         if mask.interrupted_result and "interrupted" in kinds:
             yield turn, "interrupted_result"

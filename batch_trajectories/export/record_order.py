@@ -111,7 +111,7 @@ class RecordReader:
     def __call__(self, number: int) -> Record:
         """Read the record of a task. Raises `UnreadableRecord`."""
         record = read_record(self._records, *self._order.locate(number))
-        return record if self._scores is None else self._scores.add_to(record)
+        return record if self._scores is None else self._scores.extend_record(record)
 
 
 class DuplicateTable:

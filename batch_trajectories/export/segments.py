@@ -107,14 +107,16 @@ def views_by_conversation(
     def inside(part: StoredConversation, level: int) -> Iterator[ConversationViews]:
         for inner in part.inner:
             if inner.name not in (SIMULATED_USER, *NON_CHAT_CALLS):
-                yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)
+                yield read(
+                    inner, _offered_tools(inner, tools_of, is_deepest=level == depth), inner.name
+                )
                 yield from inside(inner, level + 1)
 
     yield read(record, record.tools, MAIN)
     yield from inside(record, 1)
 
 
-def _tools_of(
+def _offered_tools(
     inner: InnerRecord, by_name: Mapping[str, Tools], *, is_deepest: bool
 ) -> Tools | None:
     """The tools that an inner conversation was offered; None if the record does not say."""
@@ -168,7 +170,7 @@ def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Itera
         if turn.inherited is not None:
             continue
         seen: list[StoredMessage] = shown[:at]
-        if summaries and (key := _summary_of(turn, part)) is not None:
+        if summaries and (key := _summary_key(turn, part)) is not None:
             if key not in tasks:
                 text = f"{shown[task].content}\n\n[Summary of the conversation so far]\n"
                 tasks[key] = replace(shown[task], content=text + summaries[key])
@@ -178,7 +180,7 @@ def _loop_views(record: Record, part: StoredConversation, tools: Tools) -> Itera
         yield CallView(turn, seen, messages[at], tools)
 
 
-def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
+def _summary_key(turn: StoredTurn, part: StoredConversation) -> str | None:
     """The key of the summary that a reply saw; None if it saw none.
 
     Records that do not name it are read by times.
@@ -325,7 +327,7 @@ class Segment:
     messages at its end (`tools`, `system`, `reasoning`, `messages`)."""
 
 
-def segments_of(part: ConversationViews) -> list[Segment]:
+def split_segments(part: ConversationViews) -> list[Segment]:
     """The segments of a conversation, in the order of their first calls."""
     found: list[Segment] = []
     for view in part.views:
@@ -432,7 +434,7 @@ class SegmentRows:
             masked = (
                 self._masks.masked_turns(part.conversation) if self._masks and part.views else {}
             )
-            for segment in segments_of(part):
+            for segment in split_segments(part):
                 number += 1
                 try:
                     found = _conversation(whole, part, segment, number=number, masked=masked)

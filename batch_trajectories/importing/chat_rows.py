@@ -37,11 +37,11 @@ from batch_trajectories.importing.conversation import (
 from batch_trajectories.importing.row_columns import (
     MARKS,
     add_media,
-    columns_of,
     is_masked,
     is_masked_row,
     refuse_pairs,
     refuse_unknown_columns,
+    short_columns,
     system_columns,
     tools_in,
     unite_tools,
@@ -55,6 +55,7 @@ from batch_trajectories.importing.tagged_text import (
     read_reply,
     read_results,
     read_system,
+    reads_as_failure,
 )
 
 _API = "openai_chat"
@@ -141,7 +142,7 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> SourceConversatio
 
     Raises `Unreadable`.
     """
-    entries = _entries_of(row, column)
+    entries = _read_entries(row, column)
     if entries[-1].get("role") == "exit" and str(row.get("trajectory_format")).startswith("mini-"):
         del entries[-1]  # mini-swe-agent's copy of the submission
     refuse_pairs(row)
@@ -168,12 +169,12 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> SourceConversatio
         api,
         id=row_id(row),
         tools=reading.tools if tools is None else tools,
-        columns=columns_of(row),
+        columns=short_columns(row),
         facts=known,
     )
 
 
-def _entries_of(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+def _read_entries(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     given = row.get(column)
     if isinstance(given, str):
         given = parse_value(given, column)
@@ -211,7 +212,7 @@ def _add_system(reading: _RowReader, row: Mapping[str, Any]) -> None:
             prompt = [prompt]
         if not isinstance(prompt, str | list):
             raise Unreadable(f"{name}: it must be text or a list of parts")
-        content = reading.system_of(prompt, name)
+        content = reading.take_system(prompt, name)
         inside = [one["content"] for one in reading.read_so_far if one["role"] == "system"]
         if content not in inside and inside:
             raise Unreadable(f"{name}: the conversation has another system message")
@@ -253,7 +254,7 @@ class _RowReader:
         """Read all entries. Raises `Unreadable`."""
         for n, entry in enumerate(self._entries):
             place = f"{self._column}[{n}]"
-            kind, key, content = self._kind_of(entry, place)
+            kind, key, content = self._split_entry(entry, place)
             match kind:
                 case "system":
                     self._read_system(entry, content, f"{place}.{key}")
@@ -295,7 +296,7 @@ class _RowReader:
                 message["reasoning"] = exact
                 return
 
-    def system_of(self, content: Any, place: str) -> Any:
+    def take_system(self, content: Any, place: str) -> Any:
         """Return a system prompt without tools in tags; add these to `tools`.
 
         Raises `Unreadable`.
@@ -337,7 +338,7 @@ class _RowReader:
             self._is_plain and any(kind == "tool" for kind in kinds)
         )
 
-    def _kind_of(self, entry: Mapping[str, Any], place: str) -> tuple[str, str, Any]:
+    def _split_entry(self, entry: Mapping[str, Any], place: str) -> tuple[str, str, Any]:
         """Return the kind of an entry, the key of its content, and the content.
 
         Raises `Unreadable`.
@@ -370,7 +371,7 @@ class _RowReader:
             known |= _REPLY_KEYS
             if entry.get("message_type") is not None:  # SWE-agent repeats the reply in parts
                 known |= {"action", "tool_call_ids"}
-                if _holds_lines_of(entry, entry.get("thought")):
+                if _holds_lines(entry, entry.get("thought")):
                     known.add("thought")
         elif kind == "tool":
             known |= {*_RESULT_KEYS, *_RESULT_IDS}
@@ -391,7 +392,7 @@ class _RowReader:
     def _read_system(self, entry: Mapping[str, Any], content: Any, place: str) -> None:
         del entry
         self._may_merge = False
-        content = self.system_of(content, place)
+        content = self.take_system(content, place)
         if content:  # empty if it had tools only
             self.read_so_far.append({"role": "system", "content": content})
 
@@ -405,7 +406,7 @@ class _RowReader:
             self.read_so_far.append({"role": "user", "content": content})
             return
         said: list[Any] = []
-        for n, part in enumerate(_list_of(content, f"{place}.{key}")):
+        for n, part in enumerate(_require_list(content, f"{place}.{key}")):
             if isinstance(part, dict) and part.get("type") == "tool_result":
                 self._add_user_message(said, f"{place}.{key}")
                 said = []
@@ -515,7 +516,7 @@ class _RowReader:
                 raise Unreadable(f"{place}.{key}: it must be text")
         for key in ("reasoning_details", "thinking_blocks"):
             if not is_blank(entry.get(key)):
-                made[key] = _list_of(entry[key], f"{place}.{key}")
+                made[key] = _require_list(entry[key], f"{place}.{key}")
         if not is_blank(refusal := entry.get("refusal")):
             if not isinstance(refusal, str) or made["content"]:
                 raise Unreadable(f"{place}.refusal: it must be text, in place of the content")
@@ -553,7 +554,7 @@ class _RowReader:
             return
         name = str(names[0]) if names else ""
         for result in self._split_results(content, where):
-            has_failed = is_error or (self._is_tagged and _reads_like_an_error(result.value))
+            has_failed = is_error or (self._is_tagged and reads_as_failure(result.value))
             self._add_result(
                 result.id, result.name or name, result.text, where, is_error=has_failed
             )
@@ -625,17 +626,16 @@ def _plain_text(entry: Mapping[str, Any]) -> str:
 
 def _ids_in(entry: Mapping[str, Any]) -> list[str]:
     """Return the ids of the calls that an entry has as objects."""
-    found = [entry.get("tool_calls"), entry.get("content"), entry.get("value")]
-    return [
-        str(one["id"])
-        for given in found
-        if isinstance(given, list)
-        for one in given
-        if isinstance(one, dict) and not is_blank(one.get("id"))
-    ]
+    ids = []
+    for key in ("tool_calls", "content", "value"):
+        parts = entry.get(key)
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and not is_blank(part.get("id")):
+                ids.append(str(part["id"]))
+    return ids
 
 
-def _list_of(value: Any, place: str) -> list[Any]:
+def _require_list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
         raise Unreadable(f"{place}: it must be text or a list of parts")
     return value
@@ -645,10 +645,10 @@ def _parts(content: Any, place: str) -> Any:
     """Convert content to text, or to parts in the form of OpenAI's API. Raises `Unreadable`."""
     if isinstance(content, str):
         return content
-    return [_part(one, f"{place}[{n}]") for n, one in enumerate(_list_of(content, place))]
+    return [_part(one, f"{place}[{n}]") for n, one in enumerate(_require_list(content, place))]
 
 
-def _type_of(part: Any) -> str | None:
+def _part_type(part: Any) -> str | None:
     """Return the type of a part; None without one, "unknown" if the type is no text."""
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if isinstance(kind, str | None) else "unknown"
@@ -659,7 +659,7 @@ def _part(part: Any, place: str) -> Any:
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
         raise Unreadable(f"{place}: it must be text or an object")
-    kind = _type_of(part)
+    kind = _part_type(part)
     if kind in _MEDIA_PARTS:
         return {key: value for key, value in part.items() if value is not None}
     if kind not in _TEXT_PARTS:
@@ -690,9 +690,9 @@ def _read_parts_of_reply(
     thoughts: list[str] = []
     calls: list[ForeignCall] = []
     pictures: list[dict[str, Any]] = []
-    for n, part in enumerate(_list_of(content, place)):
+    for n, part in enumerate(_require_list(content, place)):
         where = f"{place}[{n}]"
-        kind = _type_of(part)
+        kind = _part_type(part)
         if kind in ("tool_use", "tool_call", "function_call"):
             calls.append(read_call(part, where))
         elif kind in _THOUGHTS and part.get("redacted") is True:  # as inspect has them
@@ -745,7 +745,7 @@ def _add_reasoning_of_response(made: dict[str, Any], entry: Mapping[str, Any], p
             return
 
 
-def _holds_lines_of(entry: Mapping[str, Any], text: Any) -> bool:
+def _holds_lines(entry: Mapping[str, Any], text: Any) -> bool:
     """Whether the content of a message has all lines of a text, plain or in JSON."""
     content = entry.get("content")
     if isinstance(content, list):
@@ -790,7 +790,7 @@ def _result_content(content: Any, place: str) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and content:
-        kinds = [_type_of(part) for part in content]
+        kinds = [_part_type(part) for part in content]
         if all(kind in _MEDIA_PARTS or kind in _TEXT_PARTS[1:] for kind in kinds):
             return _parts(content, place)
     return json_text(content)
@@ -805,14 +805,3 @@ def _parse_list(text: str) -> list[Any]:
     except Unreadable:
         return []
     return values[0] if len(values) == 1 and isinstance(values[0], list) else []
-
-
-def _reads_like_an_error(value: Any) -> bool:
-    """Whether a result in tags reads like that of a failed call; tags have no sign of errors."""
-    if isinstance(value, dict):
-        inner = value.get("content")
-        nested = isinstance(inner, dict) and inner.get("error") is not None
-        return value.get("error") is not None or nested or value.get("success") is False
-    if isinstance(value, str):
-        return not value.strip() or value.lstrip().lower().startswith("error")
-    return False

@@ -398,7 +398,7 @@ def _find_absorbed(rows: Sequence[SourceRow]) -> set[int]:
     Raises `Unreadable` if that is not certain.
     """
     # Most versions write an attachment, too. Its text may be longer if something was pasted.
-    prompts = Counter(_plain(prompt) for row in rows if (prompt := queued_in(row.content)))
+    prompts = Counter(_plain(prompt) for row in rows if (prompt := read_queued(row.content)))
     missing = []
     for row in rows:
         text = row.content.get("content")
@@ -455,7 +455,7 @@ def _apply_replacements(
     return {**line, "message": {**message, "content": parts}}
 
 
-def queued_in(line: Mapping[str, Any]) -> Any:
+def read_queued(line: Mapping[str, Any]) -> Any:
     """Return a message that came while the agent worked, as text or parts; None without one."""
     attachment = line.get("attachment")
     if isinstance(attachment, dict) and attachment.get("type") == QUEUED:

@@ -37,6 +37,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.engine.run_dir import RunDir
+from batch_trajectories.importing.tagged_text import reads_as_failure
 from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
 
@@ -106,7 +107,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
     first_samples = tasks(scan, range(0, scan.tasks, scan.num_samples))
     for position, task in enumerate(first_samples):
-        by_prompt[_prompt_of(task, scan)].append((position, task))
+        by_prompt[_read_prompt(task, scan)].append((position, task))
     records = RecordFile(run_dir.path, run_dir.quarantine)
     there = records.take_index()
     try:
@@ -169,7 +170,7 @@ def _read_rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 conversation = read_conversation(
                     fields["conversations"],
                     model=text_or_none(metadata.get("model")),
-                    at=_time_of(metadata),
+                    at=_read_time(metadata),
                 )
                 index = fields.get("prompt_index")
                 yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
@@ -177,14 +178,14 @@ def _read_rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 imported.unreadable.append(f"{place} ({type(error).__name__}: {error})")
 
 
-def _time_of(metadata: dict[str, Any]) -> float:
+def _read_time(metadata: dict[str, Any]) -> float:
     try:
         return datetime.fromisoformat(metadata["timestamp"]).timestamp()
     except (KeyError, TypeError, ValueError):
         return time.time()
 
 
-def _prompt_of(task: Task, scan: Scan) -> str:
+def _read_prompt(task: Task, scan: Scan) -> str:
     opening = scan.rules.read(task.columns).opening
     return next(message["content"] for message in opening if message["role"] == "user")
 
@@ -376,7 +377,7 @@ def _read_results(
             content=text,
             tool_call_id=call["id"],
             name=call["function"]["name"],
-            is_error=_reads_like_an_error(content),
+            is_error=reads_as_failure(content),
         )
         yield ResultEvent(
             kind="result", turn=turn, call=number, message=message, started_at=at, duration_s=0.0
@@ -396,13 +397,3 @@ def _blocks(text: str, tag: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"a <{tag}> block without an object, or not closed")
         yield block
         rest = rest.removeprefix(f"</{tag}>").lstrip()
-
-
-def _reads_like_an_error(content: Any) -> bool:
-    if isinstance(content, dict):
-        inner = content.get("content")
-        nested = isinstance(inner, dict) and inner.get("error") is not None
-        return content.get("error") is not None or nested or content.get("success") is False
-    if isinstance(content, str):
-        return not content.strip() or content.lstrip().lower().startswith("error")
-    return False

@@ -25,7 +25,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.scan import Scan, scan, task_of, tasks
+from batch_trajectories.dataset.scan import Scan, make_task, scan, tasks
 from batch_trajectories.dataset.source import HUB_PREFIX
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.engine.run_dir import (
@@ -171,7 +171,7 @@ def _import(
             try:
                 if isinstance(read, Unreadable):
                     raise read
-                task = writer.task_of(place, read)
+                task = writer.make_task(place, read)
                 if task is None:
                     imported.changed.append(str(place))
                     continue
@@ -224,7 +224,7 @@ class _Rows:
         for task in tasks(known):
             self._add(task.columns)
 
-    def task_of(self, place: SourcePlace, found: SourceConversation) -> Task | None:
+    def make_task(self, place: SourcePlace, found: SourceConversation) -> Task | None:
         """Return the task of a conversation, and write its row; equal conversations share both.
 
         Returns None if another conversation was imported from its place. Raises `ValueError` if no
@@ -245,7 +245,7 @@ class _Rows:
             self._rules.read(columns)
             self._file.append(exact_json.dumps(columns, option=orjson.OPT_APPEND_NEWLINE))
             known = self._add(columns)
-        return task_of(columns, self._rules, occurrence=known.occurrence)
+        return make_task(columns, self._rules, occurrence=known.occurrence)
 
     def _find_earlier_version(self, place: SourcePlace, found: SourceConversation) -> _Known | None:
         """Find the row that an earlier version wrote for this conversation; None without one."""

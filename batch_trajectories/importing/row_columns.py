@@ -180,7 +180,7 @@ def is_short(value: Any) -> bool:
     return isinstance(value, str) and len(value) < _LONGEST
 
 
-def columns_of(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict[str, Any]:
+def short_columns(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict[str, Any]:
     """Return the short columns of a row, to filter by.
 
     `are_metadata`: the user declared them as metadata, so their names have no other meaning.
@@ -246,7 +246,7 @@ def _merge_tool(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | 
             continue
         if _says_nothing(function.get(key)):
             function[key] = value
-        elif _without_blanks(function[key]) != _without_blanks(value):
+        elif _remove_blanks(function[key]) != _remove_blanks(value):
             return None
     return {**one, "function": function}
 
@@ -256,27 +256,29 @@ def _says_nothing(value: Any) -> bool:
     return is_blank(value) or value == {"type": "object", "properties": {}}
 
 
-def _without_blanks(value: Any) -> Any:
+def _remove_blanks(value: Any) -> Any:
     """Return a value without blank members and without white space around texts."""
     if isinstance(value, dict):
-        return {key: _without_blanks(one) for key, one in value.items() if not is_blank(one)}
+        return {key: _remove_blanks(one) for key, one in value.items() if not is_blank(one)}
     if isinstance(value, list):
-        return [_without_blanks(one) for one in value]
+        return [_remove_blanks(one) for one in value]
     return value.strip() if isinstance(value, str) else value
 
 
 def media_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Make a part for each picture, video and sound in the columns of a row."""
-    return [
-        {"type": media_kind(name) or "file", "source": _source_of(one)}
-        for name, value in row.items()
-        if _holds_media(name, value)
-        for one in (value if isinstance(value, list) else [value])
-        if one is not None
-    ]
+    parts = []
+    for name, value in row.items():
+        if not _holds_media(name, value):
+            continue
+        kind = media_kind(name) or "file"
+        for media in value if isinstance(value, list) else [value]:
+            if media is not None:
+                parts.append({"type": kind, "source": _media_source(media)})
+    return parts
 
 
-def _source_of(value: Any) -> str:
+def _media_source(value: Any) -> str:
     """Return the path or URL of a picture; "bytes" if its row has none."""
     if isinstance(value, dict):
         value = value.get("path") or value.get("url")
@@ -367,7 +369,7 @@ def refuse_unknown_columns(
     if isinstance(row.get("thinking"), dict):
         known.add("thinking")  # a setting of requests to Anthropic; as text it is reasoning
     texts = [text.strip() for text in raw]
-    texts += [text for message in messages for text in _texts_of(message)]
+    texts += [text for message in messages for text in _message_texts(message)]
     unknown = [
         name
         for name, value in row.items()
@@ -384,7 +386,7 @@ def refuse_unknown_columns(
         raise Unreadable(f"{name}: the column is unknown: {shown}{also}; {metadata_hint(unknown)}")
 
 
-def _texts_of(message: Message) -> Iterator[str]:
+def _message_texts(message: Message) -> Iterator[str]:
     yield message["content"].strip()
     if reasoning := message.get("reasoning"):
         yield reasoning.strip()

@@ -22,7 +22,7 @@ from batch_trajectories.importing.conversation import (
     Unreadable,
     is_blank,
 )
-from batch_trajectories.importing.row_columns import columns_of, media_kind
+from batch_trajectories.importing.row_columns import media_kind, short_columns
 
 FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
 """The modules of readers, in the order in which they are tried for a file."""
@@ -77,7 +77,7 @@ def read_conversations(
     """
     source = parse_source(name)
     if not source.files:
-        for place, read in _read_rows(_rows_of(source), str(name), name, format, metadata):
+        for place, read in _read_rows(_read_source_rows(source), str(name), name, format, metadata):
             yield place._replace(unit="row"), read
         return
     is_directory = name.is_dir()
@@ -87,7 +87,7 @@ def read_conversations(
         for place, read in _read_rows(
             rows, str(file.path), file.path, format, metadata, is_one_of_many=is_directory
         ):
-            place = place._replace(unit=_unit_of(file))
+            place = place._replace(unit=_choose_unit(file))
             is_damaged = isinstance(read, Unreadable) and read.is_damaged
             if place.format or is_damaged or not is_directory:  # directories hold other files, too
                 is_known = True
@@ -138,7 +138,7 @@ def _read_rows(
             row_format, read = _read_row(content, name, reader, other)
             if isinstance(read, SourceConversation) and len(content) < len(row.content):
                 named = {key: one for key, one in row.content.items() if key in metadata}
-                read.columns = {**read.columns, **columns_of(named, are_metadata=True)}
+                read.columns = {**read.columns, **short_columns(named, are_metadata=True)}
             yield SourcePlace(row_format, source, row.number, at), read
     if reader.session is not None and whole:
         try:
@@ -193,7 +193,7 @@ def _recognize(head: list[SourceRow | Unreadable], format: str | None) -> tuple[
     return "", None
 
 
-def _unit_of(file: SourceFile) -> Unit:
+def _choose_unit(file: SourceFile) -> Unit:
     if file.kind == "lines":
         return "line"
     # Of a compressed file only its reader knows whether it is a list.
@@ -209,7 +209,7 @@ def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
         else:
             yield SourceRow(1, content)
         return
-    yield from _rows_of(DataSource(str(file.path), files=(file,)))
+    yield from _read_source_rows(DataSource(str(file.path), files=(file,)))
 
 
 def _is_document(path: Path) -> bool:
@@ -234,7 +234,7 @@ def _is_object(text: bytes) -> bool:
         return False
 
 
-def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
+def _read_source_rows(source: DataSource) -> Iterator[SourceRow | Unreadable]:
     """Yield the rows with their numbers, and an error for each row that is no object.
 
     A part of the source that cannot be read ends the rows.

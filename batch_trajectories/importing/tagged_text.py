@@ -74,7 +74,7 @@ def read_reply(text: str, place: str) -> TaggedReply:
     calls: list[ForeignCall] = []
     for body in _blocks(text[begin.start() :], "tool_call", place):
         calls += read_calls(body, f"{place}: {CALL}")
-    return TaggedReply(_before(text[: begin.start()]), calls)
+    return TaggedReply(_text_before(text[: begin.start()]), calls)
 
 
 def read_function_call(text: str, place: str) -> TaggedReply:
@@ -106,7 +106,7 @@ def _read_xml(text: str, begin: int, place: str) -> TaggedReply:
         calls.append(ForeignCall("", match[1], json_text(arguments), {}))
         end = match.end()
     _refuse_words(text[end:], place)
-    return TaggedReply(_before(text[:begin]), calls)
+    return TaggedReply(_text_before(text[:begin]), calls)
 
 
 def _refuse_words(text: str, place: str) -> None:
@@ -115,7 +115,7 @@ def _refuse_words(text: str, place: str) -> None:
         raise Unreadable(f"{place}: text between or after its calls: {shown!r}")
 
 
-def _before(text: str) -> str:
+def _text_before(text: str) -> str:
     """Return the text before calls, without the line break before them."""
     return text.removesuffix("\n") if text.strip() else ""
 
@@ -163,15 +163,17 @@ def read_system(text: str, place: str) -> TaggedSystem:
     # Tags that offer nothing are words, but for those that the format itself writes.
     filled = [match for match, offered in offers if offered]
     if not marker:
-        return TaggedSystem(_without(text, filled), tools) if tools else TaggedSystem(text, None)
+        return (
+            TaggedSystem(_cut_matches(text, filled), tools) if tools else TaggedSystem(text, None)
+        )
     example = _EXAMPLE.match(after)
     end = first.end() + (example.end() if example else 0)
-    rest = _without(text, [match for match in filled if match.start() >= end], end)
+    rest = _cut_matches(text, [match for match in filled if match.start() >= end], end)
     parts = (own.rstrip(), rest.removeprefix("\n\n"))
     return TaggedSystem("\n\n".join(one for one in parts if one.strip()), tools)
 
 
-def _without(text: str, matches: Sequence[re.Match[str]], start: int = 0) -> str:
+def _cut_matches(text: str, matches: Sequence[re.Match[str]], start: int = 0) -> str:
     """Return a text from `start` on without these matches and the white space around them."""
     if not matches:
         return text[start:]
@@ -206,3 +208,14 @@ def _blocks(text: str, tag: str, place: str) -> Iterator[str]:
             raise Unreadable(f"{place}: a {opening} block is not closed")
         yield words.removeprefix("\n").removesuffix("\n")
         rest = rest.lstrip()
+
+
+def reads_as_failure(value: Any) -> bool:
+    """Whether a result in tags reads like that of a failed call; tags have no sign of errors."""
+    if isinstance(value, dict):
+        inner = value.get("content")
+        has_inner_error = isinstance(inner, dict) and inner.get("error") is not None
+        return value.get("error") is not None or has_inner_error or value.get("success") is False
+    if isinstance(value, str):
+        return not value.strip() or value.lstrip().lower().startswith("error")
+    return False

@@ -253,7 +253,7 @@ def events_until(
         raise NotForkable("its messages do not fit its turns")
     notes = [_to_note(note) for note in record["notes"] if note["turn"] < turn]
     events: list[Event] = []
-    begun = _without_notes(messages[:first], [note for note in notes if note["turn"] == 0])
+    begun = _remove_notes(messages[:first], [note for note in notes if note["turn"] == 0])
     if begun != list(opening):
         events.append(OpeningEvent(kind="opening", messages=begun))
     events += [note for note in notes if note["turn"] == 0]
@@ -325,7 +325,7 @@ def _result_events(
                 kind="result",
                 turn=turn,
                 call=n,
-                message=_without_notes([result], notes)[0] if is_last else result,
+                message=_remove_notes([result], notes)[0] if is_last else result,
                 started_at=timings[n]["started_at"],
                 duration_s=timings[n]["duration_s"],
             )
@@ -333,9 +333,7 @@ def _result_events(
     return result_events
 
 
-def _without_notes(
-    messages: Sequence[Message], notes: Sequence[Mapping[str, Any]]
-) -> list[Message]:
+def _remove_notes(messages: Sequence[Message], notes: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The messages without `notes`, which the runtime added to the last of them."""
     *before, last = messages
     if not notes or "notes" not in last:
@@ -364,6 +362,6 @@ def _check_events(
     expected = list(messages[:count])
     if trajectory.messages and trajectory.messages[-1]["role"] == "tool":
         after = [note for note in record["notes"] if note["turn"] == turn]
-        expected = _without_notes(expected, after)
+        expected = _remove_notes(expected, after)
     if trajectory.messages != expected:
         raise NotForkable("its record does not determine its events")

@@ -132,11 +132,11 @@ def check(
     written, `ConfigError` if a repair would shorten the training file, and `RunDirError` for a
     symbolic link in a run to be repaired, as it may lead to files that are not the run's.
     """
-    remake = make if read_data else None
+    make_again = make if read_data else None
     if repair:
         refuse_links(path)
         with locked(path):
-            report, scan = _verify(path, identity, config, remake)
+            report, scan = _verify(path, identity, config, make_again)
             problems = report.problems
             if problems:
                 if scan is not None:
@@ -144,10 +144,10 @@ def check(
                 repair_run(path, report, config)
                 if scan is not None:
                     make(path, scan, config)
-                report, scan = _verify(path, identity, config, remake)
+                report, scan = _verify(path, identity, config, make_again)
     else:
         refuse_held(path)
-        report, scan = _verify(path, identity, config, remake)
+        report, scan = _verify(path, identity, config, make_again)
         problems = report.problems
         refuse_held(path)  # if a run has started meanwhile, the result means nothing
     owed = ""
@@ -166,28 +166,28 @@ def check(
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     arguments = _scan_arguments(path, identity, config)
-    made = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
-    return _refuse_foreign_dataset(made, path, identity)
+    scanned = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
+    return _refuse_foreign_dataset(scanned, path, identity)
 
 
-def _refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) -> Scan:
+def _refuse_foreign_dataset(scanned: Scan, path: Path, identity: dict[str, Any]) -> Scan:
     """Return the scan of a dataset that belongs to the run.
 
     A run that was received from somebody may use a dataset outside of its directory only if the
     dataset has the content that the run was made of: its run.json could name any file of this
     machine. Raises `DatasetError`.
     """
-    is_inside = made.path.resolve().is_relative_to(path.resolve())
-    is_same = made.sha256 == identity["dataset"].get("sha256")
+    is_inside = scanned.path.resolve().is_relative_to(path.resolve())
+    is_same = scanned.sha256 == identity["dataset"].get("sha256")
     if is_inside or is_same or not (path / RUN_FILE).exists() or was_started_here(path):
-        return made
+        return scanned
     raise DatasetError(
-        f"{received(path)}, and {made.path}, which its run.json names, is not the dataset that it "
-        f"was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
+        f"{received(path)}, and {scanned.path}, which its run.json names, is not the dataset that "
+        f"it was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
     )
 
 
-def snapshot_given(identity: dict[str, Any], config: RunConfig) -> DatasetSnapshot:
+def snapshot_dataset(identity: dict[str, Any], config: RunConfig) -> DatasetSnapshot:
     """The dataset that `config` names; if it is not JSONL, a copy in a temporary directory.
 
     Raises what `take_snapshot` raises.
@@ -237,25 +237,24 @@ def _verify(
     from batch_trajectories.maintenance.verify import verify
 
     try:
-        # The saved one has digests of itself and of the dataset.
-        scanned = (
-            scan_of(path, identity, config)
-            if make is None
-            else _refuse_foreign_dataset(
+        if make is None:
+            scanned = scan_of(path, identity, config)
+        else:
+            # The saved scan has digests of itself and of the dataset; only a new one proves them.
+            scanned = _refuse_foreign_dataset(
                 scan(**_scan_arguments(path, identity, config)), path, identity
             )
-        )
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:
         return verify(path, identity, scanned, config, made=None), scanned
-    with _make_linked_copy(path) as made:
-        is_made = True
+    with _make_linked_copy(path) as copy:
         try:
-            make(made, scanned, config)
+            make(copy, scanned, config)
         except UnreadableRecord:
-            is_made = False  # verify names these records; without them there is nothing to compare
-        return verify(path, identity, scanned, config, made=made if is_made else None), scanned
+            # `verify` names these records; without them there is nothing to compare.
+            return verify(path, identity, scanned, config, made=None), scanned
+        return verify(path, identity, scanned, config, made=copy), scanned
 
 
 @contextmanager
@@ -273,7 +272,7 @@ def _make_linked_copy(path: Path) -> Iterator[Path]:
         yield copy
 
 
-_SHOWN = 20
+_MAX_LISTED = 20
 
 
 def repair_run(path: Path, report: Report, config: RunConfig) -> None:
@@ -333,8 +332,8 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         remaining = [number for number in remaining if samples.must_run(number)]
     if not remaining:
         return ""
-    names = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
-    names += " …" if len(remaining) > _SHOWN else ""
+    names = ", ".join(task.id for task in tasks(scan, remaining[:_MAX_LISTED]))
+    names += " …" if len(remaining) > _MAX_LISTED else ""
     line = f"run the same command again to run {plural(len(remaining), 'task')}: {names}"
     if unfinished:
         turns = sum(replies.turns for replies in unfinished.values())

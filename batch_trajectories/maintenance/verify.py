@@ -69,7 +69,7 @@ from batch_trajectories.records.names import (
 )
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.record_types import Record, decode_record
-from batch_trajectories.records.records import id_in, lines_from, track_lines
+from batch_trajectories.records.records import lines_from, read_id, track_lines
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 
 _CHECK_KEYS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
@@ -194,7 +194,7 @@ def _matches_records(rows: bytes, records: Path, *, meanwhile: Callable[[], obje
             while begin < end:
                 line = file.readline()
                 try:
-                    fields, problems = _facts_of(decode_record(line))
+                    fields, problems = _record_facts(decode_record(line))
                     made = maker.rows(fields, offset, len(line))
                 except ValueError:  # damage, or a number that no index can hold
                     return False
@@ -232,7 +232,7 @@ def _find_problems(path: Path, stored: bytes, report: Report) -> Index:
     for number, (offset, line) in enumerate(track_lines(records), start=1):
         facts = own_rows = None
         with suppress(DamagedLine):
-            facts = _facts_of(decode_record(line))
+            facts = _record_facts(decode_record(line))
         if facts is not None:
             with suppress(ValueError):  # a number that no index can hold
                 own_rows = maker.rows(facts.fields, offset, len(line))
@@ -270,7 +270,7 @@ def _check_repeated(
         if before.status == "failed" and before.attempt < index.entry(second).attempt:
             continue  # it was tried again
         message = (
-            f"a second record of {_id_of(records, before)}, the first is in line {lines[first]}; "
+            f"a second record of {_read_id(records, before)}, the first is in line {lines[first]}; "
             "the later one counts"
         )
         report.problems.append(Problem("contradiction", records, lines[second], message))
@@ -285,7 +285,7 @@ class _Facts(NamedTuple):
     problems: Sequence[str]
 
 
-def _facts_of(record: Record) -> _Facts:
+def _record_facts(record: Record) -> _Facts:
     problems = []
     if (schema := record.schema_version) != SCHEMA_VERSION:
         problems.append(
@@ -299,7 +299,7 @@ def _facts_of(record: Record) -> _Facts:
 
 def _describe_loss(line: bytes) -> str:
     """The message for a line that is not a record."""
-    details = [f"id {named!r}"] if (named := id_in(line)) else []
+    details = [f"id {named!r}"] if (named := read_id(line)) else []
     try:
         decode_record(line)
     except DamagedLine as error:
@@ -308,7 +308,7 @@ def _describe_loss(line: bytes) -> str:
     return f"not a complete record{why}: it is lost and its task will run again"
 
 
-def _id_of(records: Path, entry: IndexEntry) -> str:
+def _read_id(records: Path, entry: IndexEntry) -> str:
     with records.open("rb") as file:
         file.seek(entry.offset)
         return str(exact_json.loads(file.read(entry.length))["id"])

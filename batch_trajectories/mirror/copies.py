@@ -22,7 +22,7 @@ from batch_trajectories.mirror.tail import (
     DIRECTORY,
     Extent,
     LogPart,
-    extents_with,
+    extend_extents,
     part_name,
     unpack_part,
 )
@@ -69,7 +69,7 @@ class Copy:
         if part.is_new and writes:
             for name in self.extents:
                 (self.path / name).unlink(missing_ok=True)
-        self.extents = extents_with(self.extents, part, self._part_url(self.number + 1))
+        self.extents = extend_extents(self.extents, part, self._part_url(self.number + 1))
         for piece in part.pieces if writes else ():
             path = self.path / piece.name
             if path.parent != self.path:
@@ -129,7 +129,7 @@ def download_run(mirror: str, run_dir: Path) -> None:
         return
     copy = Copy(run_dir, Bucket(run_url(mirror, run_dir.name)))
     make_directory(run_dir, is_inside=False, parents=True)
-    with _locked(run_dir):
+    with _hold_lock(run_dir):
         call_with_retries(copy.catch_up)
 
 
@@ -144,7 +144,7 @@ def update_copy(url: str) -> Path:
     path = cache / "batch-trajectories" / "mirrors" / key / url.rpartition("/")[2]
     bucket = Bucket(url)
     make_directory(path, is_inside=False, parents=True)
-    with _locked(path):
+    with _hold_lock(path):
         copy = Copy(path, bucket)
         call_with_retries(copy.catch_up)
     if not list_directory(path / INFLIGHT) and not (path / RUN_FILE).exists():
@@ -153,7 +153,7 @@ def update_copy(url: str) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of this directory, after other processes that write parts to it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

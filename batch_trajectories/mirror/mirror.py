@@ -49,16 +49,16 @@ from batch_trajectories.records.names import (
 log = logging.getLogger(__name__)
 
 SEND_EVERY_S = 1.0
-SIGN_EVERY_S = 10.0
+HEARTBEAT_S = 10.0
 """After so many seconds an empty part shows that the holder works."""
 STALE_S = 45.0
 """After so many seconds without a new part, another start takes the lease."""
 LAG_S = 30.0
 """Maximum seconds of the run that the mirror may lack; beyond it the run stops."""
-_FAILURES = 3
+_MAX_FAILURES = 3
 """Number of requests in a row that must fail or end late, as the machine may have slept in one."""
 _CLOSE_S = 30.0
-_LOOK_EVERY_S = 2.0
+_POLL_EVERY_S = 2.0
 _NOTE_EVERY_S = 30.0
 _PART_BYTES = 8 << 20
 
@@ -92,9 +92,9 @@ class Mirror:
         """The monotonic time at which the latest part was created."""
         self._noted_at = now
         """The monotonic time at which the note was written."""
-        self._failures = 0
+        self._failures_in_row = 0
         self._tail: Tail | None = None
-        self._stopping = threading.Event()
+        self._stop_requested = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_lease = False
         self.problem: EnvironmentStop | RunLocked | None = None
@@ -119,9 +119,9 @@ class Mirror:
             is_silent = time.monotonic() - last_part_at >= self._stale_s
             if last is None or last.is_end or is_silent or _has_ended(last.holder):
                 self._fence = 1 if last is None else last.fence + 1
-                part = self._part(is_new=fresh)
+                part = self._make_part(is_new=fresh)
                 self._own_tokens.add(self._token)
-                self._save(taking=self._token)
+                self._save_note(taking=self._token)
                 create = partial(self._bucket.create, self._next_name(), pack_part(part))
                 if call_with_retries(create):
                     self._copy.apply(part, writes=False)
@@ -130,13 +130,13 @@ class Mirror:
             if not has_said:
                 has_said = True
                 say(
-                    f"{self._bucket.url}: {_describe(last.holder)} works on this run; waiting "
-                    f"until it ends, or is silent for {self._stale_s:g} s"
+                    f"{self._bucket.url}: {_describe_holder(last.holder)} works on this run; "
+                    f"waiting until it ends, or is silent for {self._stale_s:g} s"
                 )
-            time.sleep(min(_LOOK_EVERY_S, self._stale_s / 4))
+            time.sleep(min(_POLL_EVERY_S, self._stale_s / 4))
         self._has_lease = True
         self._token_before = self._token
-        self._save()
+        self._save_note()
 
     def _catch_up(self, *, fresh: bool) -> bool:
         """Read new parts, and write those of other machines; return whether there were any."""
@@ -160,7 +160,7 @@ class Mirror:
             self._copy.apply(part, writes=not is_ours)
         if has_written:
             os.sync()  # the note must not name files that are not on the disk
-            self._save()
+            self._save_note()
         return self._copy.number > before
 
     def _set_aside_unsent(self) -> bool:
@@ -192,14 +192,14 @@ class Mirror:
         self._copy.number, self._copy.extents, self._copy.last = 0, {}, None
         self._copy.fetched = set()
         self._own_tokens = set()
-        self._save()
+        self._save_note()
         return True
 
-    def _save(self, **more: str) -> None:
+    def _save_note(self, **more: str) -> None:
         place = _identify_directory(self._run_dir)
         self._copy.save(token=self._token_before, place=place, **more)
 
-    def _part(self, unsent: Unsent | None = None, **more: bool) -> LogPart:
+    def _make_part(self, unsent: Unsent | None = None, **more: bool) -> LogPart:
         pieces, gone = ([], []) if unsent is None else (unsent.pieces, unsent.gone)
         return LogPart(
             fence=self._fence, holder=self._holder, at=time.time(), pieces=pieces, gone=gone, **more
@@ -223,7 +223,7 @@ class Mirror:
         self._thread.start()
 
     def _follow(self) -> None:
-        while not self._stopping.wait(SEND_EVERY_S):
+        while not self._stop_requested.wait(SEND_EVERY_S):
             why = ""
             try:
                 self._send()
@@ -238,9 +238,9 @@ class Mirror:
             else:
                 if self._lag_s() > LAG_S:
                     why = "the bucket is too slow"
-            self._failures = self._failures + 1 if why else 0
+            self._failures_in_row = self._failures_in_row + 1 if why else 0
             lag_s = self._lag_s()
-            if self._failures >= _FAILURES and lag_s > LAG_S and self.problem is None:
+            if self._failures_in_row >= _MAX_FAILURES and lag_s > LAG_S and self.problem is None:
                 self.problem = EnvironmentStop(
                     f"the mirror {self._bucket.url} lacks the last {lag_s:.0f} s of the run: "
                     f"{why}. They are in {self._run_dir}; run the same command again there to "
@@ -260,39 +260,43 @@ class Mirror:
         if self._pending is None:
             now = time.monotonic()
             unsent = self._tail.find_unsent(_PART_BYTES)
-            is_news = bool(unsent.pieces or unsent.gone)
-            if not is_news and not is_end and now - self._sent_at < SIGN_EVERY_S:
+            has_changes = bool(unsent.pieces or unsent.gone)
+            if not has_changes and not is_end and now - self._sent_at < HEARTBEAT_S:
                 self._complete_at = now
                 return True
             is_last = is_end and unsent.is_all
-            content = pack_part(self._part(unsent, is_end=is_last))
-            self._pending = _Pending(content, unsent, now, is_last)
-        content, unsent, looked_at, is_last = self._pending
-        if not self._bucket.create(self._next_name(), content):
-            there = self._bucket.read(self._next_name())
-            if there != content:
-                raise RunLocked(self._describe_loss(there))
+            self._pending = _Pending(
+                content=pack_part(self._make_part(unsent, is_end=is_last)),
+                unsent=unsent,
+                looked_at=now,
+                is_last=is_last,
+            )
+        pending = self._pending
+        if not self._bucket.create(self._next_name(), pending.content):
+            stored = self._bucket.read(self._next_name())
+            if stored != pending.content:
+                raise RunLocked(self._describe_loss(stored))
         self._pending = None
-        self._has_lease = not is_last
-        self._tail.mark_sent(unsent)
+        self._has_lease = not pending.is_last
+        self._tail.mark_sent(pending.unsent)
         self._copy.number += 1
         self._copy.extents = self._tail.extents
         self._sent_at = time.monotonic()
-        if unsent.is_all:
-            self._complete_at = looked_at
-        if is_last or self._sent_at - self._noted_at >= _NOTE_EVERY_S:
+        if pending.unsent.is_all:
+            self._complete_at = pending.looked_at
+        if pending.is_last or self._sent_at - self._noted_at >= _NOTE_EVERY_S:
             self._noted_at = self._sent_at
-            self._save()
-        return unsent.is_all
+            self._save_note()
+        return pending.unsent.is_all
 
     def _describe_loss(self, content: bytes | None) -> str:
         holder: Mapping[str, Any] = {}
         if content is not None:
             holder = unpack_part(content, self._bucket.url).holder
         return (
-            f"{self._bucket.url}: {_describe(holder)} has taken over this run while this process "
-            "was silent. What this one had not sent is in its run directory only, and is set aside "
-            "there when the run is continued here."
+            f"{self._bucket.url}: {_describe_holder(holder)} has taken over this run while this "
+            "process was silent. What this one had not sent is in its run directory only, and is "
+            "set aside there when the run is continued here."
         )
 
     def close(self) -> None:
@@ -302,7 +306,7 @@ class Mirror:
         stopping for another error, or for this one.
         """
         is_raising = sys.exc_info()[1] is not None
-        self._stopping.set()
+        self._stop_requested.set()
         if self._thread is not None:
             self._thread.join()
         try:
@@ -375,7 +379,7 @@ def _has_ended(holder: Mapping[str, Any]) -> bool:
     return _process_identity(holder["pid"]).get("born") != holder.get("born")
 
 
-def _describe(holder: Mapping[str, Any]) -> str:
+def _describe_holder(holder: Mapping[str, Any]) -> str:
     return f"the process {holder.get('pid')} on host {holder.get('host')}"
 
 

@@ -132,7 +132,7 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and name not in (LOCK_FILE, MIRROR_NOTE)
 
 
-def extents_with(extents: dict[str, Extent], part: LogPart, where: str) -> dict[str, Extent]:
+def extend_extents(extents: dict[str, Extent], part: LogPart, where: str) -> dict[str, Extent]:
     """Return how much of each file the mirror has with a part, and with `extents` before.
 
     Raises `RunDirError` if a piece does not follow, or was changed.

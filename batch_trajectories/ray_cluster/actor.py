@@ -85,11 +85,11 @@ class RayWorkerActor:
         os.environ.update(welcome.environment)
         with contextlib.suppress(OSError):
             os.chdir(welcome.cwd)
-        _work(connection, welcome, replace(welcome.setup, clock_offset_s=offset_s))
+        _work_here(connection, welcome, replace(welcome.setup, clock_offset_s=offset_s))
         connection.close()
 
 
-def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
+def _work_here(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
     try:
         if not setup.is_remote:
             _check_run_dir(setup.run_dir, welcome.lock)
@@ -99,7 +99,7 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
             return
         scratch = _make_scratch(setup, welcome.run_token)
         config = setup.config.model_copy(update={"output_dir": scratch})
-        place = _name_storage(scratch)
+        place = _storage_name(scratch)
         setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
         workspaces = setup.run_dir / WORKSPACES
         workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -143,26 +143,27 @@ def _check_run_dir(run_dir: Path, lock: bytes) -> None:
 
 def _make_scratch(setup: WorkerSetup, run_token: str) -> Path:
     """Create the directory for the run's files on this node, shared by its workers."""
-    own = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
-    own.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = own.lstat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o077 or own.is_symlink():
+    private = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = private.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077 or private.is_symlink():
         raise ValueError(
-            f"{own}: not a private directory of this user; remove it, or set another TMPDIR"
+            f"{private}: not a private directory of this user; remove it, or set another TMPDIR"
         )
-    scratch = own / run_token
+    scratch = private / run_token
     scratch.mkdir(mode=0o700, exist_ok=True)
     return scratch
 
 
-def _name_storage(scratch: Path) -> str:
+def _storage_name(scratch: Path) -> str:
     """Return a name of this storage, unique even if containers have equal hosts and paths."""
-    mark, mine = scratch / "place", scratch / f".{uuid.uuid4().hex}"
-    mine.write_text(uuid.uuid4().hex)
+    name_file = scratch / "place"
+    candidate = scratch / f".{uuid.uuid4().hex}"
+    candidate.write_text(uuid.uuid4().hex)
     with contextlib.suppress(FileExistsError):
-        os.link(mine, mark)  # atomic, and only the first worker succeeds
-    mine.unlink()
-    return mark.read_text()
+        os.link(candidate, name_file)  # atomic, and only the first worker succeeds
+    candidate.unlink()
+    return name_file.read_text()
 
 
 _PACKAGES = ("agent", "batch_trajectories", "toolsets")
@@ -181,8 +182,10 @@ def code_digest() -> str:
 
 
 _HANDSHAKE_S = 20
-_SILENT_S, _PROBE_EVERY_S, _PROBES = 10, 5, 4
-"""A lost machine is noticed after `_SILENT_S + _PROBES * _PROBE_EVERY_S` (30) seconds."""
+_KEEPALIVE_IDLE_S = 10
+_PROBE_EVERY_S = 5
+_PROBES = 4
+"""A lost machine is noticed after `_KEEPALIVE_IDLE_S + _PROBES * _PROBE_EVERY_S` (30) seconds."""
 
 
 def listen(host: str) -> Listener:
@@ -190,7 +193,7 @@ def listen(host: str) -> Listener:
     return Listener((host, 0), backlog=1024)
 
 
-def welcome(connection: Connection, key: bytes) -> bool:
+def authenticate(connection: Connection, key: bytes) -> bool:
     """Authenticate a peer by `key`, and this process to the peer; return False if that fails."""
     with _duplicate_socket(connection) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_S, 0))
@@ -228,10 +231,10 @@ def _set_options(raw: socket.socket) -> None:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", _SILENT_S),
+        ("TCP_KEEPIDLE", _KEEPALIVE_IDLE_S),
         ("TCP_KEEPINTVL", _PROBE_EVERY_S),
         ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", (_SILENT_S + _PROBE_EVERY_S * _PROBES) * 1000),
+        ("TCP_USER_TIMEOUT", (_KEEPALIVE_IDLE_S + _PROBE_EVERY_S * _PROBES) * 1000),
     ):
         if option := getattr(socket, name, None):  # only Linux has all of them
             raw.setsockopt(socket.IPPROTO_TCP, option, value)

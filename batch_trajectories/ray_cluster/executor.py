@@ -32,7 +32,7 @@ from batch_trajectories.engine.executor import Inbox, WorkerHandle
 from batch_trajectories.engine.local_workers import limited_environment
 from batch_trajectories.engine.messages import Say, WorkerSetup
 from batch_trajectories.engine.run_dir import RunDir, read_run_json
-from batch_trajectories.ray_cluster.actor import RayWorkerActor, code_digest, listen, welcome
+from batch_trajectories.ray_cluster.actor import RayWorkerActor, authenticate, code_digest, listen
 from batch_trajectories.ray_cluster.worker_handle import ClusterStart, RayWorker
 from batch_trajectories.records.files import open_no_follow
 from batch_trajectories.records.names import LOCK_FILE, LOG_FILE
@@ -74,7 +74,7 @@ class RayExecutor:
     def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
         """Raises `ConfigError` if the cluster cannot be joined."""
         address = config.ray_address or os.environ.get("RAY_ADDRESS")
-        with _without_ray_handlers():
+        with _restore_signal_handlers():
             environment = _start_cluster(config) if address is None else _join(address)
         is_remote = address is not None and config.ray_storage != "shared"
         host = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
@@ -122,7 +122,7 @@ class RayExecutor:
         self._closing.set()
         self._listener.close()
         self._threads[1].join()
-        with _without_ray_handlers():
+        with _restore_signal_handlers():
             ray.shutdown()
         os.close(self._run.log_fd)
 
@@ -136,7 +136,7 @@ class RayExecutor:
             threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
     def _admit(self, connection: Connection) -> None:
-        if not welcome(connection, self._run.key):
+        if not authenticate(connection, self._run.key):
             return
         try:
             hello = orjson.loads(connection.recv_bytes(_HELLO_BYTES))
@@ -247,7 +247,7 @@ def _cannot_join(address: str, error: Exception) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _without_ray_handlers() -> Iterator[None]:
+def _restore_signal_handlers() -> Iterator[None]:
     """Restore our signal handlers: Ray's handler of SIGTERM would end the process at once."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:

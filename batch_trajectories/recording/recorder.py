@@ -30,7 +30,7 @@ from agent.messages.message import Event, Message, reply_in
 from agent.models.conversation_id import task_conversation_id
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
-from agent.wires.lines import find_conversations
+from agent.wires.agent_conversations import find_conversations
 from agent.wires.wire import WireError
 from agent.wires.wires import WIRES, find_wires
 from batch_trajectories.basics import exact_json
@@ -38,7 +38,7 @@ from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.scan import Scan, scan, task_of, tasks
+from batch_trajectories.dataset.scan import Scan, make_task, scan, tasks
 from batch_trajectories.engine.parser_signs import WARNING_OF_THOUGHT, parser_signs, warning_of_call
 from batch_trajectories.engine.record import (
     Provenance,
@@ -58,11 +58,11 @@ from batch_trajectories.records.tasks import Task
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _SESSION_PATH = re.compile(r"/sessions/([^/?]+)(/[^?]*)?(\?.*)?")
 
-DEFAULT = "session"
+DEFAULT_SESSION = "session"
 """The name of the session of requests without a name or key."""
 
 
-class BadName(ValueError):
+class BadSessionName(ValueError):
     """The name of a session is not valid."""
 
 
@@ -70,19 +70,19 @@ def split_session(request: web.BaseRequest) -> tuple[str, str]:
     """Return the name of a request's session, and the path of the request within the session.
 
     The path /sessions/NAME/... names the session, or else the API key, of which only a digest is
-    kept. Raises `BadName`.
+    kept. Raises `BadSessionName`.
     """
     path = request.raw_path
     if match := _SESSION_PATH.fullmatch(path):
         name, rest, query = match.groups()
         if not _NAME.fullmatch(name):
-            raise BadName(
+            raise BadSessionName(
                 f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"
             )
         return name, (rest or "/") + (query or "")
     key = request_key(request)
     if not key:
-        return DEFAULT, path
+        return DEFAULT_SESSION, path
     return f"key-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}", path
 
 
@@ -111,7 +111,7 @@ class SessionFile:
         self._seen[name] += 1
         columns = {"id": name, "prompt": prompt}
         self._file.append(exact_json.dumps(columns, option=orjson.OPT_APPEND_NEWLINE))
-        return task_of(columns, self._rules, occurrence=self._seen[name])
+        return make_task(columns, self._rules, occurrence=self._seen[name])
 
     def sync(self) -> None:
         """Make the rows survive a power loss."""
@@ -145,6 +145,7 @@ class Session:
         self.gateway = gateway
         self.trajectory = trajectory
         self.heard_at = time.monotonic()
+        """The monotonic time of the last request, or of the end of its answer."""
         self.watcher: asyncio.Task[None] | None = None
 
     @property
@@ -185,9 +186,10 @@ class Recorder:
         self._run_key = run_key
         self._silence_s = silence_s
         self._say = say
-        self._said: set[str] = set()
+        self._said_messages: set[str] = set()
         self._sessions: dict[str, Session] = {}
-        self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
+        """The open sessions by name."""
+        self._lobby = self._make_gateway("(no session)", Trajectory(()), _refuse_event)
         """The gateway for requests outside sessions: probes, and requests that are not calls."""
         self._is_stopping = False
         self._refused_sessions: set[str] = set()
@@ -200,7 +202,7 @@ class Recorder:
         """Open the sessions that an earlier start left, with their journaled events."""
         for task in tasks:
             events = self._inflight.events(task.key)
-            self._open(task.columns["id"], task, events)
+            self._open_session(task.columns["id"], task, events)
 
     async def serve(self, host: str, port: int) -> None:
         """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
@@ -218,7 +220,7 @@ class Recorder:
         self._say(f"recording at http://{place}:{number}; Ctrl-C ends the recording")
         try:
             while not self.stopped.is_set():
-                await self._end_silent()
+                await self._finish_silent_sessions()
                 try:
                     async with asyncio.timeout(_SILENCE_CHECK_S):
                         await self.stopped.wait()
@@ -232,7 +234,7 @@ class Recorder:
             if self.stopped_by is not None:
                 self._upstream.stop()
             try:
-                await self._leave_all()
+                await self._leave_sessions()
             finally:
                 server.pre_shutdown()
                 await server.shutdown(1.0)
@@ -251,9 +253,9 @@ class Recorder:
     def _has_heard(self, session: Session) -> bool:
         return session.name in self._refused_sessions or session.gateway.relay.ended.is_set()
 
-    async def _leave_all(self) -> None:
+    async def _leave_sessions(self) -> None:
         """Leave all sessions at the same time; raise the first failure once all are left."""
-        left = map(self._leave, [*self._sessions.values()])
+        left = map(self._leave_session, [*self._sessions.values()])
         for failure in await asyncio.gather(*left, return_exceptions=True):
             if failure is not None:
                 raise failure
@@ -272,16 +274,16 @@ class Recorder:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             name, path = split_session(request)
-        except BadName as error:
+        except BadSessionName as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         if request.method == "DELETE" and path.rstrip("/") in ("", "/session"):
-            return await self._end_by_call(request, name)
+            return await self._handle_delete(request, name)
         session = self._sessions.get(name)
         if session is None and not self._is_stopping:
             prompt = await _read_prompt(request, path)
             session = self._sessions.get(name)  # another request may have begun it meanwhile
             if session is None and prompt is not None:
-                session = self._open(name, self._file.begin(name, prompt), [])
+                session = self._open_session(name, self._file.begin(name, prompt), [])
         if session is None:
             return await self._lobby.handle(request, path)
         session.heard_at = time.monotonic()
@@ -292,7 +294,7 @@ class Recorder:
             if self.stopped_by is not None:
                 self._refused_sessions.add(name)
 
-    def _open(self, name: str, task: Task, events: list[Event]) -> Session:
+    def _open_session(self, name: str, task: Task, events: list[Event]) -> Session:
         trajectory = self._rules.read(task.columns).trajectory(events)
         assignment = self._inflight.next_assignment(task.key)
         positions = itertools.count(len(events))
@@ -309,18 +311,18 @@ class Recorder:
                 self._say_once(describe_missing_tokens(reply))
 
         conversation = task_conversation_id(self._run_key, task.key)
-        gateway = self._gateway(task.id, trajectory, journal, conversation)
+        gateway = self._make_gateway(task.id, trajectory, journal, conversation)
         session = Session(name, task, gateway, trajectory)
         session.watcher = asyncio.create_task(self._watch(session))
         self._sessions[name] = session
         return session
 
     def _say_once(self, message: str | None) -> None:
-        if message is not None and message not in self._said:
-            self._said.add(message)
+        if message is not None and message not in self._said_messages:
+            self._said_messages.add(message)
             self._say(message)
 
-    def _gateway(
+    def _make_gateway(
         self,
         name: str,
         trajectory: Trajectory,
@@ -355,7 +357,7 @@ class Recorder:
         elif isinstance(failure, StorageError | HostError):
             self.halt(str(failure))
 
-    async def _end_by_call(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
+    async def _handle_delete(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
         """Handle DELETE /sessions/NAME, or /session with its key, and end that session.
 
         The body can set `status` and `reason`.
@@ -373,27 +375,27 @@ class Recorder:
             message = f"status must be one of {', '.join(get_args(Status))}, and reason a text"
             return web.json_response({"error": {"message": message}}, status=400)
         end = Finish(status, reason) if status else None
-        record = await self._end(session, end, done=Finish("completed", reason))
+        record = await self._finish_session(session, end, done=Finish("completed", reason))
         if record is None:
             message = "the recording is stopping; the session continues at its next start"
             return web.json_response({"error": {"message": message}}, status=409)
         facts = {name: record[name] for name in ("id", "status", "api_calls", "cost_usd")}
         return web.json_response(facts)
 
-    async def _end_silent(self) -> None:
+    async def _finish_silent_sessions(self) -> None:
         silent = [one for one in self._sessions.values() if one.silent_s > self._silence_s]
-        await asyncio.gather(*(self._end(session) for session in silent))
+        await asyncio.gather(*(self._finish_session(session) for session in silent))
 
-    async def _leave(self, session: Session) -> None:
+    async def _leave_session(self, session: Session) -> None:
         if self.stopped_by is None:
-            await self._end(session)
+            await self._finish_session(session)
             return
         try:
-            await self._close(session)
+            await self._close_session(session)
         except Exception as error:
             log.info("%s: stays in the journal: %s", session.task.id, error)
 
-    async def _close(self, session: Session) -> None:
+    async def _close_session(self, session: Session) -> None:
         """Wait for the calls of a session, but not longer than `grace_s` if the recording ends."""
         if session.watcher is not None:
             session.watcher.cancel()
@@ -403,7 +405,7 @@ class Recorder:
         except TimeoutError:
             log.warning("%s: ended before its last call was answered", session.task.id)
 
-    async def _end(
+    async def _finish_session(
         self, session: Session, end: Finish | None = None, done: Finish | None = None
     ) -> dict[str, Any] | None:
         """Turn a session into a record, and return that; None if it stays for the next start.
@@ -414,29 +416,44 @@ class Recorder:
         if self._sessions.get(session.name) is not session:
             return None
         del self._sessions[session.name]
-        task, failure = session.task, None
+        task = session.task
+        relay = session.gateway.relay
+        failure: Failure | None = None
         try:
-            await self._close(session)
+            await self._close_session(session)
         except ModelError as error:
             if self._upstream.has_failed(error):
                 self.halt(self._upstream.calls.describe(error))
                 return None
-            failure = self._failure(task, error.kind, str(error))
-            end = Finish("failed")
+            failure = self._make_failure(task, error.kind, str(error))
         except Stopped:
             return None
         except (StorageError, HostError) as error:
             self.halt(str(error))
             return None
-        relay = session.gateway.relay
-        end = relay.ending or end or _ending(session, done)
         refusal = relay.last_refusal
         if refusal is not None and not _has_replies(session):
-            failure = self._failure(task, refusal.kind, refusal.message)
+            failure = self._make_failure(task, refusal.kind, refusal.message)
             end = Finish("failed")
+        else:
+            if failure is not None:
+                end = Finish("failed")
+            end = relay.ending or end or _find_ending(session, done)
         if end.status == "failed" and failure is None:
             message = end.reason or "the program that held the session says that it failed"
-            failure = self._failure(task, "session_failed", message)
+            failure = self._make_failure(task, "session_failed", message)
+        record = self._store_record(session, end, failure)
+        if (signs := parser_signs(record)) is not None:
+            self._say_once(warning_of_call(signs["call"]) if signs["call"] else None)
+            self._say_once(WARNING_OF_THOUGHT if signs["thought"] else None)
+        self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
+        return record
+
+    def _store_record(
+        self, session: Session, end: Finish, failure: Failure | None
+    ) -> dict[str, Any]:
+        """Write the record of a session that has ended, durably, and drop its journal."""
+        task = session.task
         record = make_record(
             task,
             session.trajectory,
@@ -455,13 +472,9 @@ class Recorder:
         self._records.sync()
         self._journal.finish(task.key)
         self._inflight.finish(task.key)
-        if (signs := parser_signs(record)) is not None:
-            self._say_once(warning_of_call(signs["call"]) if signs["call"] else None)
-            self._say_once(WARNING_OF_THOUGHT if signs["thought"] else None)
-        self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
         return record
 
-    def _failure(self, task: Task, error_class: str, message: str) -> Failure:
+    def _make_failure(self, task: Task, error_class: str, message: str) -> Failure:
         # The recorded program is not ours to start again, so this was the last attempt.
         attempt = self._config.max_attempts
         return Failure(
@@ -473,7 +486,7 @@ class Recorder:
         )
 
 
-def _refuse(event: Event) -> None:
+def _refuse_event(event: Event) -> None:
     raise AssertionError(f"{event['kind']}: belongs to no session")
 
 
@@ -500,7 +513,7 @@ def _has_replies(session: Session) -> bool:
     return calls is not None and bool(calls.exchanges)
 
 
-def _ending(session: Session, done: Finish | None) -> Finish:
+def _find_ending(session: Session, done: Finish | None) -> Finish:
     """Find the ending of a session whose program gave none; see `Recorder._end`."""
     calls = session.trajectory.agent_calls
     prompt = session.task.columns["prompt"]

@@ -22,7 +22,7 @@ from batch_trajectories.basics.process import (
 )
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.config.models import budget_of
+from batch_trajectories.config.models import run_budget
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, scan
 from batch_trajectories.engine.record import Provenance
@@ -88,6 +88,20 @@ def run_recording(
     return outcome, totals
 
 
+@dataclass(frozen=True, slots=True)
+class _Stores:
+    """The files that a recording writes, and what earlier starts left in them."""
+
+    sessions: SessionFile
+    records: RecordFile
+    failures: FailureFile
+    budget_log: BudgetLog
+    inflight: Inflight
+    settled: Settled
+    spent: Cost
+    """The amount that earlier starts have spent; 0 without a budget."""
+
+
 def _record(
     config: RunConfig,
     models: Models,
@@ -110,78 +124,106 @@ def _record(
         settled = Settled(index, config.max_attempts)
         inflight.read(settled=settled)
         spent = Cost()
-        if budget_of(config) is not None:
+        if run_budget(config) is not None:
             spent = spent_before((entry for _, entry in index.records()), inflight, budget_log)
-
-        async def serve() -> Outcome:
-            loop = asyncio.get_running_loop()
-            received: list[int] = []
-            used_up: list[str] = []
-
-            def on_storage_error(error: StorageError) -> None:
-                loop.call_soon_threadsafe(recorder.halt, str(error))
-
-            def on_used_up(reason: str) -> None:
-                used_up.append(reason)
-                recorder.halt(reason)
-
-            upstream = Upstream(
-                config,
-                models,
-                spent=spent,
-                budget_log=budget_log,
-                on_used_up=on_used_up,
-                say=say,
-            )
-            with closing(
-                JournalWriter(
-                    run_dir.inflight,
-                    next_worker_number(run_dir.inflight),
-                    on_storage_error=on_storage_error,
-                )
-            ) as journal:
-                recorder = Recorder(
-                    config,
-                    models,
-                    upstream,
-                    sessions=sessions,
-                    records=records,
-                    failures=failures,
-                    inflight=inflight,
-                    journal=journal,
-                    provenance=Provenance(None, config.seed, run_dir.digest, run_dir.versions),
-                    run_key=run_dir.key,
-                    silence_s=listening.silence_s,
-                    say=say,
-                )
-                recorder.reopen_sessions([one for one in sessions.tasks if one.key not in settled])
-                serving = asyncio.current_task()
-                assert serving is not None
-
-                def on_signal(number: int) -> None:
-                    received.append(number)
-                    if len(received) > 1:
-                        serving.cancel()
-                    recorder.stop()
-
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    if signal.getsignal(number) is not signal.SIG_IGN:
-                        loop.add_signal_handler(number, on_signal, number)
-                try:
-                    with suppress(asyncio.CancelledError):
-                        await recorder.serve(listening.host, listening.port)
-                finally:
-                    await upstream.close()
-            is_forced = len(received) > 1
-            return Outcome(
-                signal=received[-1] if is_forced else None,
-                stopped_by=recorder.stopped_by,
-                limits=upstream.report(),
-                is_out_of_budget=bool(used_up),
-            )
-
-        outcome = asyncio.run(serve())
+        stores = _Stores(
+            sessions=sessions,
+            records=records,
+            failures=failures,
+            budget_log=budget_log,
+            inflight=inflight,
+            settled=settled,
+            spent=spent,
+        )
+        outcome = asyncio.run(_serve(config, models, run_dir, listening, stores, say))
         return outcome, sessions.scan()
+
+
+async def _serve(
+    config: RunConfig,
+    models: Models,
+    run_dir: RunDir,
+    listening: Listening,
+    stores: _Stores,
+    say: Callable[[str], object],
+) -> Outcome:
+    """Serve the sessions until a signal or a failure ends the recording."""
+    loop = asyncio.get_running_loop()
+    used_up: list[str] = []
+
+    # Both are called only once the recorder exists: before it, nothing is called or written.
+    def halt_out_of_budget(reason: str) -> None:
+        used_up.append(reason)
+        recorder.halt(reason)
+
+    def halt_storage_failed(error: StorageError) -> None:
+        loop.call_soon_threadsafe(recorder.halt, str(error))
+
+    upstream = Upstream(
+        config,
+        models,
+        spent=stores.spent,
+        budget_log=stores.budget_log,
+        on_used_up=halt_out_of_budget,
+        say=say,
+    )
+    journal = JournalWriter(
+        run_dir.inflight,
+        next_worker_number(run_dir.inflight),
+        on_storage_error=halt_storage_failed,
+    )
+    with closing(journal):
+        recorder = Recorder(
+            config,
+            models,
+            upstream,
+            sessions=stores.sessions,
+            records=stores.records,
+            failures=stores.failures,
+            inflight=stores.inflight,
+            journal=journal,
+            provenance=Provenance(None, config.seed, run_dir.digest, run_dir.versions),
+            run_key=run_dir.key,
+            silence_s=listening.silence_s,
+            say=say,
+        )
+        recorder.reopen_sessions(
+            [task for task in stores.sessions.tasks if task.key not in stores.settled]
+        )
+        received = _stop_by_signals(recorder)
+        try:
+            with suppress(asyncio.CancelledError):
+                await recorder.serve(listening.host, listening.port)
+        finally:
+            await upstream.close()
+    is_forced = len(received) > 1
+    return Outcome(
+        signal=received[-1] if is_forced else None,
+        stopped_by=recorder.stopped_by,
+        limits=upstream.report(),
+        is_out_of_budget=bool(used_up),
+    )
+
+
+def _stop_by_signals(recorder: Recorder) -> list[int]:
+    """Have the first signal stop the recorder, and a second one cancel the current task.
+
+    Returns the list to which received signals are added.
+    """
+    received: list[int] = []
+    serving = asyncio.current_task()
+    assert serving is not None
+
+    def stop(number: int) -> None:
+        received.append(number)
+        if len(received) > 1:
+            serving.cancel()
+        recorder.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return received
 
 
 def record(

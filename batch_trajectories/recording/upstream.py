@@ -25,10 +25,10 @@ from agent.wires.wires import WIRES
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.config.models import (
-    budget_of,
     check_token_ids,
     endpoint_limits,
     resolve_settings,
+    run_budget,
 )
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.executor import Inbox, WorkerHandle
@@ -79,7 +79,7 @@ class Models:
         setups = {}
         for api in get_args(Api):
             try:
-                setups[api] = replace(self.setup, settings=self._with_api(api, self.settings))
+                setups[api] = replace(self.setup, settings=self._adapt_dialect(api, self.settings))
             except RefusedModel:
                 continue
         return setups
@@ -92,7 +92,7 @@ class Models:
             settings = resolve_settings(self._config, f"{self._upstream}:{name}")
         except ValueError as error:
             raise RefusedModel(str(error)) from error
-        settings = self._with_api(api, settings)
+        settings = self._adapt_dialect(api, settings)
         if self._config.max_run_cost_usd is not None and not has_known_price(settings):
             raise RefusedModel(
                 f"the price of model {name!r} is unknown, so the budget of the recording cannot be "
@@ -101,26 +101,26 @@ class Models:
         self._known[api, name] = settings
         return settings
 
-    def _with_api(self, api: str, settings: ModelSettings) -> ModelSettings:
+    def _adapt_dialect(self, api: str, settings: ModelSettings) -> ModelSettings:
         """Return the settings for a dialect of the same server. Raises `RefusedModel`."""
         if settings.api == api:
             return settings
         base_url = settings.base_url or ""
         is_own = provider_at(base_url) is None and settings.connection.client is None
         if is_own and not ONLY_RELAYED & {api, settings.api}:
-            base_url = _root_for(api, base_url)
+            base_url = _dialect_root(api, base_url)
         elif not {api, settings.api} <= _OPENAI:
             raise RefusedModel(
                 f"{self._upstream!r} is asked by {settings.api}, and this request is of {api}"
             )
         connection = settings.connection
         if is_own and (several := connection.replication) is not None:
-            urls = tuple(_root_for(api, url) for url in several.urls)
+            urls = tuple(_dialect_root(api, url) for url in several.urls)
             connection = replace(connection, replication=replace(several, urls=urls))
         return replace(settings, api=api, base_url=base_url, connection=connection)
 
 
-def _root_for(api: str, base_url: str) -> str:
+def _dialect_root(api: str, base_url: str) -> str:
     """Return the base URL at which a server of the user's own speaks a dialect."""
     return api_base_url(api, base_url.rstrip("/").removesuffix("/v1"))
 
@@ -166,14 +166,14 @@ class Upstream:
         self._say = say
         self._said: set[str] = set()
         self._limits = RunLimits(limits)
-        self._budget = RunBudget(budget_of(config), spent=spent, budget_log=budget_log)
+        self._budget = RunBudget(run_budget(config), spent=spent, budget_log=budget_log)
         inbox: Inbox = Inbox()
         self._own_worker = _OwnWorker(
             0, "recorder", inbox, ready=True, take=self._take_parent_message
         )
         self.calls = Calls(
             limits,
-            budget_of(config),
+            run_budget(config),
             number=0,
             workers=1,
             proven=(),

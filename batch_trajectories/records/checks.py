@@ -257,7 +257,7 @@ def _judge_by_check(record: Record) -> Judgement:
     return _judge_by_answer(record)
 
 
-def question_of(record: Record) -> str:
+def find_question(record: Record) -> str:
     """Return the first message of the user, which is the task; "" if there is none."""
     return next((message.content for message in record.messages if message.role == "user"), "")
 

@@ -72,10 +72,12 @@ from batch_trajectories.records.names import (
 
 CHECKSUM_KEY = "crc32"
 _MEMBER = b',"crc32":"'
+"""The beginning of the member with the checksum."""
 _CLOSE = b'"}\n'
 _DIGITS = 8
-_TAIL = len(_MEMBER) + _DIGITS + len(_CLOSE)
-_NEARLY = len(_MEMBER) - 2
+_CHECKSUM_LENGTH = len(_MEMBER) + _DIGITS + len(_CLOSE)
+_MIN_EQUAL_BYTES = len(_MEMBER) - 2
+"""A line that has so many bytes of `_MEMBER` in place had a checksum, which was damaged."""
 _BLANK = b" \t\r\n"
 _CHANGED = "it was changed since it was written: its checksum does not match"
 
@@ -92,22 +94,28 @@ def add_checksum(line: bytes) -> bytes:
 
 def strip_checksum(line: bytes) -> bytes:
     """Remove the checksum that `add_checksum` added. A line without one stays as it is."""
-    end = _line_end(line) - _TAIL
+    end = _line_end(line) - _CHECKSUM_LENGTH
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
 def verify_checksum(line: bytes) -> bool:
     """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
     end = len(line) if line.endswith(_CLOSE) else _line_end(line)
-    tail = end - _TAIL
+    tail = end - _CHECKSUM_LENGTH
     has_checksum = line.startswith(_MEMBER, tail)
     if has_checksum:
         written = line[tail + len(_MEMBER) : end - len(_CLOSE)]
         if b"%08x" % crc32(memoryview(line)[:tail]) != written:
             raise DamagedLine(_CHANGED)
-    elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
+    elif _is_damaged_member(line[max(tail, 0) :]):
         raise DamagedLine(_CHANGED)
     return has_checksum
+
+
+def _is_damaged_member(end: bytes) -> bool:
+    """Whether the end of a line differs from the member of a checksum in only a few bytes."""
+    equal_bytes: int = sum(map(eq, end, _MEMBER))
+    return equal_bytes >= _MIN_EQUAL_BYTES
 
 
 def read_object(line: bytes) -> dict[str, Any]:
@@ -142,7 +150,7 @@ def _line_end(line: bytes) -> int:
     return len(line) if line.endswith(_CLOSE) else len(line.rstrip(_BLANK)) + 1
 
 
-_BLOCK = 1 << 16
+_BLOCK_BYTES = 1 << 16
 
 _PLAIN_FILES = (
     RUN_FILE,
@@ -334,13 +342,13 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     if not torn:
         return 0
     with os.fdopen(open_no_follow(path, os.O_RDWR), "r+b") as file:
-        keep = file.seek(0, os.SEEK_END) - len(torn)
+        whole_bytes = file.seek(0, os.SEEK_END) - len(torn)
         if is_whole(torn):
             file.write(b"\n")
             torn = b""
         else:
-            set_aside(quarantine, f"{path.name}.{keep}.torn", torn)
-            file.truncate(keep)
+            set_aside(quarantine, f"{path.name}.{whole_bytes}.torn", torn)
+            file.truncate(whole_bytes)
         file.flush()
         os.fsync(file.fileno())
     return len(torn)
@@ -353,29 +361,29 @@ def read_tail(path: Path) -> bytes:
     except FileNotFoundError:
         return b""
     with path.open("rb") as file:
-        keep = _end_of_last_line(file.fileno(), size)
-        return os.pread(file.fileno(), size - keep, keep)
+        whole_bytes = _end_of_last_line(file.fileno(), size)
+        return os.pread(file.fileno(), size - whole_bytes, whole_bytes)
 
 
 def set_unreadable_aside(
     path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]
 ) -> list[str]:
     """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
-    names = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
+    set_aside_names = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
     readable = []
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return names
+        return set_aside_names
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         if is_readable(line):
             readable.append(line + b"\n")
         else:
             set_aside(quarantine, f"{path.name}.line{number}", line + b"\n")
-            names.append(f"{path.name}:{number}")
+            set_aside_names.append(f"{path.name}:{number}")
     if b"".join(readable) != content:
         replace_file(path, b"".join(readable))
-    return names
+    return set_aside_names
 
 
 def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
@@ -435,7 +443,7 @@ def temporary_for(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def longest_temporary_for(path: Path) -> Path:
+def longest_temporary_path(path: Path) -> Path:
     """The longest name of a temporary file for `path`, or for a part of it, in any process."""
     return path.with_name(f".{path.name}.{'9' * 7}-{'9' * 9}.tmp")
 
@@ -466,7 +474,7 @@ def refuse_strange_files(run_dir: Path) -> None:
                 f"{file}: {what}; put the file of this run back, or remove it if there was none"
             )
     for name in ("", "exports", "exports/dataset"):
-        for entry in _entries(run_dir / name):
+        for entry in _scan_directory(run_dir / name):
             if not (entry.is_file() or entry.is_dir()) and Path(entry.path).exists():
                 raise RunDirError(f"{entry.path}: a pipe or device, which no run has; remove it")
 
@@ -487,14 +495,14 @@ def find_outward_link(run_dir: Path) -> Path | None:
 
     The author of a run decides where its links lead on the machine of its receiver.
     """
-    inside = (entry for name in ("", *_DIRECTORIES) for entry in _entries(run_dir / name))
+    inside = (entry for name in ("", *_DIRECTORIES) for entry in _scan_directory(run_dir / name))
     for entry in inside:
-        if entry.is_symlink() and not _is_below(entry.path, run_dir):
+        if entry.is_symlink() and not _leads_into(entry.path, run_dir):
             return Path(entry.path)
     return None
 
 
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
+def _scan_directory(directory: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as scan:
             return list(scan)
@@ -502,7 +510,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _is_below(path: str, run_dir: Path) -> bool:
+def _leads_into(path: str, run_dir: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run_dir))
 
 
@@ -597,7 +605,7 @@ def _end_of_last_line(fd: int, size: int) -> int:
     """The offset after the last newline, 0 if there is none."""
     end = size
     while end > 0:
-        start = max(0, end - _BLOCK)
+        start = max(0, end - _BLOCK_BYTES)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1

@@ -395,8 +395,8 @@ class Index(Mapping[bytes, IndexEntry]):
             turns, costs = values[_TURNS], values[_COSTS]
             sums.turns += sum(turns)
             sums.tool_calls += sum(values[_CALLS])
-            read = _joined(values[_INPUT_HIGH], values[_INPUT_LOW])
-            written = _joined(values[_OUTPUT_HIGH], values[_OUTPUT_LOW])
+            read = _join_bits(values[_INPUT_HIGH], values[_INPUT_LOW])
+            written = _join_bits(values[_OUTPUT_HIGH], values[_OUTPUT_LOW])
             sums.input_tokens += sum([number for number in read if number < MAX_TOKEN_COUNT])
             sums.output_tokens += sum([number for number in written if number < MAX_TOKEN_COUNT])
             sums.tokens_unknown += sum(
@@ -452,7 +452,7 @@ class Index(Mapping[bytes, IndexEntry]):
         bucket, so only a few keys at a time become objects.
         """
         rows = array("I", bytes(4 * (len(keys) // 16)))
-        wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE_MASK)
+        wanted = _sort_into_buckets(memoryview(keys).cast("H")[::8], _COARSE_MASK)
         others, all_rows = 0, self._rows
         for bucket, places in self._coarse_buckets.items():
             row_of = {all_rows[64 * row : 64 * row + 16]: row for row in places}
@@ -475,7 +475,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def _rows_by_bucket(self, mask: int) -> Mapping[int, array[int]]:
         """The rows of records, sorted by these bits of the first two bytes of their task keys."""
-        buckets = _sorted_into_buckets(column_view(self._view, _BUCKETS), mask)
+        buckets = _sort_into_buckets(column_view(self._view, _BUCKETS), mask)
         lengths = column_view(self._view, LENGTHS)
         for bucket in {0, int.from_bytes(MARK[:2], sys.byteorder) & mask} & buckets.keys():
             buckets[bucket] = array("I", (row for row in buckets[bucket] if row and lengths[row]))
@@ -512,7 +512,7 @@ def _stored_tokens(tokens: int | None) -> int:
     return tokens if tokens is not None and 0 <= tokens < MAX_TOKEN_COUNT else _NO_TOKENS
 
 
-def _joined(high: Sequence[int], low: Sequence[int]) -> list[int]:
+def _join_bits(high: Sequence[int], low: Sequence[int]) -> list[int]:
     """The numbers whose high and low bits these are."""
     return [upper << 32 | lower for upper, lower in zip(high, low, strict=True)]
 
@@ -535,7 +535,7 @@ def column_view(rows: memoryview, column: Column) -> memoryview[Any]:
     return rows.cast(column.kind)[column.first :: column.per_row]
 
 
-def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[int]]:
+def _sort_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[int]]:
     """The numbers of the items of a column by these bits of their value, in order."""
     buckets: defaultdict[int, array[int]] = defaultdict(lambda: array("I"))
     for start in range(0, len(column), CHUNK):

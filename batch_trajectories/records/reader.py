@@ -16,7 +16,7 @@ from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record, decode_record
 from batch_trajectories.records.records import AFTER_ID, HEAD, load_index, unreadable_record
-from batch_trajectories.records.scores import Scores, with_later_checks
+from batch_trajectories.records.scores import Scores, apply_later_checks
 from batch_trajectories.records.tasks import task_key
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def open_index(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index,
     Raises `RunDirError` if a file of the run is not a plain file, and what `load_index` raises.
     """
     refuse_strange_files(run_dir)
-    index = with_later_checks(run_dir, load_index(run_dir, lenient=lenient))
+    index = apply_later_checks(run_dir, load_index(run_dir, lenient=lenient))
     with open_records(run_dir) as records:
         yield index, records
 
@@ -98,7 +98,7 @@ def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Recor
         if doing is not None:
             counting = track_progress(counting, doing, total=index.written())
         for key, entry in counting:
-            yield scores.add_to(read_record(records, entry.offset, entry.length, key))
+            yield scores.extend_record(read_record(records, entry.offset, entry.length, key))
 
 
 class RecordPart(NamedTuple):
@@ -156,7 +156,7 @@ def process_records(
 
         def read_one(number: int) -> Record:
             record = read_record(records, offsets[number], lengths[number], index.key(rows[number]))
-            return scores.add_to(record)
+            return scores.extend_record(record)
 
         def read(part: Sequence[int], advance: Advance) -> Iterator[Sequence[Record]]:
             for few in split_by_size(part, lengths.__getitem__):

@@ -161,7 +161,7 @@ def share_texts(record: dict[str, Any]) -> dict[str, Any]:
         return record
     row = deepcopy(record["row"])
     for place, _ in texts:
-        _parent_at(row, place)[place[-1]] = None
+        _find_parent(row, place)[place[-1]] = None
     return {**record, "row": row, ROW_TEXTS: texts}
 
 
@@ -169,7 +169,7 @@ def restore_texts(row: dict[str, Any], messages: Sequence[Any], texts: Texts) ->
     """Put the texts back into a stored row. Raises `ValueError` for a place that does not exist."""
     for place, source in texts:
         try:
-            _parent_at(row, place)[place[-1]] = _value_at(messages, source)
+            _find_parent(row, place)[place[-1]] = _find_value(messages, source)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"`{ROW_TEXTS}` names a place that does not exist: {error}") from error
 
@@ -186,11 +186,11 @@ def _long_texts(value: Any, *place: Step) -> Iterator[tuple[tuple[Step, ...], st
             yield from _long_texts(member, *place, number)
 
 
-def _parent_at(value: Any, place: Sequence[Step]) -> Any:
-    return _value_at(value, place[:-1])
+def _find_parent(value: Any, place: Sequence[Step]) -> Any:
+    return _find_value(value, place[:-1])
 
 
-def _value_at(value: Any, place: Sequence[Step]) -> Any:
+def _find_value(value: Any, place: Sequence[Step]) -> Any:
     for step in place:
         value = getattr(value, str(step)) if isinstance(value, msgspec.Struct) else value[step]
     return value

@@ -167,7 +167,7 @@ def unreadable_record(
     except DamagedLine as damage:
         error = damage
     why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
-    record_id = id_in(line)
+    record_id = read_id(line)
     of_id = f" ({record_id!r})" if record_id else ""
     return UnreadableRecord(
         f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
@@ -175,7 +175,7 @@ def unreadable_record(
     )
 
 
-def id_in(line: bytes) -> str:
+def read_id(line: bytes) -> str:
     """The id of a record that may be damaged; "" if it is unreadable."""
     end = line.find(AFTER_ID, len(HEAD))
     try:

@@ -4,7 +4,7 @@ Scores come from functions, judges and checks. The file only grows, and a crash 
 an incomplete last line, which is ignored. Each line has the keys of a
 score (see `records.checks`), and `record` (see `score_key`), `id` and `at`; those of a judge
 also `question`, `reply`, `model`, `usage` and `cost_usd`; those of `check` (`CHECK`) also `check`,
-its result, `image`, and the keys that `with_later_checks` reads. If one source has scored a record
+its result, `image`, and the keys that `apply_later_checks` reads. If one source has scored a record
 several times, the last score counts.
 
 Labels are what people decided. Their file only grows, too. A line has `record`, `id`, `at`, `who`,
@@ -79,7 +79,7 @@ class Scores:
         has_labels = only is None and (run_dir / LABELS).exists()
         self._labels = Labels(run_dir) if has_labels else None
 
-    def add_to(self, record: Record) -> Record:
+    def extend_record(self, record: Record) -> Record:
         """The record with these scores after its own, and with its labels.
 
         The same object if nothing was given for it.
@@ -88,9 +88,9 @@ class Scores:
             return record
         if self._labels is not None and (labels := self._labels.get(score_key(record))):
             record = msgspec.structs.replace(record, labels=labels)
-        return add_scores_at(self._path, record, self.offsets_of(record))
+        return add_stored_scores(self._path, record, self.find_offsets(record))
 
-    def offsets_of(self, record: Record) -> list[int]:
+    def find_offsets(self, record: Record) -> list[int]:
         """The offsets in scores.jsonl of the scores that count for a record."""
         if not self._by_source:
             return []
@@ -98,12 +98,12 @@ class Scores:
         return [offsets[key] for offsets in self._by_source.values() if key in offsets]
 
 
-def add_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
+def add_stored_scores(path: Path, record: Record, places: Sequence[int]) -> Record:
     """The record with the scores at these offsets of a scores.jsonl after its own."""
     if not places:
         return record
     with path.open("rb") as file:
-        added = [_score_at(file, place) for place in places]
+        added = [_read_score(file, place) for place in places]
     sources = {score.source for score in added}
     kept_scores = [score for score in record.scores or () if score.source not in sources]
     check = record.check
@@ -128,13 +128,13 @@ def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield offset, line
 
 
-def _score_at(file: BinaryIO, offset: int) -> Score:
+def _read_score(file: BinaryIO, offset: int) -> Score:
     file.seek(offset)
     return msgspec.convert(read_object(file.readline()), Score)
 
 
 def later_check_keys(record: Record, result: CheckResult) -> dict[str, Any]:
-    """The keys of a score by `check` that `with_later_checks` reads; `result` is the check's.
+    """The keys of a score by `check` that `apply_later_checks` reads; `result` is the check's.
 
     The record must be as it was stored, without scores that were given later.
     """
@@ -146,7 +146,7 @@ def later_check_keys(record: Record, result: CheckResult) -> dict[str, Any]:
     }
 
 
-def with_later_checks(run_dir: Path, index: Index) -> Index:
+def apply_later_checks(run_dir: Path, index: Index) -> Index:
     """The index with the last result of `check` for each record that has one."""
     checks = {}
     for _, line in lines_from(run_dir / SCORES_FILE, 0):
@@ -186,7 +186,7 @@ def _apply_checks(run_dir: Path, index: Index, checks: Mapping[bytes, _LaterChec
             entry = index.entry(number)
             if entry.status == "failed" or _finished_at(records, entry) != check.finished_at:
                 continue  # the task was run again since
-            made = maker.rows(_fields_after(entry, check), entry.offset, entry.length)
+            made = maker.rows(_rechecked_fields(entry, check), entry.offset, entry.length)
             # All of the new row but the task key, which the fields lack.
             end = ROW_BYTES * (number + 1)
             rows[end - ROW_BYTES + _KEY_BYTES : end] = made[_KEY_BYTES - ROW_BYTES :]
@@ -202,7 +202,7 @@ def _finished_at(records: BinaryIO, entry: IndexEntry) -> float | None:
     return None if finished is None else float(finished[1])
 
 
-def _fields_after(entry: IndexEntry, check: _LaterCheck) -> IndexFields:
+def _rechecked_fields(entry: IndexEntry, check: _LaterCheck) -> IndexFields:
     """The facts of a record after a later check; id and digest are not known here."""
     return IndexFields(
         id="",

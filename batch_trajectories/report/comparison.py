@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.scores import Labels
 from batch_trajectories.report.formatting import count, dollars, one_line
 
-_SHOWN = 10
+_MAX_LISTED = 10
 _VALUE_CHARS = 60
 
 
@@ -31,7 +32,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     (two lists of ids), `changed` (tasks with another status, [{"id", "from", "to"}] in the order
     of the first run), `judged_otherwise` (the same for tasks that passed their check in only one
     run, with true or false), `labelled_otherwise` (the same for verdicts of people), `paired` (see
-    `_paired`).
+    `_mean_differences`).
     """
     runs = [stored.identity for stored in (first, second)]
     entries = [
@@ -42,12 +43,20 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     labels = [dict(Labels(stored.path).verdicts()) for stored in (first, second)]
     meanings = [stored_meaning(run) for run in runs]
     both = [task_id for task_id in before if task_id in after]
+    changed: list[dict[str, Any]] = []
+    judged_otherwise: list[dict[str, Any]] = []
+    for task_id in both:
+        old, new = before[task_id], after[task_id]
+        if old.status != new.status:
+            changed.append({"id": task_id, "from": old.status, "to": new.status})
+        if {old.passed, new.passed} == {False, True}:
+            judged_otherwise.append({"id": task_id, "from": old.passed, "to": new.passed})
     return {
         "runs": [
             {
                 "run_dir": str(stored.path),
                 **_sums(list(entry.values())),
-                **_spent(stored),
+                **_spending(stored),
                 "models": stored.by_model(),
                 "labels": dict(Counter(sorted(labelled.values()))),
             }
@@ -64,23 +73,20 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
             [task_id for task_id in first_ids if task_id not in second_ids]
             for first_ids, second_ids in ((before, after), (after, before))
         ],
-        "changed": [
-            {"id": task_id, "from": before[task_id].status, "to": after[task_id].status}
-            for task_id in both
-            if before[task_id].status != after[task_id].status
-        ],
-        "judged_otherwise": [
-            {"id": task_id, "from": before[task_id].passed, "to": after[task_id].passed}
-            for task_id in both
-            if {before[task_id].passed, after[task_id].passed} == {False, True}
-        ],
-        "labelled_otherwise": [
-            {"id": task_id, "from": verdict, "to": labels[1][task_id]}
-            for task_id, verdict in labels[0].items()
-            if labels[1].get(task_id, verdict) != verdict
-        ],
-        "paired": _paired([(before[task_id], after[task_id]) for task_id in both]),
+        "changed": changed,
+        "judged_otherwise": judged_otherwise,
+        "labelled_otherwise": _list_relabelled(*labels),
+        "paired": _mean_differences([(before[task_id], after[task_id]) for task_id in both]),
     }
+
+
+def _list_relabelled(first: Mapping[str, str], second: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The tasks that people labelled in both runs, and not alike."""
+    return [
+        {"id": task_id, "from": verdict, "to": second[task_id]}
+        for task_id, verdict in first.items()
+        if task_id in second and second[task_id] != verdict
+    ]
 
 
 def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     }
 
 
-def _spent(stored: StoredRun) -> dict[str, Any]:
+def _spending(stored: StoredRun) -> dict[str, Any]:
     """All that a run has spent, including replaced records, and what judges were paid."""
     spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
     judges = spent_by_judges(stored.path)
@@ -118,13 +124,15 @@ def _spent(stored: StoredRun) -> dict[str, Any]:
     }
 
 
-def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
+def _mean_differences(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
     """Means of second minus first over the tasks with known numbers in both runs."""
     means: dict[str, float | None] = {}
     for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):
         values = [(getattr(before, name), getattr(after, name)) for before, after in pairs]
-        known = [b - a for a, b in values if a is not None and b is not None]
-        means[name] = sum(known) / len(known) if known else None
+        differences = [
+            after - before for before, after in values if before is not None and after is not None
+        ]
+        means[name] = sum(differences) / len(differences) if differences else None
     return means
 
 
@@ -136,21 +144,21 @@ def as_text(comparison: dict[str, Any]) -> str:
     ]
     paired = comparison["paired"]
     for status in sorted(first["statuses"] | second["statuses"]):
-        rows.append((status, *(_share(run, status) for run in comparison["runs"]), ""))
+        rows.append((status, *(_format_share(run, status) for run in comparison["runs"]), ""))
     for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
-        mean = _signed(paired.get(name), ".2f")
+        mean = _format_difference(paired.get(name), ".2f")
         rows.append((name, count(first[name]), count(second[name]), mean))
     rows.append(
         (
             "cost",
-            *_money(comparison["runs"], "cost"),
-            _signed(paired["cost_usd"], ".6f", " dollars"),
+            *_format_money(comparison["runs"], "cost"),
+            _format_difference(paired["cost_usd"], ".6f", " dollars"),
         )
     )
-    rows.append(("total spent", *_money(comparison["runs"], "spent"), ""))
+    rows.append(("total spent", *_format_money(comparison["runs"], "spent"), ""))
     if any(run["judges_usd"] or run["judges_unknown"] for run in comparison["runs"]):
-        rows.append(("judges", *_money(comparison["runs"], "judges"), ""))
-    rows += _checks(comparison)
+        rows.append(("judges", *_format_money(comparison["runs"], "judges"), ""))
+    rows += _check_rows(comparison)
     for verdict in sorted(first["labels"] | second["labels"]):
         counts = [count(run["labels"].get(verdict, 0)) for run in comparison["runs"]]
         rows.append((f"label {verdict}", *counts, ""))
@@ -161,7 +169,8 @@ def as_text(comparison: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        f"{count(comparison['both'])} tasks have a record in both{_beside(comparison['only'])}",
+        f"{count(comparison['both'])} tasks have a record in both"
+        + _describe_unshared(comparison["only"]),
     ]
     if not comparison["same_dataset"]:
         lines.append("the datasets differ")
@@ -172,14 +181,16 @@ def as_text(comparison: dict[str, Any]) -> str:
         f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
         for name, (a, b) in comparison["options"].items()
     ]
-    lines += _changes(comparison["changed"]) + _judged(comparison["judged_otherwise"])
+    lines += _describe_changes(comparison["changed"]) + _describe_judged(
+        comparison["judged_otherwise"]
+    )
     if labelled := comparison["labelled_otherwise"]:
         ids = [f"{one['id']} ({one['from']} -> {one['to']})" for one in labelled]
-        lines.append(f"labelled otherwise: {count(len(ids))}: {_listed(ids)}")
+        lines.append(f"labelled otherwise: {count(len(ids))}: {_list_ids(ids)}")
     return "\n".join(lines)
 
 
-def _changes(changed: list[dict[str, str]]) -> list[str]:
+def _describe_changes(changed: list[dict[str, str]]) -> list[str]:
     if not changed:
         return ["all of them have the same status in both"]
     kinds = Counter((change["from"], change["to"]) for change in changed)
@@ -188,11 +199,11 @@ def _changes(changed: list[dict[str, str]]) -> list[str]:
         ids = [
             change["id"] for change in changed if (change["from"], change["to"]) == (before, after)
         ]
-        lines.append(f"  {before} -> {after}: {count(number)}: {_listed(ids)}")
+        lines.append(f"  {before} -> {after}: {count(number)}: {_list_ids(ids)}")
     return lines
 
 
-def _checks(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
+def _check_rows(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
     """Rows about checks and scores; none if nothing was judged."""
     both = [run["checks"] for run in comparison["runs"]]
     if all(checks["pass_rate"] is None for checks in both):
@@ -209,41 +220,41 @@ def _checks(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
     return [
         ("passed", *passed, ""),
-        ("reward", *rewards, _signed(comparison["paired"]["reward"], ".4f")),
+        ("reward", *rewards, _format_difference(comparison["paired"]["reward"], ".4f")),
     ]
 
 
-def _judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
+def _describe_judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
     """The tasks that passed their check in only one run."""
     lines = []
     for which, passed_later in (("first", False), ("second", True)):
         ids = [change["id"] for change in judged_otherwise if change["to"] is passed_later]
         if ids:
-            lines.append(f"passed only in the {which}: {count(len(ids))}: {_listed(ids)}")
+            lines.append(f"passed only in the {which}: {count(len(ids))}: {_list_ids(ids)}")
     return lines
 
 
-def _listed(ids: list[str]) -> str:
+def _list_ids(ids: list[str]) -> str:
     names = [one_line(name, _VALUE_CHARS) for name in ids]
-    return first_few(names, _SHOWN) + (" (--json has all)" if len(ids) > _SHOWN else "")
+    return first_few(names, _MAX_LISTED) + (" (--json has all)" if len(ids) > _MAX_LISTED else "")
 
 
-def _share(run: dict[str, Any], status: str) -> str:
+def _format_share(run: dict[str, Any], status: str) -> str:
     number = run["statuses"].get(status, 0)
     return f"{count(number)} ({100 * number / run['records']:.1f}%)" if run["records"] else "0"
 
 
-def _money(runs: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
+def _format_money(runs: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
     """What was paid in each run, as far as known."""
     paid = [(run[f"{kind}_usd"], run[f"{kind}_unknown"]) for run in runs]
     return tuple(dollars(usd) + (f" + {count(n)} unknown" if n else "") for usd, n in paid)
 
 
-def _signed(mean: float | None, form: str, unit: str = "") -> str:
+def _format_difference(mean: float | None, form: str, unit: str = "") -> str:
     return "" if mean is None else f"{mean:+,{form}}{unit}"
 
 
-def _beside(only: list[list[str]]) -> str:
+def _describe_unshared(only: list[list[str]]) -> str:
     cells = [
         f"{count(len(ids))} only in the {which}"
         for which, ids in zip(("first", "second"), only, strict=True)

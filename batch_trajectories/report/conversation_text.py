@@ -24,7 +24,7 @@ from batch_trajectories.records.record_types import (
     StoredTurn,
     StoredUsage,
 )
-from batch_trajectories.report.facts import flags_of, row_of
+from batch_trajectories.report.facts import find_flags, row_of
 from batch_trajectories.report.formatting import count, dollars, moment, one_line, plain, seconds
 
 _STEP = "    "
@@ -174,7 +174,7 @@ class ConversationText(_Blocks):
             turns = ", ".join(map(str, missed))
             yield f"{plural(len(missed), 'turn')} missed the prompt cache: {turns}"
         # The verdict stands above.
-        if flags := [name for name in flags_of(record) if name not in ("passed", "not passed")]:
+        if flags := [name for name in find_flags(record) if name not in ("passed", "not passed")]:
             yield f"unusual: {', '.join(flags)}"
 
 

@@ -11,8 +11,8 @@ from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import (
-    cached_share_of,
-    cached_tokens_of,
+    compute_cached_share,
+    count_cached_tokens,
     missed_turns,
 )
 from batch_trajectories.records.checks import MAIN, expected_text, judgement_of, rewards_of
@@ -61,8 +61,8 @@ def row_of(record: Record, own: AuthoredWork | None = None) -> dict[str, Any]:
         "failed_calls": sum([failed for _, failed in tools.values()]),
         "input_tokens": usage.get("input_tokens"),
         "output_tokens": usage.get("output_tokens"),
-        "cached_tokens": cached_tokens_of(record),
-        "cached_share": cached_share_of(record),
+        "cached_tokens": count_cached_tokens(record),
+        "cached_share": compute_cached_share(record),
         "cache_misses": len(missed),
         "missed_turns": missed,
         "cost_usd": record.cost_usd,
@@ -70,13 +70,13 @@ def row_of(record: Record, own: AuthoredWork | None = None) -> dict[str, Any]:
         "finished_at": record.finished_at,
         "passed": judgement.passed,
         "reward": judgement.reward,
-        "rewards": _by_name(record),
+        "rewards": _named_rewards(record),
         "reasoned": own.counts.with_reasoning,
         "leaks": len(leaks),
         "leak_calls": [f"turn {leak.turn}: {leak.evidence}" for leak in leaks],
         "tools": tools,
         "failures": _failures(own),
-        "flags": flags_of(record),
+        "flags": find_flags(record),
     }
 
 
@@ -109,7 +109,7 @@ def _spans(part: StoredConversation) -> list[tuple[float, float]]:
     return spans
 
 
-def flags_of(record: Record) -> list[str]:
+def find_flags(record: Record) -> list[str]:
     """Unusual properties of a conversation, which the report can filter by.
 
     Without those that a branch has from its parent.
@@ -137,7 +137,7 @@ def flags_of(record: Record) -> list[str]:
     return flags
 
 
-def _by_name(record: Record) -> dict[str, float] | None:
+def _named_rewards(record: Record) -> dict[str, float] | None:
     """All rewards by name; None if there is only the one that is shown anyway."""
     named = rewards_of(record).by_name
     return dict(named) if named and named.keys() != {MAIN} else None

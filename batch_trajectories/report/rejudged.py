@@ -20,7 +20,7 @@ _CHARS = 200
 _WORDS = {True: "passed", False: "not passed", None: "no verdict"}
 
 
-def changes_in(stored: StoredRun) -> dict[str, Any]:
+def compare_verdicts(stored: StoredRun) -> dict[str, Any]:
     """Compare the verdicts of the run with the last of `check`; JSON-ready.
 
     Keys: `run_dir`, `records` (number of all), `judged` (of those that `check` judged), `changed`:

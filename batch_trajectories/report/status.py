@@ -229,7 +229,7 @@ def _id(task_id: str) -> str:
 
 def show_runs(output_dir: Path, *, as_json: bool) -> None:
     """Print the runs in a directory, the latest first. Raises `RunDirError` without any."""
-    runs = runs_of(output_dir)
+    runs = list_runs(output_dir)
     if as_json:
         show_json(runs)
         return
@@ -239,7 +239,7 @@ def show_runs(output_dir: Path, *, as_json: bool) -> None:
     show("\n".join(f"{one_line(run['name'], _ID_CHARS):<{width}}  {_words(run)}" for run in runs))
 
 
-def runs_of(output_dir: Path) -> list[dict[str, Any]]:
+def list_runs(output_dir: Path) -> list[dict[str, Any]]:
     """The runs in a directory, the latest first, without reading their records.
 
     Keys: `name`, `state` ("running", "not running" or "unreadable"), `begun` (epoch seconds),

@@ -33,7 +33,7 @@ from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.config.models import resolve_settings
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.supervisor.budget import BudgetLog
-from batch_trajectories.export.conversation.ending import answer_of
+from batch_trajectories.export.conversation.ending import find_answer
 from batch_trajectories.export.conversation.texts import user_texts
 from batch_trajectories.export.statistics.counts import Reasons
 from batch_trajectories.records.checks import EXPECTED, expected_column, parse_rewards
@@ -92,12 +92,12 @@ class JudgePrompt:
     def question(self, record: Record) -> str:
         """Fill the prompt with texts of a record. Placeholders in these texts are not filled."""
 
-        def text_of(place: re.Match[str]) -> str:
+        def fill_place(place: re.Match[str]) -> str:
             match place[1]:
                 case "question":
                     return "\n\n".join(user_texts(record))
                 case "answer":
-                    return answer_of(record) or "(no answer)"
+                    return find_answer(record) or "(no answer)"
                 case "conversation":
                     return "\n\n".join(_conversation(record))
                 case name:
@@ -105,7 +105,7 @@ class JudgePrompt:
                     value = record.row.get(own.removeprefix("row."))
                     return "(not given)" if value is None else str(value)
 
-        return _PLACES.sub(text_of, self._text)
+        return _PLACES.sub(fill_place, self._text)
 
     def verdict_key(self, settings: ModelSettings, record: Record) -> str:
         """The key of the question in `verdicts.jsonl`."""
@@ -141,9 +141,9 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
     """
     lines = [line for line in reply.splitlines() if line.strip() and not _FENCE.match(line)]
     last = lines[-1].strip() if lines else ""
-    said = {*_WORDS.findall(last)}
+    verdicts = {*_WORDS.findall(last)}
     try:
-        value = float("RIGHT" in said) if len(said) == 1 else orjson.loads(last)
+        value = float("RIGHT" in verdicts) if len(verdicts) == 1 else orjson.loads(last)
     except orjson.JSONDecodeError:
         shown = clip(repr(last), max_chars=_MAX_SHOWN)
         message = f"the last line of the reply is no number, JSON object, RIGHT or WRONG: {shown}"
@@ -260,13 +260,13 @@ class _JudgeRun:
             reply = replies.get(self._prompt.verdict_key(self._settings, record), "")
             rewards = rewards_in_reply(reply, turns=len(record.own_turns))
             if rewards["error"] is None:
-                scores.append(self._score_for(record, {**rewards, "reply": reply}))
+                scores.append(self._make_score(record, {**rewards, "reply": reply}))
         self._file.append(scores)
         self._done.update(score.record_key for score in scores)
         if scores:
             say(f"{len(scores):,} of verdicts.jsonl became scores")
 
-    def _score_for(self, record: Record, fields: Mapping[str, Any]) -> NewScore:
+    def _make_score(self, record: Record, fields: Mapping[str, Any]) -> NewScore:
         return NewScore(score_key(record), record.id, {**self._source, **fields})
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
@@ -279,8 +279,8 @@ class _JudgeRun:
         )
 
         if self.calls.total:
-            said = plural(self.calls.total, "conversation")
-            say(f"--judge: {said} to be sent to {self._settings.destination}")
+            judged = plural(self.calls.total, "conversation")
+            say(f"--judge: {judged} to be sent to {self._settings.destination}")
 
         async def ask(unscored: tuple[Record, Sequence[str]]) -> _Answer:
             record, _ = unscored
@@ -300,8 +300,8 @@ class _JudgeRun:
     async def _ask(self, model: Model, record: Record) -> _Answer:
         def keep_unreadable(completion: Completion) -> None:
             message = "malformed: the reply could not be read"
-            failed = {"rewards": None, "error": message, "reply": None, **_cost_of(completion)}
-            self._file.append([self._score_for(record, failed)])
+            failed = {"rewards": None, "error": message, "reply": None, **_cost_fields(completion)}
+            self._file.append([self._make_score(record, failed)])
             self.calls.count_reply(failed)
 
         question = Message(role="user", content=self._prompt.question(record))
@@ -309,11 +309,11 @@ class _JudgeRun:
             completion = await model.complete(Request([question], on_unreadable=keep_unreadable))
         except ModelError as error:
             failed = {"rewards": None, "error": f"{error.kind}: {error}", "reply": None}
-            return _Answer(self._score_for(record, failed), error)
+            return _Answer(self._make_score(record, failed), error)
         reply = valid_utf8(completion.message.get("content") or "")
         rewards = rewards_in_reply(reply, turns=len(record.own_turns))
-        fields = {**rewards, "reply": reply, **_cost_of(completion)}
-        return _Answer(self._score_for(record, fields), None)
+        fields = {**rewards, "reply": reply, **_cost_fields(completion)}
+        return _Answer(self._make_score(record, fields), None)
 
     def _keep(self, answers: list[_Answer]) -> None:
         self._file.append(answer.score for answer in answers)
@@ -331,7 +331,7 @@ class _JudgeRun:
         stop_if_useless(failures, has_answered=self._has_answered)
 
 
-def _cost_of(completion: Completion) -> dict[str, Any]:
+def _cost_fields(completion: Completion) -> dict[str, Any]:
     """The fields of a score for the cost of its reply."""
     return {
         "model": completion.model,

@@ -29,7 +29,7 @@ from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.kept_dataset import take_snapshot
 from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.scan import scan, task_of
+from batch_trajectories.dataset.scan import make_task, scan
 from batch_trajectories.engine.plan import make_plan, warn
 from batch_trajectories.engine.run_dir import locked, refuse_held
 from batch_trajectories.engine.run_totals import compute_totals
@@ -54,16 +54,16 @@ from batch_trajectories.scoring.score_file import NewScore, open_scores
 from toolsets.workspace.removal import remove_tree
 
 _IDS_SHOWN = 5
-_SCORES_AT_ONCE = 500
+_SCORES_PER_APPEND = 500
 """Number of scores that are appended together."""
-_NEVER_LAST = 1_000_000
+_MAX_ATTEMPTS = 1_000_000
 """Maximum attempts. A failed attempt gives no verdict, and the next command makes another one."""
 
-_WORDS = {True: "passed", False: "not passed", None: "without a verdict"}
+_VERDICT_TEXTS = {True: "passed", False: "not passed", None: "without a verdict"}
 
 
 @dataclass
-class RecheckEnd:
+class RecheckResult:
     """The result of a start of `check`."""
 
     path: Path
@@ -88,7 +88,10 @@ class RecheckEnd:
 
     def to_json(self) -> dict[str, Any]:
         """The result for `--json`, with all ids of `refused`."""
-        changes = [{"from": a, "to": b, "count": n} for (a, b), n in self.changes.items()]
+        changes = [
+            {"from": before, "to": now, "count": count}
+            for (before, now), count in self.changes.items()
+        ]
         return {
             "run_dir": str(self.path),
             "verdicts": self.changes.total(),
@@ -104,8 +107,8 @@ class RecheckEnd:
         given = self.changes.total()
         lines = [f"{plural(given, 'verdict')} given in {self.path / SCORES_FILE}"]
         for (before, now), count in sorted(self.changes.items(), key=lambda item: -item[1]):
-            same = "still " if before == now else f"{_WORDS[before]} -> "
-            lines.append(f"  {count:>9,}  {same}{_WORDS[now]}")
+            same = "still " if before == now else f"{_VERDICT_TEXTS[before]} -> "
+            lines.append(f"  {count:>9,}  {same}{_VERDICT_TEXTS[now]}")
         for reason, words in (HARMLESS | REFUSED).items():
             if count := self.left_out[reason]:
                 ids = self.refused.get(reason, [])
@@ -121,7 +124,7 @@ class RecheckEnd:
         return "\n".join(lines)
 
 
-def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> RecheckEnd:
+def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> RecheckResult:
     """Judge the conversations of a run again; blocks until all are judged.
 
     `config` is that of the run with changed options. `has_new_rows`: its dataset has the rows with
@@ -132,7 +135,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     config = make_config_without_model(
         config,
         checked_run=stored.path.absolute(),
-        max_attempts=_NEVER_LAST,
+        max_attempts=_MAX_ATTEMPTS,
         executor="local",
         max_samples=None,
         shard=None,
@@ -141,7 +144,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         run_name="judging",
         on_bad_row="fail",
     )
-    end = RecheckEnd(stored.path)
+    end = RecheckResult(stored.path)
     rechecks = Rechecks(config, _scan_new_rows(config) if has_new_rows else None)
     make_directory(directory.parent)
     make_directory(directory)
@@ -159,7 +162,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         if end.reason is not None:
             return end
     with locked(stored.path):
-        _append(stored, rechecks, config, end)
+        _append_verdicts(stored, rechecks, config, end)
         end.unwritten = _write_results(stored)
     remove_tree(directory)
     with suppress(OSError):  # another check is under way there
@@ -195,12 +198,12 @@ def _scan_new_rows(config: RunConfig) -> NewRows:
     return NewRows(found, dataset)
 
 
-def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, end: RecheckEnd) -> int:
+def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, end: RecheckResult) -> int:
     """Write the rows for the workers; returns the number of rows."""
     count = 0
     temporary = temporary_for(rows)
     with open_temporary(temporary, rows) as file:
-        for record, judging in _judgings(run_dir, rechecks, doing="reading records"):
+        for record, judging in _decide_rechecks(run_dir, rechecks, doing="reading records"):
             if isinstance(judging, LeftOut):
                 end.left_out[judging.reason] += 1
                 if judging.reason in REFUSED:
@@ -213,22 +216,24 @@ def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, end: RecheckEnd) 
     return count
 
 
-def _judgings(
+def _decide_rechecks(
     run_dir: Path, rechecks: Rechecks, *, doing: str
 ) -> Iterator[tuple[Record, Judging | LeftOut]]:
     scores = Scores(run_dir, only=CHECK)
     with open_index(run_dir) as (index, records):
         for key, entry in track_progress(index.current_entries(), doing, total=index.written()):
-            record = scores.add_to(read_record(records, entry.offset, entry.length, key))
+            record = scores.extend_record(read_record(records, entry.offset, entry.length, key))
             yield record, rechecks.decide(record, entry, key)
 
 
-def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, end: RecheckEnd) -> None:
+def _append_verdicts(
+    stored: StoredRun, rechecks: Rechecks, config: RunConfig, end: RecheckResult
+) -> None:
     """Append to scores.jsonl the verdicts that it does not have."""
     rules = config.row_rules("scripted")
     with open_scores(stored.path) as file, open_index(config.run_dir) as (index, records):
         scores: list[NewScore] = []
-        for record, judging in _judgings(stored.path, rechecks, doing="judging"):
+        for record, judging in _decide_rechecks(stored.path, rechecks, doing="judging"):
             if isinstance(judging, LeftOut):
                 continue
             if (checked := _find_result(judging, rules, index, records)) is None:
@@ -237,13 +242,13 @@ def _append(stored: StoredRun, rechecks: Rechecks, config: RunConfig, end: Reche
             passed = result.passed if isinstance(result.passed, bool) else None
             end.changes[judgement_of(record).verdict, passed] += 1
             scores.append(_make_score(record, judging, checked, result))
-            if len(scores) >= _SCORES_AT_ONCE:
+            if len(scores) >= _SCORES_PER_APPEND:
                 file.append(scores)
                 scores = []
         file.append(scores)
 
 
-class _Checked(NamedTuple):
+class _CheckOutcome(NamedTuple):
     """The result of a check, and the image in which it ran."""
 
     check: dict[str, Any]
@@ -252,26 +257,26 @@ class _Checked(NamedTuple):
 
 def _find_result(
     judging: Judging, rules: RowRules, index: Index, records: BinaryIO
-) -> _Checked | None:
+) -> _CheckOutcome | None:
     """The result for a conversation; None if its workspace was not rebuilt.
 
     `index` and `records` are those of the work directory.
     """
     if judging.row is None:
         assert judging.check is not None  # the answer was compared
-        return _Checked(judging.check, image=None)
-    task = task_of(judging.row, rules)
+        return _CheckOutcome(judging.check, image=None)
+    task = make_task(judging.row, rules)
     entry = index.get(task.key)
     if entry is None:
         return None
     judged = read_record(records, entry.offset, entry.length, task.key)
     if judged.check is None:
         return None
-    return _Checked(judged.as_dict()["check"], image=judged.image)
+    return _CheckOutcome(judged.as_dict()["check"], image=judged.image)
 
 
 def _make_score(
-    record: Record, judging: Judging, checked: _Checked, result: CheckResult
+    record: Record, judging: Judging, checked: _CheckOutcome, result: CheckResult
 ) -> NewScore:
     original = decode_record(record.line)
     score = {

@@ -45,7 +45,7 @@ class RecheckRunner(TaskRunner):
         await self._judge(work)
         work.diff = None  # that of the record
 
-    def _turns_of(self, work: Work) -> int | None:
+    def _count_turns(self, work: Work) -> int | None:
         turns: int | None = work.task.columns["judged"]["turns"]
         return turns
 

@@ -21,7 +21,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import image_sandboxes
 from batch_trajectories.dataset.columns import names_of
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot
-from batch_trajectories.dataset.lines import read_row_at
+from batch_trajectories.dataset.lines import read_row
 from batch_trajectories.dataset.row_conversation import opening_messages
 from batch_trajectories.dataset.row_workspace import (
     HistoryColumns,
@@ -30,8 +30,8 @@ from batch_trajectories.dataset.row_workspace import (
     image_columns,
 )
 from batch_trajectories.dataset.scan import Scan, tasks
-from batch_trajectories.export.conversation.ending import answer_of, is_answered
-from batch_trajectories.records.checks import expected_text, question_of
+from batch_trajectories.export.conversation.ending import find_answer, is_answered
+from batch_trajectories.records.checks import expected_text, find_question
 from batch_trajectories.records.index import IndexEntry
 from batch_trajectories.records.record_types import Record, Score
 from batch_trajectories.records.scores import CHECK, score_key
@@ -92,21 +92,21 @@ class NewRows:
             if not _is_generated(task.prompt_id):
                 self._by_id[task.prompt_id] = place
             else:  # the id is a hash of the whole row, which another check changes
-                prompt = _prompt_of(task.columns)
+                prompt = _prompt_bytes(task.columns)
                 self._by_prompt[prompt] = None if prompt in self._by_prompt else place
 
     def find_row(self, record: Record) -> dict[str, Any] | LeftOut:
         """Find the row of a record."""
         place = self._by_id.get(record.prompt_id)
         if place is None and _is_generated(record.prompt_id):
-            prompt = _prompt_of(record.row)
+            prompt = _prompt_bytes(record.row)
             place = self._by_prompt.get(prompt)
             if place is None and prompt in self._by_prompt:
                 return LeftOut("several_rows")
         if place is None:
             return LeftOut("no_row")
         with self._path.open("rb") as file:
-            return read_row_at(file, place) or LeftOut("no_row")
+            return read_row(file, place) or LeftOut("no_row")
 
 
 class Rechecks:
@@ -128,28 +128,28 @@ class Rechecks:
         row = record.row if self._rows is None else self._rows.find_row(record)
         if isinstance(row, LeftOut):
             return row
-        found = self._by_answer(record, row)
+        found = self._recheck_answer(record, row)
         if row.get("check") is not None:
-            found = self._by_check(record, row, place, key)
+            found = self._recheck_workspace(record, row, place, key)
         last = next((one for one in record.scores or () if one.source == CHECK), None)
         is_same = isinstance(found, Judging) and last is not None and last.version == found.version
         return LeftOut(SAME) if is_same and not _has_failed(last) else found
 
-    def _by_answer(self, record: Record, row: Mapping[str, Any]) -> Judging | LeftOut:
+    def _recheck_answer(self, record: Record, row: Mapping[str, Any]) -> Judging | LeftOut:
         expected = expected_text(row)
         is_asked = self._config.check_expected or (record.options or {}).get("check_expected")
         if not is_asked or expected is None:
             return LeftOut("no_check")
         if not is_answered(record):
             return LeftOut("no_answer")
-        answer = answer_of(record) or ""
+        answer = find_answer(record) or ""
         match = (record.options or {}).get("expected_match", self._config.expected_match)
-        question = question_of(record)
+        question = find_question(record)
         passed = matches(answer, expected, match, question)
         check = {"passed": passed, "reward": float(passed), "answer": answer[:200]}
         return Judging(_digest({"expected": expected, "match": match}), None, check)
 
-    def _by_check(
+    def _recheck_workspace(
         self, record: Record, row: Mapping[str, Any], place: IndexEntry, key: bytes
     ) -> Judging | LeftOut:
         names = [*names_of(SetupColumns)]
@@ -167,7 +167,7 @@ class Rechecks:
         if isinstance(source, LeftOut):
             return source
         reference = task.image.reference if task.image else self._config.docker_image
-        image = self._digest_of(reference) if self._config.is_inside and reference else None
+        image = self._image_digest(reference) if self._config.is_inside and reference else None
         judge = task.check.image if task.check else None
         judged = {
             "offset": place.offset,
@@ -178,12 +178,12 @@ class Rechecks:
         }
         decides = {**columns, "prompt": None, "options": self._options, "image": image}
         if judge is not None:
-            decides["judge"] = self._digest_of(judge)
+            decides["judge"] = self._image_digest(judge)
         version = _digest(decides)
         id_ = f"check-{record.id}-{score_key(record)}"  # unlike any generated id
         return Judging(version, {"id": id_, **columns, "judged": judged})
 
-    def _digest_of(self, reference: str) -> str | None:
+    def _image_digest(self, reference: str) -> str | None:
         if reference not in self._images:
             try:
                 found = image_sandboxes(self._config).digests([reference])
@@ -219,7 +219,7 @@ def _is_generated(prompt_id: str) -> bool:
     return prompt_id.startswith("row-")
 
 
-def _prompt_of(columns: Mapping[str, Any]) -> bytes:
+def _prompt_bytes(columns: Mapping[str, Any]) -> bytes:
     content = exact_json.dumps(opening_messages(columns, None))
     return blake2b(content, digest_size=16).digest()
 

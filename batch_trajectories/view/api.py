@@ -20,19 +20,19 @@ from batch_trajectories.records.scores import score_key, verdict_of
 from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view import conversation as live
 from batch_trajectories.view.conversation import (
+    describe_requests,
     find_record,
-    form_of,
+    find_request,
+    find_siblings,
+    make_form,
     read_found,
-    request_of,
-    requests_of,
-    siblings_of,
 )
-from batch_trajectories.view.index.charts import charts_of
+from batch_trajectories.view.index.charts import make_charts
 from batch_trajectories.view.index.columns import KINDS
-from batch_trajectories.view.index.filters import RowFilters, in_keys, inverted, read_filters
-from batch_trajectories.view.index.run_index import made_by
-from batch_trajectories.view.index.table import SAMPLES, Masks, Table, count_of
-from batch_trajectories.view.labels import NAME_CHARS, decide, decided_by, labels_json
+from batch_trajectories.view.index.filters import RowFilters, in_keys, invert_choice, read_filters
+from batch_trajectories.view.index.run_index import run_maker
+from batch_trajectories.view.index.table import SAMPLES, Masks, Table, count_selected
+from batch_trajectories.view.labels import NAME_CHARS, decide, decided_records, labels_json
 from batch_trajectories.view.runs import run_json
 from batch_trajectories.view.state import OpenRun, State
 
@@ -120,7 +120,7 @@ class _Selected(NamedTuple):
     masks: Masks
 
 
-def _selected(state: State, query: Query) -> _Selected:
+def _select_rows(state: State, query: Query) -> _Selected:
     run = state.open(query.run)
     table = run.index.look()
     run.labels.look()
@@ -139,23 +139,23 @@ def _order(selected: _Selected, query: Query) -> Any:
 
 def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
     """A page of the rows that match."""
-    selected = _selected(state, query)
+    selected = _select_rows(state, query)
     run, table = selected.run, selected.table
     ordered = _order(selected, query)
     offset = query.whole("offset", 0)
     numbers = ordered[offset : offset + query.whole("limit", 100, _MOST_ROWS)].to_pylist()
     return {
-        "total": count_of(table.counting),
+        "total": count_selected(table.counting),
         "matching": len(ordered),
         "offset": offset,
-        "rows": _grouped(table, [_with_labels(run, row) for row in table.rows(numbers)]),
+        "rows": _add_groups(table, [_add_labels(run, row) for row in table.rows(numbers)]),
         "index": run.index.to_json(),
         "text": run.texts.state if selected.filters.text else None,
         "version": run.version,
     }
 
 
-def _grouped(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_groups(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with `group`, what became of all samples of their prompt, if it has several."""
     if not any(row["sample"] for row in rows):
         return rows  # the usual run has one sample of each prompt
@@ -168,7 +168,7 @@ def _grouped(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _with_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
+def _add_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
     labels = run.labels.look()
     of_row = [] if labels is None else labels.get(row["record"])
     return {**row, "labels": labels_json(of_row), "verdict": verdict_of(of_row)}
@@ -176,14 +176,14 @@ def _with_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
 
 def charts(state: State, query: Query, body: Any) -> dict[str, Any]:
     """Numbers of the rows that match."""
-    selected = _selected(state, query)
+    selected = _select_rows(state, query)
     counts = selected.run.label_counts(selected.table, selected.masks)
-    return {**charts_of(selected.table, selected.masks), "labels": counts}
+    return {**make_charts(selected.table, selected.masks), "labels": counts}
 
 
 def record(state: State, query: Query, body: Any) -> dict[str, Any]:
     """One conversation, and what stands around it in the list."""
-    selected = _selected(state, query)
+    selected = _select_rows(state, query)
     run, table = selected.run, selected.table
     found = find_record(table, query.text("id"))
     stored = read_found(run.place, table, found, run.labels.look())
@@ -191,40 +191,40 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
     (row,) = table.rows([number])
     ordered = _order(selected, query)
     place = ordered.index(number).as_py()
-    around = [None if place < 0 else _id_at(table, ordered, at) for at in (place - 1, place + 1)]
+    around = [None if place < 0 else _find_id(table, ordered, at) for at in (place - 1, place + 1)]
     return {
-        "row": _with_labels(run, row),
+        "row": _add_labels(run, row),
         "record": orjson.Fragment(stored.splice({})),
-        "form": orjson.Fragment(form_of(run.place, stored)),
-        "requests": requests_of(stored),
+        "form": orjson.Fragment(make_form(run.place, stored)),
+        "requests": describe_requests(stored),
         "around": {
             "place": None if place < 0 else place,
             "matching": len(ordered),
             **dict(zip(("before", "after"), around, strict=True)),
-            **_undecided(selected, query, ordered, number),
+            **_find_undecided(selected, query, ordered, number),
         },
     }
 
 
-def _undecided(
+def _find_undecided(
     selected: _Selected, query: Query, ordered: Any, number: int
 ) -> dict[str, str | None]:
     """The next row, from this one on and then from the first, without a verdict of `who`."""
     if not (who := query.values.get("who")):
         return {}
     table = selected.table
-    decided = in_keys("record", decided_by(selected.run.labels.look(), who))
+    decided = in_keys("record", decided_records(selected.run.labels.look(), who))
     # Arrow goes through a million rows in milliseconds, a loop of Python takes seconds.
-    is_open = pa.chunked_array(table.select(inverted(decided)), pa.bool_()).take(ordered)
+    is_open = pa.chunked_array(table.select(invert_choice(decided)), pa.bool_()).take(ordered)
     at = ordered.index(number).as_py()
     for first, end in ((at + 1, len(ordered)), (0, max(at, 0))):
         found = pc.index(is_open[first:end], pa.scalar(True)).as_py()
         if found >= 0:
-            return {"undecided": _id_at(table, ordered, first + found)}
+            return {"undecided": _find_id(table, ordered, first + found)}
     return {"undecided": None}
 
 
-def _id_at(table: Table, ordered: Any, at: int) -> str | None:
+def _find_id(table: Table, ordered: Any, at: int) -> str | None:
     if not 0 <= at < len(ordered):
         return None
     return str(table.value(table.place(ordered[at].as_py()), "id"))
@@ -235,7 +235,7 @@ def request(state: State, query: Query, body: Any) -> dict[str, Any]:
     run = state.open(query.run)
     table = run.index.look()
     stored = read_found(run.place, table, find_record(table, query.text("id")), None)
-    return request_of(stored, query.values.get("part", "main"), query.whole("turn", 1))
+    return find_request(stored, query.values.get("part", "main"), query.whole("turn", 1))
 
 
 def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
     run = state.open(query.run)
     table = run.index.look()
     found = find_record(table, query.text("id"))
-    return {"siblings": siblings_of(run.place, table, found, run.labels.look())}
+    return {"siblings": find_siblings(run.place, table, found, run.labels.look())}
 
 
 def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
     return {
         "comparisons": [
             {
-                **orjson.loads(made_by("compare", first.path, other.path)),
+                **orjson.loads(run_maker("compare", first.path, other.path)),
                 "first": first.key,
                 "second": other.key,
             }

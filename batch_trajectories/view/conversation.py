@@ -27,7 +27,7 @@ from batch_trajectories.records.journal import Inflight, segments
 from batch_trajectories.records.names import INFLIGHT, SCORES_FILE
 from batch_trajectories.records.reader import open_records, read_record
 from batch_trajectories.records.record_types import Record, StoredMessage
-from batch_trajectories.records.scores import Labels, add_scores_at, score_key
+from batch_trajectories.records.scores import Labels, add_stored_scores, score_key
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
 from batch_trajectories.view.index.filters import in_keys
 from batch_trajectories.view.index.table import RowPlace, Table
@@ -60,13 +60,13 @@ def read_found(run: RunPlace, table: Table, found: RowPlace, labels: Labels | No
     )
     with open_records(run.path) as records:
         record = read_record(records, offset, length, key)
-    record = add_scores_at(run.path / SCORES_FILE, record, places)
+    record = add_stored_scores(run.path / SCORES_FILE, record, places)
     if labels is None:
         return record
     return msgspec.structs.replace(record, labels=labels.get(score_key(record)))
 
 
-def form_of(run: RunPlace, record: Record) -> bytes:
+def make_form(run: RunPlace, record: Record) -> bytes:
     """The record's training row, as JSON; see `training_form`.
 
     A function of the user that masks turns is not called: the run may be anybody's.
@@ -78,7 +78,7 @@ def form_of(run: RunPlace, record: Record) -> bytes:
     )
 
 
-def requests_of(record: Record) -> list[dict[str, Any]]:
+def describe_requests(record: Record) -> list[dict[str, Any]]:
     """What the requests of each conversation of a record were; see the API's `requests`."""
     return [
         {
@@ -98,10 +98,10 @@ def requests_of(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def request_of(record: Record, part: str, turn: int) -> dict[str, Any]:
+def find_request(record: Record, part: str, turn: int) -> dict[str, Any]:
     """The request that a turn answered. Raises `NoSuchRecord` if the record does not say it."""
     for shown in views_by_conversation(record):
-        if shown.name == part and (view := _view_of(shown.views, turn)) is not None:
+        if shown.name == part and (view := _find_view(shown.views, turn)) is not None:
             return {
                 "messages": _json(list(view.messages)),
                 "tools": exact_json.loads(exact_json.dumps(list(view.tools))),
@@ -110,7 +110,7 @@ def request_of(record: Record, part: str, turn: int) -> dict[str, Any]:
     raise NoSuchRecord(f"{record.id!r}: the record does not say what turn {turn} of {part} saw")
 
 
-def _view_of(views: Sequence[CallView], turn: int) -> CallView | None:
+def _find_view(views: Sequence[CallView], turn: int) -> CallView | None:
     return next((view for view in views if view.turn.turn == turn), None)
 
 
@@ -118,20 +118,20 @@ def _json(value: Any) -> orjson.Fragment:
     return orjson.Fragment(msgspec.json.encode(value))
 
 
-def siblings_of(
+def find_siblings(
     run: RunPlace, table: Table, found: RowPlace, labels: Labels | None
 ) -> list[dict[str, Any]]:
     """The samples of the same prompt, and where they part from this one."""
     own = table.value(found, "id")
     same = table.find("prompt_id", table.value(found, "prompt_id"))[:_MOST_SIBLINGS]
-    said = {place: list(_steps(read_found(run, table, place, None))) for place in {*same, found}}
+    steps = {place: list(_steps(read_found(run, table, place, None))) for place in {*same, found}}
     rows = table.rows([table.number(place) for place in same])
     keys = ("id", "sample", "status", "passed", "reward", "turns", "calls", "cost_usd", "record")
     siblings = [
         {
             **{key: row[key] for key in keys},
             "verdict": verdict_in(labels, row["record"]),
-            "same_turns": _same(said[found], said[place]),
+            "same_turns": _same(steps[found], steps[place]),
             "is_this": row["id"] == own,
         }
         for place, row in zip(same, rows, strict=True)

@@ -66,15 +66,15 @@ class _Watch:
 
     def changes(self) -> list[tuple[str, Any]]:
         """The events since the last call."""
-        found = [*self._of_all()]
+        found = [*self._list_events()]
         if self._run is not None:
             try:
-                found += self._of_run(self._run)
+                found += self._run_events(self._run)
             except (NoSuchRun, RunError, OSError) as error:
                 found += self._new("problem", self._run, {"error": str(error)})
         return found
 
-    def _of_all(self) -> list[tuple[str, Any]]:
+    def _list_events(self) -> list[tuple[str, Any]]:
         found = []
         self._state.places.bring_mirrors()
         runs = {run.key: run for run in self._state.places.runs()}
@@ -88,11 +88,11 @@ class _Watch:
             self._state.health.look(runs.values())
         return found
 
-    def _of_run(self, key: str) -> list[tuple[str, Any]]:
+    def _run_events(self, key: str) -> list[tuple[str, Any]]:
         run = self._state.open(key)
         table = run.index.look()
         found = self._new("index", key, run.index.to_json())
-        found += self._new("text", key, run.texts.look()) if run.texts.state else []
+        found += self._new("text", key, run.texts.read_state()) if run.texts.state else []
         facts, why = run.facts()
         as_of = None if facts is None else facts["as_of"]
         found += self._new("facts", key, {"as_of": as_of, "error": why})

@@ -71,7 +71,7 @@ class AccessGuard:
         if request.path != "/" and request.headers.get("Sec-Fetch-Site", "none") not in _OWN_SITE:
             raise AccessRefused(403, "a page of another site may not ask this server")
         origin = request.headers.get("Origin")
-        if origin is not None and _place_of(origin) != request.headers.get("Host"):
+        if origin is not None and _host_and_port(origin) != request.headers.get("Host"):
             raise AccessRefused(403, "a page of another origin may not ask this server")
         is_json = request.content_type == "application/json"
         if request.method not in ("GET", "HEAD") and not is_json:
@@ -79,7 +79,7 @@ class AccessGuard:
 
     def check_access(self, request: web.Request) -> None:
         """Raise `AccessRefused` unless the request has the cookie or the token."""
-        cookie = request.cookies.get(self._cookie_of(request), "")
+        cookie = request.cookies.get(self._read_cookie(request), "")
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         is_token = kind.lower() == "bearer" and not self.has_password and _same(given, self.token)
         if not (_same(cookie, self._session) or is_token):
@@ -101,10 +101,10 @@ class AccessGuard:
     def give_access(self, request: web.Request, response: web.Response) -> None:
         """Set the cookie."""
         response.set_cookie(
-            self._cookie_of(request), self._session, httponly=True, samesite="Strict", path="/"
+            self._read_cookie(request), self._session, httponly=True, samesite="Strict", path="/"
         )
 
-    def _cookie_of(self, request: web.Request) -> str:
+    def _read_cookie(self, request: web.Request) -> str:
         # Cookies know no ports, and several servers can run on one machine.
         port = urlsplit(f"//{request.headers.get('Host', '')}").port
         return f"batch_view_{port or 80}"
@@ -130,7 +130,7 @@ def is_loopback(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
-def _place_of(origin: str) -> str | None:
+def _host_and_port(origin: str) -> str | None:
     """Host and port of an origin; None if it is none."""
     try:
         return urlsplit(origin).netloc

@@ -77,7 +77,7 @@ def keys_by_label(labels: Labels | None) -> dict[str, list[bytes]]:
     return found
 
 
-def decided_by(labels: Labels | None, who: str) -> list[bytes]:
+def decided_records(labels: Labels | None, who: str) -> list[bytes]:
     """The records that a reviewer has given a verdict."""
     return [
         bytes.fromhex(record)
@@ -110,16 +110,16 @@ def decide(
     `given` has the keys of a label; for `over`, `others` are the records of its ids. Raises
     `ValueError` for what is wrong in it, and what `append_label` raises.
     """
-    said = {name: given[name] for name in _DECIDES if name in given}
-    if said.get("over") is not None:
+    decision = {name: given[name] for name in _DECIDES if name in given}
+    if decision.get("over") is not None:
         strange = [one.id for one in others if one.prompt_id != record.prompt_id]
         if strange or any(one.id == record.id for one in others):
             raise ValueError(
                 f"over: {(strange or [record.id])[0]!r} is no other sample of its prompt"
             )
-        said["over"] = {one.id: score_key(one) for one in others} or None
-    said |= {name: said[name] or None for name in ("no_loss", "note") if name in said}
-    change = label_change(said)
+        decision["over"] = {one.id: score_key(one) for one in others} or None
+    decision |= {name: decision[name] or None for name in ("no_loss", "note") if name in decision}
+    change = label_change(decision)
     turns = change.no_loss if isinstance(change.no_loss, list) else []
     if beyond := [turn for turn in turns if turn > len(record.turns)]:
         raise ValueError(f"no_loss: there is no turn {beyond[0]}")
@@ -131,7 +131,7 @@ def decide(
     return was
 
 
-def agreement_of(records: Sequence[Record]) -> dict[str, Any]:
+def compute_agreement(records: Sequence[Record]) -> dict[str, Any]:
     """How reviewers agree on these records; see `export.agreement`."""
     agreement = Agreement()
     for record in records:

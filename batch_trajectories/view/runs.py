@@ -26,7 +26,7 @@ from batch_trajectories.records.names import (
 from batch_trajectories.records.records import load_index
 from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view.index.facts import read_facts
-from batch_trajectories.view.index.parts import known_cache_of
+from batch_trajectories.view.index.parts import find_cache
 
 _SHOWN_OF_PROCESS = (
     "pid",
@@ -195,16 +195,16 @@ def _found(run: RunPlace) -> dict[str, Any]:
     }
     state = state_of(run.path, holder) if holder is not None and run.url is None else None
     if state is not None:
-        found |= _of_process(state)
+        found |= _process_facts(state)
     else:
-        found |= _of_end(run.path, identity)
-    if (cache := known_cache_of(run.path)) is not None:
+        found |= _end_facts(run.path, identity)
+    if (cache := find_cache(run.path)) is not None:
         facts, _ = read_facts(cache, run.path)
         found["health"] = None if facts is None else facts["health"]
     return found
 
 
-def _of_process(state: Mapping[str, Any]) -> dict[str, Any]:
+def _process_facts(state: Mapping[str, Any]) -> dict[str, Any]:
     failed = sum(state["failed"].values())
     checked = state.get("checked")
     steered = state.get("steered") or {}
@@ -226,11 +226,11 @@ def _of_process(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_end(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+def _end_facts(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """What the last end of the run wrote; of one that was killed, what its index says."""
     summary = read_json(path / SUMMARY_FILE)
     if summary is None or _is_older(path / SUMMARY_FILE, path / RECORDS_FILE):
-        return _of_index(path, identity)
+        return _index_facts(path, identity)
     checks = summary.get("checks") or {}
     rate = checks.get("pass_rate")
     return {
@@ -257,7 +257,7 @@ def _is_older(one: Path, other: Path) -> bool:
         return False
 
 
-def _of_index(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+def _index_facts(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Counts of the records of a small run; of a large one it would take seconds."""
     try:
         if (path / RECORDS_INDEX).stat().st_size > _LARGE_INDEX:

@@ -35,7 +35,7 @@ def serve(places: list[str], *, host: str, port: int, password: str | None, who:
         state.close()
 
 
-def password_of(host: str, variable: str | None) -> str | None:
+def read_password(host: str, variable: str | None) -> str | None:
     """The password in an environment variable.
 
     Raises `ConfigError` if it is empty, or if the address needs one and none is named.

@@ -17,18 +17,18 @@ from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.view.conversation import read_found
-from batch_trajectories.view.index.charts import choices_of
+from batch_trajectories.view.index.charts import list_choices
 from batch_trajectories.view.index.facts import read_facts
-from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, inverted
-from batch_trajectories.view.index.parts import cache_of, known_cache_of
+from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, invert_choice
+from batch_trajectories.view.index.parts import cache_of, find_cache
 from batch_trajectories.view.index.run_index import Maker, RunIndex
-from batch_trajectories.view.index.table import Masks, Table, count_of
+from batch_trajectories.view.index.table import Masks, Table, count_selected
 from batch_trajectories.view.index.texts import RunTexts
 from batch_trajectories.view.labels import (
     VERDICTS,
     RunLabels,
-    agreement_of,
-    decided_by,
+    compute_agreement,
+    decided_records,
     keys_by_label,
 )
 from batch_trajectories.view.runs import Places, RunPlace, is_own
@@ -69,7 +69,7 @@ class OpenRun:
             if key in self._selected and not more:
                 self._selected.move_to_end(key)
                 return self._selected[key]
-        choices = [*more, *self._of_labels(filters)]
+        choices = [*more, *self._label_choices(filters)]
         if found is not None:
             choices.append(found.choice)
         masks = table.select(filters.joined(choices))
@@ -80,11 +80,13 @@ class OpenRun:
                     self._selected.popitem(last=False)
         return masks
 
-    def _of_labels(self, filters: RowFilters) -> list[Choice]:
+    def _label_choices(self, filters: RowFilters) -> list[Choice]:
         decided: list[Choice] = []
         if filters.undecided_by:
             decided = [
-                inverted(in_keys("record", decided_by(self.labels.look(), filters.undecided_by)))
+                invert_choice(
+                    in_keys("record", decided_records(self.labels.look(), filters.undecided_by))
+                )
             ]
         if not filters.labels:
             return decided
@@ -93,7 +95,7 @@ class OpenRun:
         for name in filters.labels:
             if name == "none":
                 judged = [key for verdict in VERDICTS for key in keys.get(verdict, ())]
-                choices.append(inverted(in_keys("record", judged)))
+                choices.append(invert_choice(in_keys("record", judged)))
             else:
                 choices.append(in_keys("record", keys.get(name, ())))
         return [*decided, either(choices)]
@@ -113,10 +115,10 @@ class OpenRun:
         """What the rows can be filtered by, and how many there are of each."""
         version = self.index.version
         if self._choices is None or self._choices[0] != version:
-            self._choices = version, choices_of(table)
+            self._choices = version, list_choices(table)
         keys = keys_by_label(self.labels.look())
         found = {
-            name: count_of(table.select(in_keys("record", of_name)))
+            name: count_selected(table.select(in_keys("record", of_name)))
             for name, of_name in keys.items()
         }
         ordered = sorted(found.items(), key=lambda pair: -pair[1])
@@ -147,7 +149,7 @@ class OpenRun:
             masks = table.select(in_keys("record", judged[:_MOST_JUDGED]))
             numbers = table.order(masks, None, down=False).to_pylist()
             records = [record for number in numbers if (record := self._read(table, number))]
-            self._agreement = version, agreement_of(records)
+            self._agreement = version, compute_agreement(records)
         return self._agreement[1]
 
     def _read(self, table: Table, number: int) -> Record | None:
@@ -214,7 +216,7 @@ class HealthKeeper:
             refuse_strange_files(run.path)
             if not is_own(run.path) or (run.url is None and read_holder(run.path) is not None):
                 return None
-            known = known_cache_of(run.path)
+            known = find_cache(run.path)
             if known is not None and read_facts(known, run.path)[0] is not None:
                 return None
         except (OSError, RunError):

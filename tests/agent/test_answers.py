@@ -9,11 +9,11 @@ import pytest
 from agent.loop.answers import (
     are_equal,
     choices_in,
+    choose_rule,
     describe_rule,
     extract_expected,
     matches,
     parse_number,
-    rule_for,
 )
 
 # Expected, answer, question, and whether the answer is right.
@@ -306,7 +306,7 @@ ANSWERS: list[tuple[str, str, str, bool]] = [
 def test_an_answer_is_judged_as_by_hand(
     expected: str, answer: str, question: str, is_right: bool
 ) -> None:
-    assert matches(answer, expected, "auto", question) is is_right, rule_for(expected)
+    assert matches(answer, expected, "auto", question) is is_right, choose_rule(expected)
 
 
 @pytest.mark.parametrize(

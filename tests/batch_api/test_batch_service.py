@@ -27,7 +27,7 @@ from batch_trajectories.batch_api.batch_log import (
     State,
     compute_batch_totals,
     free_unsent,
-    held_in,
+    load_reserved,
 )
 from batch_trajectories.batch_api.delivery import BatchDelivery
 from batch_trajectories.batch_api.model import BatchAnswer, BatchApiClient, BatchApiModel, items_in
@@ -544,11 +544,11 @@ def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> No
         if step == "gathered":
             continue
         assert not free_unsent(tmp_path, tmp_path / "quarantine")
-        assert held_in(tmp_path, ()) == {parse_task_key(id): {id: Cost(0.5, 7)}}
-        assert not held_in(tmp_path, {parse_task_key(id)}), "its conversation has ended"
+        assert load_reserved(tmp_path, ()) == {parse_task_key(id): {id: Cost(0.5, 7)}}
+        assert not load_reserved(tmp_path, {parse_task_key(id)}), "its conversation has ended"
     counts: dict[str, Any] = {"cost_usd": 0.1, "saved_usd": 0.1, "unpriced": 0}
     ledger.note(job, "collected", replies=1, failed=0, **counts)
-    assert not held_in(tmp_path, ())
+    assert not load_reserved(tmp_path, ())
     ledger.close()
 
 

@@ -23,7 +23,7 @@ from batch_trajectories.records.tasks import task_key
 from batch_trajectories.report.comparison import as_text, compare
 from batch_trajectories.report.conversation_text import ConversationText, turn_as_json
 from batch_trajectories.report.page.writer import write_report
-from batch_trajectories.report.status import run_status, runs_of
+from batch_trajectories.report.status import list_runs, run_status
 from tests.helpers.running import (
     PATIENCE_S,
     SCRIPTED,
@@ -161,7 +161,7 @@ def test_a_running_run_is_listed_with_its_progress(cwd: Path, tmp_path: Path) ->
     for pid, expected in ((os.getpid(), [9, 4, 1, 4]), (1, [None] * 4)):
         (copy / "progress.json").write_text(json.dumps({"pid": pid, **state}))
         with locked(copy):
-            (found,) = runs_of(tmp_path / "trajectories")
+            (found,) = list_runs(tmp_path / "trajectories")
         counts = [found[key] for key in ("state", "tasks", "done", "failed", "pending")]
         assert counts == ["running", *expected], "what an earlier process left is not of this one"
 

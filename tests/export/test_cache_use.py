@@ -13,8 +13,8 @@ from batch_trajectories.export.statistics.cache_use import (
     CAUSES,
     CacheUse,
     as_text,
-    cached_share_of,
-    cached_tokens_of,
+    compute_cached_share,
+    count_cached_tokens,
     missed_turns,
 )
 from batch_trajectories.export.statistics.health import Health, health_as_text, problems_in
@@ -431,7 +431,7 @@ def test_samples_of_a_prompt_do_not_miss_each_others_caches() -> None:
 
 def test_what_is_not_reported_is_unknown() -> None:
     record = of_line({**unreported(), "usage": {"input_tokens": 9, "cache_read_tokens": None}})
-    assert (cached_tokens_of(record), cached_share_of(record), missed_turns(record)) == (
+    assert (count_cached_tokens(record), compute_cached_share(record), missed_turns(record)) == (
         None,
         None,
         [],
@@ -446,7 +446,7 @@ def test_servers_that_leave_out_zeros_have_zeros() -> None:
     silent = growing([found or None for found in COLD])
     usage = {"input_tokens": GROWS * 55, "cache_read_tokens": None}
     record = of_line({**silent, "usage": usage})
-    assert cached_tokens_of(record) == 2944
+    assert count_cached_tokens(record) == 2944
     assert missed_turns(record) == list(range(3, 11))
     counted = use_of(silent, unreported()).to_json()
     assert (counted["unknown_turns"], counted["cached_tokens"]) == (0, 2944)
@@ -457,7 +457,7 @@ def test_a_missing_count_is_unknown_where_zeros_are_reported() -> None:
     """A gateway that has several providers behind it, of which one reports nothing."""
     mixed = [*warm(5), *[None] * 5]
     record = of_line({**growing(mixed), "usage": {"input_tokens": 9, "cache_read_tokens": None}})
-    assert (cached_tokens_of(record), missed_turns(record)) == (None, [])
+    assert (count_cached_tokens(record), missed_turns(record)) == (None, [])
     assert use_of(growing(mixed)).to_json()["unknown_turns"] == 5
     assert not is_alarmed(*[growing(mixed)] * 10)
 

@@ -10,7 +10,7 @@ import pytest
 
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.texts import texts_of
+from batch_trajectories.export.conversation.texts import conversation_texts
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.records.index import index_fields
 from batch_trajectories.report.conversation_text import ConversationText
@@ -196,7 +196,7 @@ def test_all_texts_of_an_agent_are_searched() -> None:
         "messages": [{"role": "system", "content": "an old rule"}],
     }
     record = agents_record(set_aside=[aside], rewritten=[changed])
-    found = {text for _, text in texts_of(stored(record))}
+    found = {text for _, text in conversation_texts(stored(record))}
     expected = {"an old question", "an old answer", "an old rule", "Counting", "claude-code"}
     assert expected <= found
 

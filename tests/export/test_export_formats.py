@@ -16,7 +16,7 @@ from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.rows.format import load_format
-from batch_trajectories.export.rows.messages import messages_of
+from batch_trajectories.export.rows.messages import render_messages
 from batch_trajectories.records.checks import judgement_of
 from tests.export.test_hermes import arguments_of
 from tests.helpers.builders import TEMP, assistant, call, ended_by, final, record_of, result, user
@@ -686,7 +686,7 @@ def test_all_formats_say_the_same(tmp_path: Path) -> None:
 
 def test_rendering_a_conversation_does_not_change_it() -> None:
     conversation: Conversation = read_conversation(stored(PARALLEL))
-    before = messages_of(conversation, Style())
+    before = render_messages(conversation, Style())
     for style in (Style(reasoning="none"), Style(parallel_calls="split"), Style(max_tool_chars=1)):
         apply_style(conversation, style)
-    assert messages_of(conversation, Style()) == before
+    assert render_messages(conversation, Style()) == before

@@ -15,7 +15,7 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.statistics.funnel import funnel_of
-from batch_trajectories.export.statistics.observations import observation_share_of
+from batch_trajectories.export.statistics.observations import compute_observation_share
 from batch_trajectories.export.statistics.run import statistics_of
 from batch_trajectories.export.training_files import read_left_out_ids
 from tests.helpers.builders import assistant, record_of, user
@@ -78,12 +78,12 @@ def used(*counts: tuple[int | None, int | None], **changes: Any) -> dict[str, An
     ],
 )
 def test_observations_are_what_the_input_grew_by(counts: Any, share: float | None) -> None:
-    assert observation_share_of(stored(used(*counts))) == share
+    assert compute_observation_share(stored(used(*counts))) == share
 
 
 def test_an_agent_that_is_a_command_has_no_share() -> None:
     agent = {"name": "codex", "version": "1", "exit_code": 0}
-    assert observation_share_of(stored(used((100, 20), agent=agent))) is None
+    assert compute_observation_share(stored(used((100, 20), agent=agent))) is None
 
 
 def test_stats_has_the_share_of_observations(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from agent.setup import inner_schemas, set_up
 from agent.wires.wires import WIRES
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.segments import Segment, segments_of, views_by_conversation
+from batch_trajectories.export.segments import Segment, split_segments, views_by_conversation
 from batch_trajectories.records.record_types import Record
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
 from tests.agent.test_options import ANSWER, echo
@@ -67,7 +67,7 @@ def segments(record: Record, *, since_user: bool = False) -> list[Segment]:
     return [
         segment
         for part in views_by_conversation(record, since_user=since_user)
-        for segment in segments_of(part)
+        for segment in split_segments(part)
     ]
 
 

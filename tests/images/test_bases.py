@@ -21,7 +21,7 @@ from tests.images.test_image_runs import (
     row,
     terminal,
 )
-from toolsets.images.bases import base_of, keep_base, remove_bases, use_base
+from toolsets.images.bases import find_base, keep_base, remove_bases, use_base
 
 ONE_AT_A_TIME = {**OPTIONS, "num_workers": 1, "batch_size": 1}
 """So that each has its own time: clocks of file systems stand still for some milliseconds."""
@@ -43,11 +43,11 @@ def layer(layers: Path, name: str, content: str = "") -> Path:
 def test_a_base_is_whole_and_the_first_one_made(tmp_path: Path) -> None:
     conversation = layer(tmp_path, "conversation")
     assert not use_base(conversation, "b")
-    assert base_of(conversation) is None
+    assert find_base(conversation) is None
     for content in ("first", "second"):
         keep_base(layer(tmp_path, ".tmp-making", content), "b")
     assert use_base(conversation, "b")
-    assert base_of(conversation) == "b.base"
+    assert find_base(conversation) == "b.base"
     assert (tmp_path / "b.base/upper/file").read_text() == "first"
     assert {path.name for path in tmp_path.iterdir()} == {"b.base", "conversation"}
 

@@ -390,7 +390,7 @@ def test_without_overlays_each_conversation_has_a_copy(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Played: the kernel here mounts overlays."""
-    monkeypatch.setattr(image_bwrap, "layering_of", lambda layers, trees: "copy")
+    monkeypatch.setattr(image_bwrap, "find_layering", lambda layers, trees: "copy")
 
     async def doing(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
         assert await out(sandbox, "cat pkg/calc.py; git status --short; echo x > a") != ""
@@ -431,7 +431,7 @@ def test_conversations_that_start_together_try_one_overlay(
         may_end.wait(PATIENCE_S)
 
     monkeypatch.setattr(image_bwrap, "overlay_problem", problem)
-    ask = partial(image_bwrap.layering_of, tmp_path, tmp_path)
+    ask = partial(image_bwrap.find_layering, tmp_path, tmp_path)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     threads[0].start()
     assert begun.wait(PATIENCE_S)

@@ -464,7 +464,10 @@ def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": script})
     parent = run(tmp_path, **SCRIPTED, max_reasks=1)
     assert parent.returncode == 0, parent.stderr
-    assert row_of(stored(records(tmp_path, "r")[0]))["flags"] == ["notes", "discarded replies"]
+    assert row_of(stored(records(tmp_path, "r")[0]))["flags"] == [
+        "notes",
+        "discarded replies",
+    ]
     for turn, flags in ((2, ["notes"]), (3, [])):  # the note is made of what follows turn 2
         name = f"b{turn}"
         done = run(tmp_path, "fork", "r", f"--at_turn={turn}", "--n=1", run_name=name)

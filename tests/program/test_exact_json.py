@@ -231,7 +231,7 @@ def test_calls_that_differ_in_one_digit_are_different() -> None:
     answer: Any = result("the same")
     for n in (LONG, LONG + 1):
         tally.count_turn([call(f'{{"n": {n}}}')], [answer])  # type: ignore[list-item]
-    assert tally.streak == 1
+    assert tally.repeated_turns == 1
 
 
 def test_references_leave_numbers_as_they_are() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from batch_trajectories.report.facts import flags_of
+from batch_trajectories.report.facts import find_flags
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
 from tests.helpers.answering import JSON, answering
@@ -227,6 +227,6 @@ def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) 
     }
     assert found["right"]["check"]["passed"]
     assert not found["wrong"]["check"]["passed"]
-    assert "notes" not in flags_of(stored(found["right"])), "the user's messages are none"
+    assert "notes" not in find_flags(stored(found["right"])), "the user's messages are none"
     users = [m["content"] for m in found["right"]["messages"] if m["role"] == "user"]
     assert users == [row["prompt"], "To B2, please.", "Yes."]

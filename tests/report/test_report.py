@@ -16,7 +16,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.report.facts import row_of, seconds_at_work
-from batch_trajectories.report.page.writer import embedded, training_form, write_report
+from batch_trajectories.report.page.writer import embed_json, training_form, write_report
 from tests.helpers.running import ROOT, SCRIPTED, lines, run, write_rows
 from tests.helpers.stored import stored
 
@@ -324,8 +324,8 @@ def test_time_at_work_is_that_of_the_limit_of_conversations() -> None:
 
 def test_embedded_json_is_the_same_json() -> None:
     text = json.dumps({HOSTILE: [HOSTILE, "<", "\\u003c", "\\<"]}, ensure_ascii=False)
-    assert b"<" not in embedded(text.encode())
-    assert json.loads(embedded(text.encode())) == json.loads(text)
+    assert b"<" not in embed_json(text.encode())
+    assert json.loads(embed_json(text.encode())) == json.loads(text)
 
 
 def state_of(path: Path) -> tuple[int, ...]:

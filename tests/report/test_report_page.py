@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.report.page.writer import embedded, write_report
+from batch_trajectories.report.page.writer import embed_json, write_report
 from tests.audit.planting import audit, plain_row
 from tests.export.test_cache_use import COLD, GROWS, growing, warm
 from tests.helpers.exporting import make_run
@@ -254,7 +254,7 @@ def edited(report: Path, name: str, change: Callable[[Any], None]) -> Path:
     change(parsed)
     copy = report.with_name(f"edited {name}.html")
     copy.write_bytes(
-        f"{head}{start}".encode() + embedded(orjson.dumps(parsed)) + f"{end}{tail}".encode()
+        f"{head}{start}".encode() + embed_json(orjson.dumps(parsed)) + f"{end}{tail}".encode()
     )
     return copy
 

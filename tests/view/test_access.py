@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.view.serving import password_of
+from batch_trajectories.view.serving import read_password
 from tests.helpers.running import PATIENCE_S, ROOT
 from tests.view.serving import Viewer, viewing
 
@@ -97,13 +97,13 @@ def test_all_answers_have_the_policy(viewer: Viewer) -> None:
 def test_an_address_beyond_loopback_needs_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
         with pytest.raises(ConfigError, match="password_env"):
-            password_of(host, None)
-    assert password_of("127.0.0.1", None) is None
+            read_password(host, None)
+    assert read_password("127.0.0.1", None) is None
     monkeypatch.setenv("VIEW_PASSWORD", "short")
     with pytest.raises(ConfigError, match="12"):
-        password_of("0.0.0.0", "VIEW_PASSWORD")
+        read_password("0.0.0.0", "VIEW_PASSWORD")
     monkeypatch.setenv("VIEW_PASSWORD", "long enough, this")
-    assert password_of("0.0.0.0", "VIEW_PASSWORD") == "long enough, this"
+    assert read_password("0.0.0.0", "VIEW_PASSWORD") == "long enough, this"
 
 
 def test_with_a_password_the_token_is_worth_nothing(runs: Path) -> None:

@@ -245,8 +245,8 @@ def test_an_index_of_many_parts_is_that_of_one(
     extend(copied, whole, origin)
     monkeypatch.setattr(parts, "RANGE_BYTES", 1)
     monkeypatch.setattr(parts, "merge", lambda directory: None)
-    ranges = parts.ranges_of
-    monkeypatch.setattr(parts, "ranges_of", lambda path, gaps: ranges(path, gaps, 1))
+    ranges = parts.split_ranges
+    monkeypatch.setattr(parts, "split_ranges", lambda path, gaps: ranges(path, gaps, 1))
     extend(copied, cut, origin)
     assert len(parts_in(cut / origin.name)) == ALL
     expected = Table(parts_in(whole / origin.name))
@@ -322,6 +322,6 @@ def test_runs_are_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
         make_run(tmp_path, worked(), last, name=name).run_dir
         for name, last in (("a", worked()), ("b", worked("No.")))
     )
-    compared = orjson.loads(run_index.made_by("compare", first, second))
+    compared = orjson.loads(run_index.run_maker("compare", first, second))
     assert [run["records"] for run in compared["runs"]] == [2, 2]
     assert compared["more"]["changed"] == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.view.index.parts import known_cache_of
+from batch_trajectories.view.index.parts import find_cache
 from batch_trajectories.view.runs import Places, RunPlace
 from batch_trajectories.view.state import HealthKeeper
 from tests.helpers.running import SCRIPTED, run, wait_until, write_rows
@@ -87,7 +87,7 @@ def test_charts_tell_who_passed(viewer: Viewer) -> None:
 
 
 def made(run_dir: Path) -> Path | None:
-    cache = known_cache_of(run_dir)
+    cache = find_cache(run_dir)
     path = None if cache is None else cache / "facts.json"
     return path if path is not None and path.exists() else None
 

@@ -103,11 +103,11 @@ def _web_problem() -> str | None:
     return web_problem()
 
 
-def _by_name(*toolsets: Toolset) -> Mapping[str, Toolset]:
+def _index_names(*toolsets: Toolset) -> Mapping[str, Toolset]:
     return MappingProxyType({toolset.name: toolset for toolset in toolsets})
 
 
-TOOLSETS: Mapping[str, Toolset] = _by_name(
+TOOLSETS: Mapping[str, Toolset] = _index_names(
     Toolset(
         name="browser",
         description="Open web pages in a browser, read them and act on them.",

@@ -29,7 +29,7 @@ def use_base(layer: Path, name: str) -> bool:
     `layer` is the conversation's directory, which must exist.
     """
     base = layer.with_name(f"{name}{_SUFFIX}")
-    with _locked(layer.parent):
+    with _hold_lock(layer.parent):
         if not base.exists():
             return False
         (layer / _BELOW).write_text(base.name)
@@ -37,7 +37,7 @@ def use_base(layer: Path, name: str) -> bool:
     return True
 
 
-def base_of(layer: Path) -> str | None:
+def find_base(layer: Path) -> str | None:
     """Return the name of the directory with a conversation's base; None if it has none."""
     try:
         return (layer / _BELOW).read_text()
@@ -52,7 +52,7 @@ def keep_base(made: Path, name: str) -> None:
     """
     remove_work(made)
     _sync_file_system(made)
-    with _locked(made.parent):
+    with _hold_lock(made.parent):
         base = made.with_name(f"{name}{_SUFFIX}")
         if not base.exists():
             made.rename(base)
@@ -87,7 +87,7 @@ def _sync_file_system(directory: Path) -> None:
 
 def remove_bases(layers: Path, left: int = 0) -> None:
     """Remove the bases that no conversation uses, except the `left` that were used last."""
-    with _locked(layers):
+    with _hold_lock(layers):
         used = {path.read_text() for path in layers.glob(f"*/{_BELOW}")}
         unused = [path for path in layers.glob(f"*{_SUFFIX}") if path.name not in used]
         unused.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -99,7 +99,7 @@ def remove_bases(layers: Path, left: int = 0) -> None:
 
 
 @contextmanager
-def _locked(layers: Path) -> Iterator[None]:
+def _hold_lock(layers: Path) -> Iterator[None]:
     """Hold the lock of the directory of all layers."""
     fd = os.open(layers, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -77,7 +77,7 @@ class Unpacking:
 
     def add(self, layer: IO[bytes], diff_id: str) -> None:
         """Unpack a layer; raises `HostError`, and `ImageError` if its digest differs."""
-        with _uncompressed(layer) as stream:
+        with _open_uncompressed(layer) as stream:
             counted = _HashedStream(stream, MAX_BYTES - self._bytes)
             try:
                 with tarfile.open(fileobj=counted, mode="r|", tarinfo=_Member) as archive:
@@ -347,14 +347,14 @@ class _Member(tarfile.TarInfo):
 
     def _proc_sparse(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         """Read the old form of a file with holes, whose list has blocks of its own."""
-        with _limited(archive):
+        with _limit_header_bytes(archive):
             return super()._proc_sparse(archive)  # type: ignore[misc,no-any-return]
 
     def _proc_gnusparse_10(
         self, member: tarfile.TarInfo, headers: Mapping[str, str], archive: tarfile.TarFile
     ) -> None:
         """Read the newest form of a file with holes, whose content begins with the list."""
-        with _limited(archive):
+        with _limit_header_bytes(archive):
             super()._proc_gnusparse_10(member, headers, archive)  # type: ignore[misc]
 
 
@@ -379,7 +379,7 @@ def _content_parts(member: tarfile.TarInfo) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _limited(archive: tarfile.TarFile) -> Iterator[None]:
+def _limit_header_bytes(archive: tarfile.TarFile) -> Iterator[None]:
     """Limit the number of bytes that are read for a header, which is kept in memory."""
     stream: Any = archive.fileobj
     read, left = stream.read, _MAX_HEADER_BYTES
@@ -420,7 +420,7 @@ class _HashedStream(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _uncompressed(layer: IO[bytes]) -> Iterator[IO[bytes]]:
+def _open_uncompressed(layer: IO[bytes]) -> Iterator[IO[bytes]]:
     magic = layer.read(4)
     layer.seek(0)
     if magic.startswith(MAGIC_GZIP):

@@ -15,7 +15,7 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _DEFAULT_PREFIXES = ("docker.io/", "index.docker.io/", "localhost/", "library/")
 
 
-def digest_of(reference: str) -> str | None:
+def parse_digest(reference: str) -> str | None:
     """Return the digest in `sha256:...` or `name@sha256:...`; None if there is none."""
     digest = reference.rpartition("@")[2]
     return digest if DIGEST.fullmatch(digest) else None

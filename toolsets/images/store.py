@@ -31,7 +31,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
 from toolsets.images.archives import StoredImage, images_in, opener
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
-from toolsets.images.names import ImageError, digest_of, full_name
+from toolsets.images.names import ImageError, full_name, parse_digest
 from toolsets.workspace.removal import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ImageStore:
 
     def find(self, reference: str) -> StoredImage:
         """Return the image that a name or digest means; raises `ImageError` if there is none."""
-        matching = self._by_name.get(digest_of(reference) or full_name(reference), [])
+        matching = self._group_names.get(parse_digest(reference) or full_name(reference), [])
         if len({image.config_digest for image in matching}) > 1:
             places = ", ".join(sorted(str(image.source) for image in matching))
             raise ImageError(f"image {reference!r}: several have this name ({places})")
@@ -175,7 +175,7 @@ class ImageStore:
         return self._scanned[0]
 
     @cached_property
-    def _by_name(self) -> dict[str, list[StoredImage]]:
+    def _group_names(self) -> dict[str, list[StoredImage]]:
         """The images by name and digest."""
         found: defaultdict[str, list[StoredImage]] = defaultdict(list)
         for image in self._images:
@@ -219,7 +219,7 @@ class ImageStore:
         diff_ids = _diff_ids(config, len(image.layers))
         others = [ids for digest, ids in self._layers.items() if digest != image.config_digest]
         shared = max((_count_common(diff_ids, ids) for ids in others), default=0)
-        with _renamed_when_complete(place) as making:
+        with _rename_when_complete(place) as making:
             unpacking = self._fill(making / TREE, image, diff_ids, shared)
             unpacking.finish()
             (making / _CONFIG).write_bytes(orjson.dumps(_settings(config)))
@@ -242,13 +242,13 @@ class ImageStore:
             if not (place / STATE).exists():
                 lower = (_count_common(diff_ids, ids) for ids in self._layers.values())
                 shared = max((count for count in lower if count < len(diff_ids)), default=0)
-                with _renamed_when_complete(place) as making:
+                with _rename_when_complete(place) as making:
                     self._fill(making / TREE, image, diff_ids, shared).keep(making)
         return place
 
 
 @contextmanager
-def _renamed_when_complete(place: Path) -> Iterator[Path]:
+def _rename_when_complete(place: Path) -> Iterator[Path]:
     """Yield a directory that is renamed to `place` once it is complete."""
     making = place.with_suffix(f"{place.suffix}.tmp")
     remove_tree(making)  # of a process that was killed

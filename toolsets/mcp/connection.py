@@ -198,7 +198,7 @@ class _Connection:
             await self.stop()
             if isinstance(error, TimeoutError):
                 why = f"did not start within {self._server.start_timeout_s:g} s"
-                raise StartError(self._with_stderr(why)) from error
+                raise StartError(self._append_stderr(why)) from error
             raise
 
     async def stop(self) -> None:
@@ -244,12 +244,12 @@ class _Connection:
             return first
         if (failure := machine_failure(first)) is not None:
             return HostError(f"mcp server {self._name!r}: {failure}")
-        message = self._with_stderr(f"did not start: {_describe(error)}")
+        message = self._append_stderr(f"did not start: {_describe(error)}")
         if (failure := machine_failure_in(message)) is not None:
             return HostError(failure)
         return StartError(message)
 
-    def _with_stderr(self, what: str) -> str:
+    def _append_stderr(self, what: str) -> str:
         return f"the server {self._name!r} {what}{self.last_stderr()}"
 
     async def _open(self, stack: AsyncExitStack) -> Any:

@@ -124,7 +124,7 @@ async def _probe(name: str, server: McpServer, starts: asyncio.Semaphore) -> Mcp
             async with asyncio.timeout(2 * server.start_timeout_s):
                 listed = await link.list_tools()
             # The path differs at each start; with it, the config fingerprint of a run would too.
-            return server.with_listed(tuple(_without_path(tool, directory) for tool in listed))
+            return server.with_listed(tuple(_remove_path(tool, directory) for tool in listed))
         except (StartError, HostError) as error:
             return McpError(f"mcp: {error}")
         except Exception as error:
@@ -134,7 +134,7 @@ async def _probe(name: str, server: McpServer, starts: asyncio.Semaphore) -> Mcp
             await link.close()
 
 
-def _without_path(tool: ListedTool, directory: str) -> ListedTool:
+def _remove_path(tool: ListedTool, directory: str) -> ListedTool:
     schema = json.dumps(tool.input_schema).replace(directory, HOME)
     description = tool.description.replace(directory, HOME)
     return replace(tool, description=description, input_schema=json.loads(schema))

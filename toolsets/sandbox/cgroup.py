@@ -35,7 +35,7 @@ class Group:
         self.paths = paths
         self.limits_memory = limits_memory
         self._counters = [
-            counter for path in paths for counter in _open_counters(path, known=_files_of(path))
+            counter for path in paths for counter in _open_counters(path, known=_file_names(path))
         ]
 
     def joined(self, argv: Sequence[str]) -> list[str]:
@@ -143,7 +143,7 @@ def make_group(
 
 def _set_limit(group: Path, file: str, limit: int) -> bool:
     """Set a limit; return False if this kind of group does not have it."""
-    if file not in _files_of(group):
+    if file not in _file_names(group):
         return False
     fd = os.open(f"{group}/{file}", os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -157,7 +157,7 @@ _known_files: dict[Path, frozenset[str]] = {}
 """The names of the files in a group, by the directory in which groups are made."""
 
 
-def _files_of(group: Path) -> frozenset[str]:
+def _file_names(group: Path) -> frozenset[str]:
     """Return the names of the files in a group: all groups in one directory have the same."""
     if (files := _known_files.get(group.parent)) is None:
         files = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())

@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Literal
 
 from batch_trajectories.basics.errors import HostError
-from toolsets.images.bases import base_of, keep_base, remove_bases, remove_work, use_base
+from toolsets.images.bases import find_base, keep_base, remove_bases, remove_work, use_base
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage, find_user
@@ -98,7 +98,7 @@ class BwrapImages(ImageSandboxes):
         """See `ImageSandboxes`."""
         layers = self._run_dir / "workspaces"
         layers.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if layering_of(layers, self._store.unpacked) == "overlay":
+        if find_layering(layers, self._store.unpacked) == "overlay":
             return None
         why = overlay_problem(layers, self._store.unpacked)
         return (
@@ -152,7 +152,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         self._image = image
         self.image_digest = image.digest
         self.is_continued = (workspace.root / "upper").exists()
-        self._layering = layering_of(workspace.root.parent, image.path.parent)
+        self._layering = find_layering(workspace.root.parent, image.path.parent)
         self._starts_entrypoint = spec.starts_entrypoint
         self._network = spec.network or limits.network
         self._user = find_user(image, spec.user)
@@ -186,7 +186,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
     def has_survived(self) -> bool:
         """See `ImageSandbox`."""
         root = self._workspace.root
-        base = base_of(root)
+        base = find_base(root)
         return root.exists() and (base is None or root.with_name(base).exists())
 
     @property
@@ -248,7 +248,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         if self._layering == "copy":
             return None
         root = self._workspace.root
-        base = base_of(root)
+        base = find_base(root)
         below = [] if base is None else [root.with_name(base) / "upper"]
         return [root / "upper", *below, self._image.rootfs]
 
@@ -272,7 +272,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
                 "network": network,
                 "image": {
                     "tree": str(self._image.rootfs.relative_to(images)),
-                    "base": base_of(self._workspace.root),
+                    "base": find_base(self._workspace.root),
                     "is_copied": self._layering == "copy",
                     "workdir": self.home,
                     "uid": self._user.uid,
@@ -321,14 +321,14 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
                     raise OSError(errno.E2BIG, "too many files to be marked")
 
 
-def layering_of(layers: Path, images: Path) -> Layering:
+def find_layering(layers: Path, images: Path) -> Layering:
     """Return how conversations with changes in `layers` share the trees in `images`."""
     with _TRYING:  # all conversations of a worker ask at once
-        return _layering_of(layers, images)
+        return _probe_layering(layers, images)
 
 
 @cache
-def _layering_of(layers: Path, images: Path) -> Layering:
+def _probe_layering(layers: Path, images: Path) -> Layering:
     return "copy" if overlay_problem(layers, images) else "overlay"
 
 

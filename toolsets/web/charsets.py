@@ -147,7 +147,7 @@ _MARKS = {
 _MARK = "\ufeff"
 
 
-def codec_of(label: str) -> str | None:
+def find_codec(label: str) -> str | None:
     """Return Python's codec for a label of the web; None for an unknown label."""
     label = label.strip("\t\n\f\r ").lower()
     return _CODECS.get(label) or _MORE_LABELS.get(label)
@@ -166,9 +166,13 @@ def decode_page(content: bytes, label: str | None) -> str:
     """
     if (codec := marked_codec(content)) is not None:
         return content.decode(codec, "replace").removeprefix(_MARK)
-    # Without a statement, the default of the web.
-    codec = "cp1252" if label is None else codec_of(label) or "utf-8"
-    for name in ("utf-8" if label is None else codec, "utf-8"):
+    if label is None:
+        codec = "cp1252"  # the default of the web
+        attempts = ["utf-8"]
+    else:
+        codec = find_codec(label) or "utf-8"
+        attempts = [codec, "utf-8"]
+    for name in attempts:
         try:
             return content.decode(name).removeprefix(_MARK)
         except UnicodeError:

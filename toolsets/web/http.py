@@ -16,7 +16,7 @@ from batch_trajectories.basics.errors import ToolError, machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.net.guard import Guard, check_url
 from toolsets.net.web_settings import WebSettings
-from toolsets.web.charsets import codec_of, decode_page, marked_codec
+from toolsets.web.charsets import decode_page, find_codec, marked_codec
 
 MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -133,7 +133,7 @@ async def _get(
     ):
         location = response.headers.get("Location")
         if response.status in _REDIRECTS and location:
-            return _redirected(url, location)
+            return _follow_redirect(url, location)
         if not 200 <= response.status < 300:
             reason = clip(response.reason or "", max_chars=100)
             raise ToolError(f"{url}: HTTP {response.status} {reason}".rstrip())
@@ -143,7 +143,7 @@ async def _get(
         return Download(str(url), content_type, response.charset, body)
 
 
-def _redirected(url: URL, location: str) -> URL:
+def _follow_redirect(url: URL, location: str) -> URL:
     try:
         target = url.join(URL(location))
     except ValueError:
@@ -231,9 +231,9 @@ def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> 
     )
     if charset is None and is_html and (declared := _META_CHARSET.search(body, 0, 2048)):
         charset = declared[1].decode("ascii", "replace")
-        if codec_of(charset) in _CODECS_WITH_ZEROS:
+        if find_codec(charset) in _CODECS_WITH_ZEROS:
             charset = "utf-8"  # the declaration could be read, so the page is not in UTF-16
-    codec = marked_codec(body) or codec_of(charset or "")
+    codec = marked_codec(body) or find_codec(charset or "")
     has_zeros = b"\0" in body[:_PROBE_BYTES] and codec not in _CODECS_WITH_ZEROS
     if has_zeros or body.startswith(b"%PDF-"):
         stated = content_type or "of no stated type"
@@ -241,10 +241,10 @@ def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> 
     text = decode_page(body, charset)
     if not is_html:
         return Page("", valid_utf8(text))
-    return _from_html(url, text)
+    return _read_html(url, text)
 
 
-def _from_html(url: str, html: str) -> Page:
+def _read_html(url: str, html: str) -> Page:
     import lxml.html
     import trafilatura
 

@@ -388,7 +388,9 @@ def _entries(directory: int, names: list[str]) -> list[FileEntry]:
                 status = item.stat(follow_symlinks=False)
                 entries.append(_entry("/".join([*names, item.name]), status))
     # "a.txt" sorts before "a/b": directories are compared with a slash at their end.
-    return sorted(entries, key=lambda entry: entry.path + "/" * (entry.kind == "dir"))
+    return sorted(
+        entries, key=lambda entry: f"{entry.path}/" if entry.kind == "dir" else entry.path
+    )
 
 
 def _entry(path: str, status: os.stat_result) -> FileEntry:

@@ -301,7 +301,7 @@ class EndpointModel:
         unreached = set[int]()
         while True:
             try:
-                async with self._fleet.replica_for(request, unreached) as number:
+                async with self._fleet.choose_replica(request, unreached) as number:
                     return await self._complete(request, self._transports[number])
             except ModelError as error:
                 # Nothing was sent, so another replica can be asked in the same attempt.

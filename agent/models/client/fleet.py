@@ -50,7 +50,7 @@ class Fleet:
         self._is_known = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def replica_for(self, request: Request, avoid: set[int]) -> AsyncIterator[int]:
+    async def choose_replica(self, request: Request, avoid: set[int]) -> AsyncIterator[int]:
         """Choose the replica for a request, and wait for a slot there; yields its number.
 
         A replica that cannot be reached is added to `avoid`. The message of an error that the

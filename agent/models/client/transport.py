@@ -39,7 +39,7 @@ from agent.models.client.reply_bodies import (
     read_parts,
     read_whole,
 )
-from agent.models.connection import proxy_for
+from agent.models.connection import find_proxy
 from agent.models.dialects.dialect import Assembly, get_dialect, read_paid
 from agent.models.error_bodies import read_refusal
 from agent.models.errors import ModelError
@@ -187,7 +187,7 @@ class Transport:
         self._base_url = (settings.base_url or "").rstrip("/")
         self._query = connection.query
         self._was_echoed = False
-        self._proxy = proxy_for(self._base_url, connection.proxy)
+        self._proxy = find_proxy(self._base_url, connection.proxy)
         self._preparer = make_preparer(settings, api_key)
         known = api_key if isinstance(api_key, str) else ""
         # Removed from every reply before it is read or shortened.

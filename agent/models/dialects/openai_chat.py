@@ -159,7 +159,7 @@ class ChatAssembly:
 
     def _add_whole(self, message: Mapping[str, Any]) -> None:
         """Add a whole message, which some servers send in place of the parts, or after them."""
-        texts = {key: value for key in _TEXTS if (value := _text_of(message.get(key)))}
+        texts = {key: value for key in _TEXTS if (value := _read_text(message.get(key)))}
         before = self._message.build()
         if len(before) == 1 and not (self._calls or self._content or self._details):
             self._add_delta(message)
@@ -264,7 +264,7 @@ class ChatAssembly:
         if isinstance(part, dict) and is_thought(part):
             kind, piece = "thinking", thought_text(part)
         elif is_text(part):
-            kind, piece = "text", _text_of(part)
+            kind, piece = "text", _read_text(part)
         else:
             self._content.append(PartialObject(part if isinstance(part, dict) else {"text": part}))
             return
@@ -295,7 +295,7 @@ class ChatAssembly:
         for name in detail.keys() - {key}:
             if detail[name] is not None or name not in grown.fields:
                 grown.fields[name] = detail[name]
-        text = _text_of(detail.get(key))
+        text = _read_text(detail.get(key))
         grown.append(key, text)
         return text
 
@@ -308,7 +308,7 @@ class ChatAssembly:
         block = self._blocks[-1]
         block.fields.update({key: part[key] for key in part if key != "thinking"})
         if "thinking" in part:
-            block.append("thinking", _text_of(part["thinking"]))
+            block.append("thinking", _read_text(part["thinking"]))
 
     def _add_calls(self, parts: Any) -> None:
         """Add the parts of calls in one chunk; two parts with a name in it are two calls."""
@@ -533,17 +533,17 @@ def _text_at(key: str, delta: Mapping[str, Any]) -> str:
     value = delta[key]
     if isinstance(value, str):
         return value
-    return thought_text(value) if key in THOUGHTS else _text_of(value)
+    return thought_text(value) if key in THOUGHTS else _read_text(value)
 
 
-def _text_of(value: Any) -> str:
+def _read_text(value: Any) -> str:
     """The text of a value: a text, or a list of parts, whose thoughts are left out."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
         parts = (part for part in value if isinstance(part, str) or not _is_thought(part))
         return "".join(
-            part if isinstance(part, str) else _text_of(part.get("text")) for part in parts
+            part if isinstance(part, str) else _read_text(part.get("text")) for part in parts
         )
     return value if isinstance(value, str) else ""
 

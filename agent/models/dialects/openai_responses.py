@@ -70,8 +70,11 @@ class ResponsesAssembly:
     def __init__(self, on_delta: StreamHandler) -> None:
         self._emit = on_delta
         self._reply: dict[str, Any] = {}
+        """The reply as the last event has it."""
         self._items: dict[int, _Item] = {}
+        """The items of the output by their index."""
         self._places: dict[str, tuple[Any, ...]] = {}
+        """The place of the latest text of each kind; another place begins a paragraph."""
         self.has_reason = False
         self.is_over = False
 
@@ -116,16 +119,16 @@ class ResponsesAssembly:
 
     def finish(self) -> bytes:
         """See `Assembly.finish`."""
-        given = self._reply.get("output")
+        reported = self._reply.get("output")
         items = [item for _, item in sorted(self._items.items())]
         if not all(item.has_begun for item in items):
-            known = _texts_in([given, [item.whole for item in items]])
+            known = _texts_in([reported, [item.whole for item in items]])
             # Parts for a wrong index are no item if another item repeats their text.
             items = [item for item in items if item.has_begun or not item.is_repeated_in(known)]
         if any(not item.has_begun and item.fields["type"] == "function_call" for item in items):
             return to_body(incomplete_body("arguments for a call that never began", self._reply))
-        is_incomplete = not given or (isinstance(given, list) and len(given) < len(items))
-        output = [item.build() for item in items] if is_incomplete else given
+        is_incomplete = not reported or (isinstance(reported, list) and len(reported) < len(items))
+        output = [item.build() for item in items] if is_incomplete else reported
         if isinstance(output, list) and self._reply:
             known = _texts_in(output)
             missing = [item for item in items if not item.is_repeated_in(known)]
@@ -133,8 +136,8 @@ class ResponsesAssembly:
                 return to_body(incomplete_body("its end lacks what its parts said", self._reply))
             if missing:
                 output = [
-                    item.build_from_parts(end) if item in missing else end
-                    for item, end in zip(items, output, strict=True)
+                    item.build_from_parts(whole) if item in missing else whole
+                    for item, whole in zip(items, output, strict=True)
                 ]
         return to_body({**self._reply, "output": output})
 

@@ -78,7 +78,7 @@ def trim_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     # Parsers of vLLM leave the newlines between thought, text and calls in the text, and templates
     # write newlines, too. With both, the prompt would differ from the tokens that were sampled.
     return [
-        {**message, "content": _trimmed(message)} if _is_trimmed(message) else message
+        {**message, "content": _trim(message)} if _is_trimmed(message) else message
         for message in messages
     ]
 
@@ -88,7 +88,7 @@ def _is_trimmed(message: Mapping[str, Any]) -> bool:
     return isinstance(content, str) and has_outer_newlines(content)
 
 
-def _trimmed(message: Mapping[str, Any]) -> str | None:
+def _trim(message: Mapping[str, Any]) -> str | None:
     text = str(message["content"]).strip("\n")
     return text if text or not message.get("tool_calls") else None
 

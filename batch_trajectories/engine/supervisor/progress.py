@@ -299,7 +299,7 @@ class Progress:
 
 
 def state_of(run_dir: Path, holder: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The last state that the process `holder` (see `holder_of`) wrote; None if it wrote none yet.
+    """The last state that the process `holder` wrote; None if it wrote none yet.
 
     An earlier start that was killed or steered may have left the file.
     """

@@ -28,7 +28,7 @@ from batch_trajectories.basics.process import (
 )
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.config.models import budget_of, endpoint_limits, uses_key_command
+from batch_trajectories.config.models import endpoint_limits, run_budget, uses_key_command
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import remove_leftover_containers
 from batch_trajectories.dataset.scan import Scan, tasks
@@ -301,7 +301,7 @@ def _open_start(
     shared = _shared_limits(config, run_dir, progress)
     limits = endpoint_limits(config, plan.setups)
     budget = RunBudget(
-        budget_of(config), spent=state.spent, budget_log=stores.budget_log, shared=shared
+        run_budget(config), spent=state.spent, budget_log=stores.budget_log, shared=shared
     )
     stack.callback(budget.close)
     return Start(
@@ -347,7 +347,7 @@ def _shared_limits(config: RunConfig, run_dir: RunDir, progress: Progress) -> Sh
     from batch_trajectories.engine.shared_limits import SharedLimits  # most runs have none
 
     parts = 1 if config.shard is None else parse_shard(config.shard).count
-    limit = budget_of(config) or Cost()
+    limit = run_budget(config) or Cost()
     return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts, say=progress.say)
 
 
@@ -430,7 +430,7 @@ def _state_of(
     remove_leftover_containers(config)
     reserved = _free_unsent_calls(config, run_dir, stores, settled)
     spent = Cost()
-    if budget_of(config) is not None:
+    if run_budget(config) is not None:
         amounts = [amount for by_call in reserved.values() for amount in by_call.values()]
         stored = (entry for _, entry in index.records())
         spent = spent_before(stored, inflight, stores.budget_log, held=amounts)
@@ -485,7 +485,7 @@ def _free_unsent_calls(
     # Freed first: after a crash between the two the amount stays granted, never freed twice.
     if freed := stores.earlier.free_unsent(run_dir.path, run_dir.quarantine):
         stores.budget_log.append("returned", sum(freed, Cost()))
-    if budget_of(config) is None:
+    if run_budget(config) is None:
         return {}
     return stores.earlier.held_in(run_dir.path, settled)
 
@@ -509,7 +509,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
         images=run_dir.images,
         script=plan.script,
         limits=limits,
-        budget=budget_of(plan.config),
+        budget=run_budget(plan.config),
         proven=frozenset(map(endpoint_url, limits)) if is_proven else frozenset(),
         run_key=run_dir.key,
         start=secrets.token_hex(8),

@@ -1,7 +1,7 @@
 """The supervisor: assigns tasks to workers and writes the records of finished tasks.
 
 It knows which tasks each worker has. A worker that dies or falls silent is replaced, and its tasks
-are assigned again from the end of their journals, in the order of `task_queue`.
+are assigned again from the end of their journals, in the order of `TaskQueue`.
 
 A finished task is acknowledged to its worker only after its record is durable; the records of
 20 ms share one sync. The worker gets its next task without waiting for that.

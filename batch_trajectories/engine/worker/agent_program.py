@@ -223,8 +223,8 @@ def read_agent_version(agent: CommandAgent, config: RunConfig) -> str:
 def printed_version(agent: CommandAgent, result: ExecResult) -> str:
     """The version in what the version command printed; raises `SandboxError`."""
     # Some print it as they print errors; what failed may say anything there.
-    said = result.stdout or (result.stderr if result.exit_code == 0 else "")
-    version = re.search(r"\d+\.\d+[\w.+-]*", said)
+    output = result.stdout or (result.stderr if result.exit_code == 0 else "")
+    version = re.search(r"\d+\.\d+[\w.+-]*", output)
     if version is None:
         how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
         printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)

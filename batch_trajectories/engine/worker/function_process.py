@@ -37,18 +37,18 @@ _VERSION_CHARS = 16
 
 def main() -> None:
     """Answer requests until the input ends."""
-    parent, place = sys.argv[1:]
+    parent, reference = sys.argv[1:]
     die_with_parent(int(parent))
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     try:
-        function = import_function(place, "--reward")
-        _check_arguments(function, place)
+        function = import_function(reference, "--reward")
+        _check_arguments(function, reference)
     except CustomToolError as error:
         _send(replies, {"error": str(error)})
         return
     _send(replies, {"version": version_of(function)})
-    name = place.rpartition(":")[2].rpartition(".")[2]
+    name = reference.rpartition(":")[2].rpartition(".")[2]
 
     def ask(request: dict[str, Any]) -> dict[str, Any]:
         _send(replies, {"files": request})
@@ -62,6 +62,7 @@ def main() -> None:
         request = exact_json.loads(line)
         workspace = request["workspace"] and Path(request["workspace"])
         if (home := request.get("home")) is not None:
+            # This file runs as `__main__`; functions that import the class get it from its module.
             from batch_trajectories.engine.worker.function_process import ImagePath
 
             ImagePath.ask = staticmethod(ask)
@@ -69,12 +70,12 @@ def main() -> None:
         _send(replies, _call(function, name, request["record"], workspace))
 
 
-def _check_arguments(function: Callable[..., Any], place: str) -> None:
+def _check_arguments(function: Callable[..., Any], reference: str) -> None:
     try:
         inspect.signature(function).bind(None, None, None)
     except TypeError as error:
         raise CustomToolError(
-            f"--reward: {place!r} must take (conversation, workspace, row): {error}"
+            f"--reward: {reference!r} must take (conversation, workspace, row): {error}"
         ) from error
     except ValueError:
         return  # code in C need not say what it takes

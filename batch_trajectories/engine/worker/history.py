@@ -266,5 +266,5 @@ async def _run(context: ToolContext, script: str, *arguments: str) -> ExecResult
 def _why(result: ExecResult) -> str:
     if result.timed_out:
         return f"it took longer than {result.duration_s:.0f} s (see --command_timeout_s)"
-    said = (result.stderr or result.stdout).strip()
-    return clip(said, max_chars=_SHOWN) or f"exit code {result.exit_code}"
+    output = (result.stderr or result.stdout).strip()
+    return clip(output, max_chars=_SHOWN) or f"exit code {result.exit_code}"

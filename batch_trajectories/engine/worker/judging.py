@@ -388,9 +388,9 @@ async def collect(context: ToolContext, check: Check, task_id: str) -> None:
         result = await run_command(context, command.command, timeout_s=command.timeout_s)
         if result.exit_code != 0:
             how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
-            said = clip((result.stderr or result.stdout).strip(), max_chars=_COMMAND_CHARS)
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_COMMAND_CHARS)
             shown = clip(command.command, max_chars=_COMMAND_CHARS)
-            log.warning("%s: `check.collect`: %r: %s: %s", task_id, shown, how, said)
+            log.warning("%s: `check.collect`: %r: %s: %s", task_id, shown, how, output)
 
 
 async def judge(

@@ -64,10 +64,10 @@ def _checked(place: str) -> str:
             raise ConfigError(
                 f"--reward: {place}: its import took more than {_START_TIMEOUT_S:g} s"
             ) from error
-        said = _end_of(errors.fileno())
+        output_end = _end_of(errors.fileno())
     if not done.stdout:
         raise ConfigError(
-            f"--reward: {place}: its import ended the process ({_how(done.returncode)}){said}"
+            f"--reward: {place}: its import ended the process ({_how(done.returncode)}){output_end}"
         )
     reply = orjson.loads(done.stdout)
     if "error" in reply:
@@ -216,9 +216,9 @@ class _Process:
     async def describe_end(self) -> str:
         """The end of the process, and the last lines that it printed."""
         code = await self._process.wait()
-        said = _end_of(self._errors)
+        output_end = _end_of(self._errors)
         await self.kill()
-        return f"it ended its process ({_how(code)}){said}"
+        return f"it ended its process ({_how(code)}){output_end}"
 
     async def kill(self) -> None:
         """Kill the process and the processes that it has started."""

@@ -175,8 +175,8 @@ async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
     for some in few_at_a_time(paths):
         result = await run_command(context, ["chmod", "a+rx", "--", *some])
         if result.exit_code != 0:
-            said = clip(result.stderr.strip(), max_chars=_SHOWN)
-            raise SetupFailed(f"`files`: cannot make {some[0]} executable: {said}")
+            error_text = clip(result.stderr.strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`files`: cannot make {some[0]} executable: {error_text}")
 
 
 async def run_command(

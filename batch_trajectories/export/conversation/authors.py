@@ -37,8 +37,8 @@ def assign_authors(entries: list[Entry], record: Record, authored: AuthoredWork)
         return entries  # most conversations: the prompt, then turns of the model
     # Turns of the prompt come first, then those of a branch's parent.
     prior_replies = first_reply(messages, turns=len(turns))
-    from_prompt = _turns_before(messages, prior_replies)
-    given = _turns_before(messages, authored.start)
+    from_prompt = _count_turns(messages, prior_replies)
+    given = _count_turns(messages, authored.start)
     others = other_models(record)
     added = _added_texts(record)
     has_begun = False
@@ -47,7 +47,7 @@ def assign_authors(entries: list[Entry], record: Record, authored: AuthoredWork)
     for entry in entries:
         if isinstance(entry, UserMessage):
             if has_begun:
-                entry = msgspec.structs.replace(entry, author=_author_of(entry.text, added))
+                entry = msgspec.structs.replace(entry, author=_find_author(entry.text, added))
             written.append(entry)
             continue
         has_begun = entry.number > from_prompt
@@ -84,7 +84,7 @@ def mark_context(
     Earlier turns are those before the conversation's first model call: an agent may have written
     them itself, or repeats them after a compaction.
     """
-    given = _turns_before(part.messages, authored.start) if authored.prior_replies else 0
+    given = _count_turns(part.messages, authored.start) if authored.prior_replies else 0
     return [
         replace(entry, author="context")
         if isinstance(entry, Turn) and entry.number <= given
@@ -93,7 +93,7 @@ def mark_context(
     ]
 
 
-def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
+def _find_author(text: str, added: list[tuple[str, Author]]) -> Author:
     """The author of a user message: that of the added text with which it begins, else `prompt`.
 
     Removes this text, and those before it, from `added`.
@@ -123,7 +123,7 @@ def _added_texts(record: Record) -> list[tuple[str, Author]]:
     return added
 
 
-def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
+def _count_turns(messages: Sequence[StoredMessage], start: int) -> int:
     """The number of turns that end before the reply at `start`.
 
     A turn that this reply continues is not counted.
@@ -147,11 +147,11 @@ def other_models(record: Record, *, inside: bool = False) -> frozenset[str]:
     model = record.model or ""
     model_name = model.partition(":")[2] or model
     model_name = model_name.rpartition("/")[2]
-    same_model = {name for name in names if _is_version_of(name.rpartition("/")[2], model_name)}
+    same_model = {name for name in names if _is_model_version(name.rpartition("/")[2], model_name)}
     return frozenset(names - same_model) if same_model else frozenset()
 
 
-def _is_version_of(name: str, model_name: str) -> bool:
+def _is_model_version(name: str, model_name: str) -> bool:
     return name.startswith(model_name) and _VERSION.fullmatch(name, len(model_name)) is not None
 
 

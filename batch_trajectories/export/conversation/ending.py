@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agent.messages.message import split_inline_reasoning
 from agent.state.final_answer import RESERVED_TOOLS
 from batch_trajectories.export.conversation.row_json import read_arguments
-from batch_trajectories.export.conversation.turns import tool_names, without_reserved
+from batch_trajectories.export.conversation.turns import remove_reserved, tool_names
 from batch_trajectories.export.conversation.validity import (
     Reason,
     Rejected,
@@ -52,7 +52,7 @@ def rewrite_ending(
     if call is not None:
         invented = check_conversation(messages, tool_names(tools))
         messages = _replace_answer_call(messages, call)
-    others = without_reserved(tools)
+    others = remove_reserved(tools)
     if others is not tools and not _calls_reserved(messages):
         tools = others
     if not answered:
@@ -73,7 +73,7 @@ def _calls_reserved(messages: Sequence[StoredMessage]) -> bool:
     return False
 
 
-def answer_of(record: Record) -> str | None:
+def find_answer(record: Record) -> str | None:
     """The final answer of a conversation, None without one."""
     answered = is_answered(record)
     try:

@@ -182,13 +182,13 @@ class _Search:
 
     def _is_project(self, word: str) -> bool:
         name = re.split(r"[=<>~!@]", word, maxsplit=1)[0]
-        return self._project is not None and _normalized(name) == self._project
+        return self._project is not None and _normalize_name(name) == self._project
 
     def _is_project_url(self, url: str) -> bool:
         if self._project is None:
             return _FORGES.search(url) is not None
         parts = [
-            _normalized(part) for part in re.split(r"[/?#:]", url.removesuffix(".git").lower())
+            _normalize_name(part) for part in re.split(r"[/?#:]", url.removesuffix(".git").lower())
         ]
         if self._owner is not None and self._owner in parts and self._project in parts:
             return True
@@ -222,11 +222,11 @@ def _find_project(row: dict[str, Any]) -> tuple[str | None, str | None]:
     for column in ("repo", "repo_name", "repository"):
         if isinstance(name := row.get(column), str) and name.strip():
             owner, _, project = name.lower().removesuffix(".git").rstrip("/").rpartition("/")
-            return _normalized(project), _normalized(owner.rpartition("/")[2]) or None
+            return _normalize_name(project), _normalize_name(owner.rpartition("/")[2]) or None
     return None, None
 
 
-def _normalized(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """The form of a name by which package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name.lower())
 

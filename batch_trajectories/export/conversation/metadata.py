@@ -14,7 +14,7 @@ from agent.messages.tokens import trimmed_replies
 from batch_trajectories.export.conversation.own_work import interrupted_calls
 from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.row_json import compact_json
-from batch_trajectories.export.conversation.texts import patch_of
+from batch_trajectories.export.conversation.texts import read_patch
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.records.record_types import Record, StoredMessage
@@ -64,7 +64,7 @@ def view_counts(record: Record) -> dict[str, int]:
         calls = [one.exchanges for one in changed if one.thread == main]
         counts["rewritten_calls"] = len({number for numbers in calls for number in numbers})
     if record.view_compacted:
-        counts |= _compacted(record)
+        counts |= _count_compactions(record)
     if (record.options or {}).get("observation_chars"):
         counts["cut_results"] = sum("whole_content" in m.details for m in record.messages)
     if record.view_trimmed:
@@ -73,7 +73,7 @@ def view_counts(record: Record) -> dict[str, int]:
     return {key: count for key, count in counts.items() if count}
 
 
-def _compacted(record: Record) -> dict[str, int]:
+def _count_compactions(record: Record) -> dict[str, int]:
     turns, messages = record.turns, record.messages
     after = (record.options or {}).get("compact_after") or 0
     replies = 0
@@ -116,7 +116,7 @@ def record_metadata(
     if record.status_reason:
         metadata["status_reason"] = record.status_reason
     if record.fork is not None:
-        metadata["fork"] = lineage_of(record)
+        metadata["fork"] = model_lineage(record)
     if completion:
         metadata["completion"] = completion
     if (agent := record.agent) is not None:
@@ -148,7 +148,7 @@ def record_metadata(
             metadata["leak_suspected"] = [leak._asdict() for leak in leaks]
     if record.diff is not None:
         with suppress(Rejected):
-            metadata["patch"] = patch_of(record)
+            metadata["patch"] = read_patch(record)
     if record.imported is not None:
         known = ("format", "file", "line", "tools_called")
         metadata["imported"] = {key: record.imported.get(key) for key in known}
@@ -180,7 +180,7 @@ def row_metadata(conversation: Conversation) -> dict[str, Any]:
     return {**conversation.metadata, "reasoning": reasoning}
 
 
-def lineage_of(record: Record) -> dict[str, Any]:
+def model_lineage(record: Record) -> dict[str, Any]:
     """The origin of a branch: `run`, `record`, its last shared `turn`, and the number `branch`.
 
     Empty if the record is no branch.

@@ -86,7 +86,7 @@ class AuthoredWork:
     def counts(self) -> WorkCounts:
         """Counts of this work, made at the first use."""
         if self._counts is None:
-            self._counts = _counts_of(self)
+            self._counts = _count_turn(self)
         return self._counts
 
     def set_known(self, start: int, counts: WorkCounts) -> None:
@@ -94,7 +94,7 @@ class AuthoredWork:
         self._location, self._counts = (0, start), counts
 
 
-def _counts_of(authored: AuthoredWork) -> WorkCounts:
+def _count_turn(authored: AuthoredWork) -> WorkCounts:
     turns, messages = authored.turns, authored.messages
     replies = with_reasoning = hidden = hollow = results = with_ids = 0
     failures = []

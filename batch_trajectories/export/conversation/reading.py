@@ -66,7 +66,13 @@ from batch_trajectories.export.conversation.validity import (
     check_finished,
 )
 from batch_trajectories.records.checks import has_passed_later_check
-from batch_trajectories.records.record_types import Record, StoredCall, StoredMessage, Tools
+from batch_trajectories.records.record_types import (
+    Record,
+    StoredCall,
+    StoredMessage,
+    StoredTurn,
+    Tools,
+)
 
 # Conversations of the usual shape are read in one pass, twice as fast as by the general reader.
 #
@@ -81,126 +87,168 @@ def read_usual_entries(record: Record, authored: AuthoredWork) -> list[Entry] | 
 
     Sets the start and the counts of `authored`.
     """
-    offered = compute_once(record.tools, _unreserved_names)
     messages, turns = record.messages, authored.turns
-    index = 1 if messages and messages[0].role == "system" else 0
-    last = len(turns)
+    offered = compute_once(record.tools, _unreserved_names)
+    prompt_at = 1 if messages and messages[0].role == "system" else 0
     if (
         offered is None
         or record.agent is not None
-        or last != len(record.turns)
-        or len(messages) == index
+        or len(turns) != len(record.turns)
+        or len(messages) == prompt_at
         or messages[0].provider_blocks is not None
     ):
         return None
-    opening = messages[index]
-    text = opening.content
-    if opening.role != "user" or opening.provider_blocks is not None or not text or text.isspace():
+    prompt = messages[prompt_at]
+    text = prompt.content
+    if prompt.role != "user" or prompt.provider_blocks is not None or not text or text.isspace():
         return None
-    index += 1
-    first = index
+    start = prompt_at + 1
+    reader = _UsualReader(messages, offered, start=start)
     entries: list[Entry] = [UserMessage(text)]
-    texts = [text]
-    stats: dict[str, dict[str, Any]] = {}
-    failures: list[str] = []
-    with_reasoning = hidden = with_token_ids = 0
-    started_at, ended_at = math.inf, -math.inf
-    for number, turn in enumerate(turns, start=1):
-        if index == len(messages):
+    for number, stored in enumerate(turns, start=1):
+        turn = reader.read_turn(number, stored, is_last=number == len(turns))
+        if turn is None:
             return None
-        message = messages[index]
-        index += 1
-        text, reasoning = message.content, message.reasoning or ""
-        blocks = message.provider_blocks
-        if message.role != "assistant" or "<" in text:
-            return None
-        texts += (text, reasoning)
-        if blocks is not None and placeholder_parts("assistant", blocks.blocks):
-            return None
-        if turn.started_at < started_at:
-            started_at = turn.started_at
-        if (end := turn.started_at + turn.duration_s) > ended_at:
-            ended_at = end
-        if turn.tokens is not None:
-            with_token_ids += turn.has_ids
-        hides = False
-        if reasoning and not reasoning.isspace():
-            with_reasoning += 1
-        else:
-            reasoning = ""
-            hides = is_reasoning_hidden(message, turn.reasoning_tokens)
-            hidden += hides
-        wanted = message.tool_calls
-        if (number == last) == bool(wanted):
-            return None
-        if not text or text.isspace():
-            if not wanted:
-                return None
-            text = ""
-        following = messages[index : index + len(wanted)]
-        if len(following) < len(wanted):
-            return None
-        index += len(following)
-        calls: list[Call] = []
-        results: list[Result] = []
-        for call, result in zip(wanted, following, strict=True):
-            function = call.function
-            name = function.name
-            if (
-                name not in offered
-                or result.role != "tool"
-                or result.tool_call_id != call.id
-                or result.provider_blocks is not None
-            ):
-                return None
-            try:
-                calls.append(Call(call.id, name, *parse_arguments(function.arguments)))
-            except ValueError:  # no JSON object
-                return None
-            is_error = bool(result.is_error)
-            results.append(Result(call.id, name, result.content, is_error))
-            if (stat := stats.get(name)) is None:
-                stat = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
-            stat["count"] += 1
-            stat["failure" if is_error else "success"] += 1
-            if is_error:
-                failures.append(failure_kind(result.details))
-        if len(calls) > 1 and len({call.id for call in calls}) < len(calls):
-            return None
-        entries.append(
-            Turn(
-                number=number,
-                reasoning=reasoning,
-                text=text,
-                calls=calls,
-                results=results,
-                replies=1,
-                author="model",
-                hides_reasoning=hides,
-            )
-        )
-        if not wanted:
-            break
-    whole_text = "\n".join(texts)
-    if index != len(messages) or holds_marker(whole_text):
+        entries.append(turn)
+    whole_text = "\n".join([text, *reader.texts])
+    if not reader.is_at_end or holds_marker(whole_text):
         return None
     may_hold_markup = may_leak(whole_text) or "[/THINK]" in whole_text
     if may_hold_markup and _holds_server_markup(entries, offered):
         return None
-    counts = WorkCounts(
-        tools=[stats[name] for name in sorted(stats)],
-        replies=last,
-        with_reasoning=with_reasoning,
-        hidden=hidden,
-        failures=failures,
-        hollow=0,
-        results=len(messages) - first - last,
-        with_token_ids=with_token_ids,
-        started_at=started_at,
-        ended_at=ended_at,
-    )
-    authored.set_known(first, counts)
+    authored.set_known(start, reader.counts())
     return entries
+
+
+class _UsualReader:
+    """Reads the turns of one conversation of the usual shape, and counts what is in them."""
+
+    def __init__(
+        self, messages: Sequence[StoredMessage], offered: Collection[str], *, start: int
+    ) -> None:
+        """`start` is the index of the first reply, `offered` are the names of the tools."""
+        self._messages = messages
+        self._offered = offered
+        self._next = start
+        """The index of the next message to read."""
+        self.texts: list[str] = []
+        """Text and reasoning of the replies so far."""
+        self._stats: dict[str, dict[str, Any]] = {}
+        self._failures: list[str] = []
+        self._replies = 0
+        self._results = 0
+        self._with_reasoning = 0
+        self._hidden = 0
+        self._with_token_ids = 0
+        self._started_at = math.inf
+        self._ended_at = -math.inf
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all messages were read."""
+        return self._next == len(self._messages)
+
+    def read_turn(self, number: int, stored: StoredTurn, *, is_last: bool) -> Turn | None:
+        """Read a reply and the results of its calls; None if they have another shape."""
+        if self.is_at_end:
+            return None
+        message = self._messages[self._next]
+        self._next += 1
+        text, blocks, wanted = message.content, message.provider_blocks, message.tool_calls
+        if message.role != "assistant" or "<" in text:
+            return None
+        if blocks is not None and placeholder_parts("assistant", blocks.blocks):
+            return None
+        # All replies but the last one have calls; the last one has text.
+        is_blank = not text or text.isspace()
+        if is_last == bool(wanted) or (is_last and is_blank):
+            return None
+        reasoning = message.reasoning or ""
+        self.texts += (text, reasoning)
+        hides_reasoning = False
+        if reasoning and not reasoning.isspace():
+            self._with_reasoning += 1
+        else:
+            reasoning = ""
+            hides_reasoning = is_reasoning_hidden(message, stored.reasoning_tokens)
+            self._hidden += hides_reasoning
+        self._count_turn(stored)
+        calls: list[Call] = []
+        results: list[Result] = []
+        if wanted and not self._read_calls(wanted, calls, results):
+            return None
+        return Turn(
+            number=number,
+            reasoning=reasoning,
+            text="" if is_blank else text,
+            calls=calls,
+            results=results,
+            replies=1,
+            author="model",
+            hides_reasoning=hides_reasoning,
+        )
+
+    def _count_turn(self, stored: StoredTurn) -> None:
+        self._replies += 1
+        if stored.started_at < self._started_at:
+            self._started_at = stored.started_at
+        if (end := stored.started_at + stored.duration_s) > self._ended_at:
+            self._ended_at = end
+        if stored.tokens is not None:
+            self._with_token_ids += stored.has_ids
+
+    def _read_calls(
+        self, wanted: Sequence[StoredCall], calls: list[Call], results: list[Result]
+    ) -> bool:
+        """Read the calls of a reply, and the next messages as their results, into the lists.
+
+        Returns False if they have another shape.
+        """
+        stored_results = self._messages[self._next : self._next + len(wanted)]
+        if len(stored_results) < len(wanted):
+            return False
+        self._next += len(wanted)
+        self._results += len(wanted)
+        for call, result in zip(wanted, stored_results, strict=True):
+            function = call.function
+            name = function.name
+            if (
+                name not in self._offered
+                or result.role != "tool"
+                or result.tool_call_id != call.id
+                or result.provider_blocks is not None
+            ):
+                return False
+            try:
+                calls.append(Call(call.id, name, *parse_arguments(function.arguments)))
+            except ValueError:  # no JSON object
+                return False
+            is_error = bool(result.is_error)
+            results.append(Result(call.id, name, result.content, is_error))
+            if (stats := self._stats.get(name)) is None:
+                stats = {"tool": name, "count": 0, "success": 0, "failure": 0}
+                self._stats[name] = stats
+            stats["count"] += 1
+            stats["failure" if is_error else "success"] += 1
+            if is_error:
+                self._failures.append(failure_kind(result.details))
+        has_repeated_ids = len(calls) > 1 and len({call.id for call in calls}) < len(calls)
+        return not has_repeated_ids
+
+    def counts(self) -> WorkCounts:
+        """The counts of all turns so far."""
+        return WorkCounts(
+            tools=[self._stats[name] for name in sorted(self._stats)],
+            replies=self._replies,
+            with_reasoning=self._with_reasoning,
+            hidden=self._hidden,
+            failures=self._failures,
+            hollow=0,
+            results=self._results,
+            with_token_ids=self._with_token_ids,
+            started_at=self._started_at,
+            ended_at=self._ended_at,
+        )
 
 
 def _holds_server_markup(entries: list[Entry], tools: Collection[str]) -> bool:

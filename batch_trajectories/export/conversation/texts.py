@@ -23,7 +23,7 @@ _UNSPACED = (
 _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
-def texts_of(record: Record) -> Iterator[tuple[str, str]]:
+def conversation_texts(record: Record) -> Iterator[tuple[str, str]]:
     """All texts of a record that any format can hold, each after a description of its place.
 
     Inner conversations, discarded replies and the outputs of the check and an agent are included.
@@ -43,7 +43,7 @@ def user_texts(record: Record) -> list[str]:
     return [message.content for message in record.messages if message.role == "user"]
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The words of a text, casefolded; in scripts without spaces, each character."""
     return _WORD.findall(text.casefold())
 
@@ -88,7 +88,7 @@ def _message_texts(message: StoredMessage, prefix: str) -> Iterator[tuple[str, s
         yield f"{where}, details", text
 
 
-def patch_of(record: Record) -> str:
+def read_patch(record: Record) -> str:
     """The conversation's changes to its repository, in the form of `git apply`.
 
     Raises `Rejected` if the record does not hold all of them.

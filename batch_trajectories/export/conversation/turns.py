@@ -189,15 +189,15 @@ def tool_names(tools: Tools) -> frozenset[str]:
     return compute_once(tools, _names)
 
 
-def without_reserved(tools: Tools) -> Tools:
+def remove_reserved(tools: Tools) -> Tools:
     """The tools that do not end a conversation; the same list object if all are so."""
-    return compute_once(tools, _without_reserved)
+    return compute_once(tools, _remove_reserved)
 
 
 def _names(tools: Tools) -> frozenset[str]:
     return frozenset(tool["function"]["name"] for tool in tools)
 
 
-def _without_reserved(tools: Tools) -> Tools:
+def _remove_reserved(tools: Tools) -> Tools:
     others = [tool for tool in tools if tool["function"]["name"] not in RESERVED_TOOLS]
     return others if len(others) < len(tools) else tools

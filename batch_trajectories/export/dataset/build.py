@@ -352,7 +352,7 @@ class _DatasetWriter:
 
     def _load(self, number: int, record: Record) -> Candidate:
         """Parse the conversation of a record, if something needs it. Raises Rejected."""
-        run = self._records.run_name_of(number)
+        run = self._records.find_run_name(number)
         if not self._needs_conversations:
             return Candidate(record, conversation=None, number=number, run=run)
         conversation = _read_accepted(record, self._tolerances)
@@ -429,7 +429,7 @@ class _DatasetWriter:
     def _identity(self, record: Record, number: int) -> _Identity:
         identity = {"id": record.id, "status": record.status}
         if self._is_mix:
-            identity["run"] = self._records.run_name_of(number)
+            identity["run"] = self._records.find_run_name(number)
         return identity
 
 

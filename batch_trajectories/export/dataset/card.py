@@ -125,7 +125,7 @@ def _features(name: str, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
         for one in (manifest, *manifest.get("earlier", ()))
         if any(part["format"] == name for part in one["formats"])
     )
-    columns = load_format(name).columns_with(lists_tools=recipe["tools"] == "list")
+    columns = load_format(name).list_columns(lists_tools=recipe["tools"] == "list")
     return [
         {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]

@@ -87,7 +87,7 @@ class SourceRecords:
             for few in order.groups(by_prompt=by_prompt):
                 yield [[first + n for n in numbers] for numbers in few] if first else few
 
-    def run_name_of(self, number: int) -> str:
+    def find_run_name(self, number: int) -> str:
         """The name of the run of a task."""
         return self._names[bisect_right(self._firsts, number) - 1]
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.dataset.row_conversation import opening_messages
-from batch_trajectories.export.filters.contamination import value_of
+from batch_trajectories.export.filters.contamination import text_value
 from batch_trajectories.export.rows.files import Candidate
 from batch_trajectories.records.record_types import Record
 
@@ -47,7 +47,7 @@ def value_in(loaded: Candidate, key: str) -> str | None:
     record = loaded.record
     if key == _ID:
         return record.prompt_id
-    if (text := value_of(record.row, key)) is not None:
+    if (text := text_value(record.row, key)) is not None:
         return text
     value: Any = record.row.get(key)
     if value is None and key == RUN:
@@ -69,18 +69,21 @@ class Splits:
     def __init__(self, shares: Mapping[str, float], *, seed: int) -> None:
         """`shares` are by the name of the split and sum to 1."""
         self._seed = f"{seed}\n".encode()
-        self._ends: list[tuple[str, float]] = []
+        self._upper_bounds: list[tuple[str, float]] = []
         end = 0.0
         for name, share in shares.items():
             end += share
-            self._ends.append((name, end))
+            self._upper_bounds.append((name, end))
 
     def choose(self, loaded: Candidate) -> str:
         """The name of the split of a conversation."""
-        if len(self._ends) == 1:
-            return self._ends[0][0]
+        if len(self._upper_bounds) == 1:
+            return self._upper_bounds[0][0]
         drawn = self._position(loaded)
-        return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
+        for name, bound in self._upper_bounds:
+            if drawn < bound:
+                return name
+        return self._upper_bounds[-1][0]  # by rounding, the shares may sum to less than 1
 
     def _position(self, loaded: Candidate) -> float:
         return self._draw(_prompt_text(loaded.record)) / 2**64
@@ -100,22 +103,22 @@ class JoinedSplits(Splits):
         super().__init__(shares, seed=seed)
         self._columns = columns
         self._parents: dict[int, int] = {}
-        """A forest over the draws of prompts and values; each tree is a group."""
+        """A forest over the draws of prompts (odd) and values (even); each tree is a group."""
 
     def join(self, loaded: Candidate) -> None:
         """Put prompt and values of a conversation into one group."""
         first, *others = self._keys(loaded)
-        root = self._root(first)
+        root = self._find_root(first)
         for key in others:
-            other = self._root(key)
-            # A value stands above prompts, which are odd; of two the smaller one.
-            top, below = sorted((root, other), key=lambda draw: (draw & 1, draw))
-            if top != below:
-                self._parents[below] = top
+            other = self._find_root(key)
+            if root == other:
+                continue
+            top, below = sorted((root, other), key=_rank)
+            self._parents[below] = top
             root = top
 
     def _position(self, loaded: Candidate) -> float:
-        return self._root(self._keys(loaded)[0]) / 2**64
+        return self._find_root(self._keys(loaded)[0]) / 2**64
 
     def _keys(self, loaded: Candidate) -> list[int]:
         keys = [self._draw(_prompt_text(loaded.record)) | 1]
@@ -124,7 +127,7 @@ class JoinedSplits(Splits):
                 keys.append(self._draw(f"{column}\n{value}".encode()) & ~1)
         return keys
 
-    def _root(self, key: int) -> int:
+    def _find_root(self, key: int) -> int:
         parents = self._parents
         root = parents.setdefault(key, key)
         while (above := parents[root]) != root:
@@ -132,6 +135,12 @@ class JoinedSplits(Splits):
         while (above := parents[key]) != root:
             parents[key], key = root, above
         return root
+
+
+def _rank(draw: int) -> tuple[bool, int]:
+    """The order by which one of two draws becomes the root: values first, then the smaller one."""
+    is_prompt = draw & 1 == 1
+    return is_prompt, draw
 
 
 def draw_bits(content: bytes) -> int:

@@ -17,7 +17,12 @@ from batch_trajectories.basics.errors import ConfigError, DatasetError, missing_
 from batch_trajectories.dataset.kept_dataset import rows_of_source
 from batch_trajectories.dataset.lines import TOO_LONG
 from batch_trajectories.dataset.source import HUB_PREFIX, DataSource, is_row_file, parse_source
-from batch_trajectories.export.conversation.texts import strings_in, texts_of, user_texts, words_of
+from batch_trajectories.export.conversation.texts import (
+    conversation_texts,
+    split_words,
+    strings_in,
+    user_texts,
+)
 from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.records.record_types import Record
@@ -187,7 +192,7 @@ class Contamination:
         The reason is the name of the filter, the detail says where the overlap is.
         """
         for column in self._columns:
-            value = value_of(record.row, column)
+            value = text_value(record.row, column)
             if value is not None and (number := self._values[column].get(value)) is not None:
                 self._found[number][column] += 1
                 name = self._sets[number].name
@@ -227,7 +232,7 @@ class Contamination:
         for row_number, row in one.rows():
             columns |= row.keys()
             for column in self._columns:
-                if (value := value_of(row, column)) is not None:
+                if (value := text_value(row, column)) is not None:
                     self._values[column].setdefault(value, number)
                     columns.add(column)
                     values += 1
@@ -263,7 +268,7 @@ class Contamination:
 
     def _texts(self, record: Record) -> Iterator[tuple[str, str]]:
         if "all" in self._search:
-            yield from texts_of(record)
+            yield from conversation_texts(record)
             return
         if "prompts" in self._search:
             yield from (("user", text) for text in user_texts(record))
@@ -331,7 +336,7 @@ class _RunTable:
         return None
 
 
-def value_of(row: Mapping[str, Any], column: str) -> str | None:
+def text_value(row: Mapping[str, Any], column: str) -> str | None:
     """The value of a column, normalized for comparison with benchmarks; None without one."""
     names = _REPOSITORIES if column in _REPOSITORIES else (column,)
     value = next((row[name] for name in names if row.get(name) is not None), None)
@@ -347,7 +352,7 @@ def value_of(row: Mapping[str, Any], column: str) -> str | None:
 
 
 def _words_in(text: str) -> list[str]:
-    return words_of(_ESCAPE.sub(" ", text))
+    return split_words(_ESCAPE.sub(" ", text))
 
 
 def _runs(words: Sequence[str], length: int) -> Iterator[int]:
@@ -395,7 +400,7 @@ class NearDuplicates:
 
     def find_or_add(self, record: Record) -> str | None:
         """The id of an earlier near duplicate; None without one, and the record is remembered."""
-        words = words_of(" ".join(_message_texts(record, with_results=False)))
+        words = split_words(" ".join(_message_texts(record, with_results=False)))
         triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
         sketch = self._rensa.RMinHash(_PERMUTATIONS, _SEED)
         sketch.update(sorted(triples))

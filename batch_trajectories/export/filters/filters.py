@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from agent.loop.answers import matches
 from agent.options import Match
 from batch_trajectories.basics.errors import ConfigError, missing_extra
-from batch_trajectories.export.conversation.ending import answer_of
+from batch_trajectories.export.conversation.ending import find_answer
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.metadata import view_counts
 from batch_trajectories.export.conversation.own_work import AuthoredWork, interrupted_calls
 from batch_trajectories.export.conversation.rewards import judgement_with_reward, reward_of
-from batch_trajectories.export.conversation.texts import texts_of
+from batch_trajectories.export.conversation.texts import conversation_texts
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.conversation.validity import Rejection
 from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
@@ -26,8 +26,8 @@ from batch_trajectories.records.checks import (
     EXPECTED,
     ended_by_wrong_answer,
     expected_column,
+    find_question,
     has_passed_later_check,
-    question_of,
 )
 from batch_trajectories.records.record_types import Record, StoredError
 from batch_trajectories.records.scores import verdict_of
@@ -269,7 +269,7 @@ class RecordFilters:
         if self.evaluation is not None and (overlap := self.evaluation.overlap(record)):
             yield overlap
         if self._scanner is not None:
-            for place, text in texts_of(record):
+            for place, text in conversation_texts(record):
                 if kind := self._scanner(text):
                     yield Rejection("secrets", f"{place}: {kind}")
 
@@ -383,13 +383,13 @@ def _make_answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         return matches(answer, expected, how, question, tolerance=check.tolerance)
 
     def wrong(record: Record) -> str | None:
-        if (answer := answer_of(record)) is None:
+        if (answer := find_answer(record)) is None:
             return _NO_ANSWER
         column = expected_column(record.row) if check.column == EXPECTED else check.column
         if (expected := record.row.get(column)) is None:
             return f"the row has no {column!r}"
         try:
-            question = question_of(record)
+            question = find_question(record)
             right = is_right(answer, str(expected), question)
         except re.error as error:
             raise ConfigError(
@@ -409,7 +409,7 @@ def _make_function_check(function: str) -> Callable[[Record], str | None]:
         raise ConfigError(str(error)) from error
 
     def wrong(record: Record) -> str | None:
-        if (answer := answer_of(record)) is None:
+        if (answer := find_answer(record)) is None:
             return _NO_ANSWER
         try:
             right = bool(hook(answer, record.as_dict()))

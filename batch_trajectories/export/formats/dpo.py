@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from batch_trajectories.export.conversation.metadata import VIEW_COUNTS, lineage_of
+from batch_trajectories.export.conversation.metadata import VIEW_COUNTS, model_lineage
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
 from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.validity import Reason, Rejection
@@ -73,7 +73,7 @@ def labelled_pairs(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Sample]]
 
 def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
     """One row of prompt, chosen and rejected messages."""
-    lineage = lineage_of(chosen.conversation.record)
+    lineage = model_lineage(chosen.conversation.record)
     lineage.pop("branch", None)
     metadata: dict[str, Any] = {
         "chosen": {"id": chosen.id, "reward": chosen.reward, **_view_counts(chosen)},

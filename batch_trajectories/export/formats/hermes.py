@@ -59,7 +59,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     tools, _ = compute_once(conversation.tools, _tools_and_preamble)
     return {
         "id": record.id,
-        "conversations": turns_of(conversation, style),
+        "conversations": make_turns(conversation, style),
         "tools": tools,
         "completed": conversation.completed,
         "partial": not conversation.completed,
@@ -68,7 +68,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     }
 
 
-def turns_of(conversation: Conversation, style: Style) -> list[dict[str, str]]:
+def make_turns(conversation: Conversation, style: Style) -> list[dict[str, str]]:
     """The turns of a row; the system turn is the first. Raises Rejected."""
     system = conversation.system if style.has_system(by_default=False) else ""
     style.tolerance.refuse(conversation.flaws)

@@ -24,11 +24,11 @@ def datasets_writer(format: Format, lists_tools: bool) -> MakeWriter:
     """A function that begins Arrow files of a directory that `datasets` loads."""
     import pyarrow as pa
 
-    columns = format.columns_with(lists_tools=lists_tools)
+    columns = format.list_columns(lists_tools=lists_tools)
     schema = _schema(columns)
     as_json = [name for name, kind in columns.items() if kind == "messages"]
 
-    def table_of(rows: list[dict[str, Any]]) -> Any:
+    def make_table(rows: list[dict[str, Any]]) -> Any:
         for row in rows:
             for name in as_json:
                 value = row[name]
@@ -37,7 +37,7 @@ def datasets_writer(format: Format, lists_tools: bool) -> MakeWriter:
         return _table(rows, schema)
 
     def begin(file: HashingFile) -> RowTables:
-        return RowTables(pa.ipc.new_stream(file, schema), table_of)
+        return RowTables(pa.ipc.new_stream(file, schema), make_table)
 
     return begin
 
@@ -52,7 +52,7 @@ def datasets_frame(
     """
     import datasets
 
-    columns = format.columns_with(lists_tools=lists_tools)
+    columns = format.list_columns(lists_tools=lists_tools)
     one_row = _table([{}], _schema(columns))  # some versions save no empty table
     splits: dict[str, list[Mapping[str, Any]]] = {}
     for file in files:
@@ -61,7 +61,7 @@ def datasets_frame(
     for split, written in splits.items():
         digest = hashlib.sha256("".join(file["sha256"] for file in written).encode()).hexdigest()
         rows = datasets.Dataset(one_row, split=datasets.NamedSplit(split), fingerprint=digest[:16])
-        with tempfile.TemporaryDirectory() as folder, _without_progress_bars():
+        with tempfile.TemporaryDirectory() as folder, _hide_progress_bars():
             rows.save_to_disk(folder)
             for path in sorted(Path(folder).glob("*.json")):
                 frame[f"{split}/{path.name}"] = orjson.loads(path.read_bytes())
@@ -71,7 +71,7 @@ def datasets_frame(
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     import datasets
 
     if datasets.are_progress_bars_disabled():

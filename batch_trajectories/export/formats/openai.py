@@ -9,14 +9,14 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_FLAWS
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.rows.format import RowFormat
-from batch_trajectories.export.rows.messages import messages_of, tools_column
+from batch_trajectories.export.rows.messages import render_messages, tools_column
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
         "id": conversation.record.id,
-        "messages": messages_of(conversation, style, marks_loss=True),
+        "messages": render_messages(conversation, style, marks_loss=True),
         "tools": tools_column(conversation, style),
         "completed": conversation.completed,
         **common_columns(conversation),

@@ -21,7 +21,7 @@ def parquet_writer(format: Format, lists_tools: bool) -> MakeWriter:
     schema = _schema(pa, format)
     messages = [name for name, kind in format.columns.items() if kind == "messages"]
 
-    def table_of(rows: list[dict[str, Any]]) -> Any:
+    def make_table(rows: list[dict[str, Any]]) -> Any:
         for row in rows:
             for name in messages:
                 row[name] = stringify_arguments(row[name])
@@ -33,7 +33,7 @@ def parquet_writer(format: Format, lists_tools: bool) -> MakeWriter:
         writer = pq.ParquetWriter(
             file, schema, compression="zstd", store_schema=False, write_statistics=True
         )
-        return RowTables(writer, table_of)
+        return RowTables(writer, make_table)
 
     return begin
 

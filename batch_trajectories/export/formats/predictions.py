@@ -6,19 +6,19 @@ from collections.abc import Hashable
 
 import orjson
 
-from batch_trajectories.export.conversation.texts import patch_of
+from batch_trajectories.export.conversation.texts import read_patch
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
 from batch_trajectories.export.rows.files import Candidate, CandidateFiles, CustomFormat, Export
 from batch_trajectories.records.record_types import Record
 
 
-def prediction_of(record: Record) -> dict[str, str]:
+def make_prediction(record: Record) -> dict[str, str]:
     """A line of a file of predictions for the harness of SWE-bench. Raises `Rejected`."""
     instance_id = record.row.get("instance_id")
     return {
         "instance_id": instance_id if isinstance(instance_id, str) else record.prompt_id,
         "model_name_or_path": record.model or "unknown",
-        "model_patch": patch_of(record),
+        "model_patch": read_patch(record),
     }
 
 
@@ -30,7 +30,7 @@ class _PredictionFiles(CandidateFiles):
         self._instances: set[str] = set()
 
     def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
-        line = prediction_of(candidate.record)
+        line = make_prediction(candidate.record)
         if (name := line["instance_id"]) in self._instances:
             raise Rejected(
                 Reason.OTHER_SAMPLE,

@@ -79,12 +79,12 @@ def _parquet_writer() -> MakeWriter:
         ]
     )
 
-    def table_of(rows: list[dict[str, Any]]) -> Any:
+    def make_table(rows: list[dict[str, Any]]) -> Any:
         return pa.Table.from_pylist(rows, schema=schema)
 
     def begin(file: HashingFile) -> RowTables:
         writer = pq.ParquetWriter(file, schema, compression="zstd", store_schema=False)
-        return RowTables(writer, table_of)
+        return RowTables(writer, make_table)
 
     return begin
 

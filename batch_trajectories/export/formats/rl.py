@@ -118,7 +118,7 @@ def sampled_segments(
     try:
         segments = _segments_of(record, discarded=discarded)
         if segments and subagents:
-            for thread in threads_of(record):
+            for thread in walk_threads(record):
                 if _has_same_model(record, thread):
                     segments += _segments_of(thread, discarded=discarded)
     except ValueError as error:
@@ -203,11 +203,11 @@ def rows_of(
     """The rows of a record, one per segment; `reward_name` is the reward that counts.
 
     Records with rewards by name or per turn have `rewards`, and `turn_rewards` of these turns.
-    With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
-    `thread`. With `discarded`, a row for each discarded reply follows those of its conversation,
-    and each row says why its reply was `discarded`. With `masks`, masked turns have a loss mask of
-    0, and each row has `masked`, the reasons for each of its turns. With `teacher`, each row has
-    its columns.
+    With `subagents`, rows of their conversations follow (see `walk_threads`), and each row names
+    its `thread`. With `discarded`, a row for each discarded reply follows those of its
+    conversation, and each row says why its reply was `discarded`. With `masks`, masked turns have a
+    loss mask of 0, and each row has `masked`, the reasons for each of its turns. With
+    `teacher`, each row has its columns.
 
     Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
     this run's model has token ids, or if ids are damaged.
@@ -234,7 +234,7 @@ def rows_of(
         rows = rows_and_discarded(record)
         if rows and subagents:
             rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
-            for thread in threads_of(record):
+            for thread in walk_threads(record):
                 if _has_same_model(record, thread):
                     thread_columns = {"thread": thread.name, "thread_id": thread.key}
                     rows += [{**row, **thread_columns} for row in rows_and_discarded(thread)]
@@ -245,12 +245,12 @@ def rows_of(
     return rows
 
 
-def threads_of(part: StoredConversation) -> Iterator[InnerRecord]:
+def walk_threads(part: StoredConversation) -> Iterator[InnerRecord]:
     """The conversations of subagents inside a record, at any depth."""
     for inner in part.inner:
         if inner.name not in STAGES | NON_CHAT_CALLS:
             yield inner
-            yield from threads_of(inner)
+            yield from walk_threads(inner)
 
 
 def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
@@ -326,7 +326,7 @@ def _thread_rows(
             "status": record.status,
             "finish_reasons": [turn.finish_reason for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
-            "sampling": [_sampling_of(turn) for turn in segment.turns],
+            "sampling": [_sampling(turn) for turn in segment.turns],
             **(
                 {}
                 if masked is None
@@ -382,7 +382,7 @@ def _round_logprobs(logprobs: list[float] | None) -> list[float] | None:
     return None if logprobs is None else [float(f"{value:.9g}") for value in logprobs]
 
 
-def _sampling_of(turn: StoredTurn) -> dict[str, Any] | None:
+def _sampling(turn: StoredTurn) -> dict[str, Any] | None:
     return None if turn.tokens is None else turn.tokens.sampling
 
 
@@ -439,7 +439,7 @@ class TokenFiles(CandidateFiles):
         if self._masks is not None:
             for row in rows:
                 self._masks.count(row["masked"])
-        threads = [record, *(threads_of(record) if recipe.subagents else ())]
+        threads = [record, *(walk_threads(record) if recipe.subagents else ())]
         self._counts["discarded_replies"] += sum(len(discarded_replies(one)) for one in threads)
         firsts = [row for row in rows if row["segment"] == 0 and not row.get("discarded")]
         for row_split in filter(None, (row["split"] for row in rows)):

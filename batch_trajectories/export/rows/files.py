@@ -101,7 +101,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     for index, entry in enumerate(entries):
         if isinstance(entry, UserMessage):
             if style.reasoning != "field":
-                entries[last_user:index] = map(_without_reasoning, entries[last_user:index])
+                entries[last_user:index] = map(_remove_reasoning, entries[last_user:index])
             last_user = index
             continue
         part = part + 1 if entry.number == before else 1
@@ -123,7 +123,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
         yield apply_style(cut, style)
 
 
-def content_of(conversation: Conversation) -> Hashable:
+def row_content(conversation: Conversation) -> Hashable:
     """The content that a row teaches; equal for rows that differ only in ids and metadata."""
     entries = tuple(map(_content, conversation.entries))
     return conversation.system, tool_names(conversation.tools), entries
@@ -147,7 +147,7 @@ def _trim_newlines(entry: Entry) -> Entry:
     return entry
 
 
-def _without_reasoning(entry: Entry) -> Entry:
+def _remove_reasoning(entry: Entry) -> Entry:
     return msgspec.structs.replace(entry, reasoning="") if isinstance(entry, Turn) else entry
 
 
@@ -371,9 +371,9 @@ class _RowFiles(CandidateFiles):
 
     def _render(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         shown = apply_style(conversation, self._style)
-        return shown, self._row_of(shown)
+        return shown, self._make_row(shown)
 
-    def _row_of(self, shown: Conversation) -> dict[str, Any]:
+    def _make_row(self, shown: Conversation) -> dict[str, Any]:
         row = self._format.row_of(shown, self._style)
         return row if self._fit is None else self._fit.fit_row(row)
 
@@ -403,7 +403,7 @@ class _RowFiles(CandidateFiles):
         new: list[Conversation] = []
         copies = 0
         for cut in cut_by_turn(conversation, self._style):
-            content = content_of(cut)
+            content = row_content(cut)
             if self._without_copies and content in seen:
                 copies += 1
             else:
@@ -413,12 +413,12 @@ class _RowFiles(CandidateFiles):
         error: Rejected | None = None
         for cut in new:
             try:
-                rows.append(self._row_of(cut))
+                rows.append(self._make_row(cut))
             except Rejected as rejected:
                 error = rejected
                 if self._fit is None or rejected.reason not in _TURN_REASONS:
                     # All turns or none: a flaw anywhere rejects the conversation.
-                    seen.difference_update(map(content_of, new))
+                    seen.difference_update(map(row_content, new))
                     raise
         if error is not None and not rows:
             raise error

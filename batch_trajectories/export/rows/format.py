@@ -75,7 +75,7 @@ class Format:
         accepts = self.accepts | (tolerance.accepts & holds)
         return replace(style, tolerance=replace(tolerance, accepts=accepts))
 
-    def columns_with(self, *, lists_tools: bool) -> Mapping[str, str]:
+    def list_columns(self, *, lists_tools: bool) -> Mapping[str, str]:
         """The columns, with tools as text or as a list."""
         if lists_tools and self.has_messages:
             return {**self.columns, "tools": "messages"}

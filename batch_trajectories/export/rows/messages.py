@@ -42,7 +42,7 @@ NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
 ms-swift. Messages without these keys are learnt."""
 
 
-def messages_of(
+def render_messages(
     conversation: Conversation, style: Style, *, marks_loss: bool = False
 ) -> list[dict[str, Any]]:
     """Render a conversation as messages. Raises Rejected if text would be read as structure.

@@ -282,10 +282,10 @@ _GROUP_BATCHES = 16
 class RowTables:
     """Writes rows in groups of Arrow tables."""
 
-    def __init__(self, writer: Any, table_of: Callable[[list[dict[str, Any]]], Any]) -> None:
-        """`table_of` makes a table of rows and may change the rows."""
+    def __init__(self, writer: Any, make_table: Callable[[list[dict[str, Any]]], Any]) -> None:
+        """`make_table` makes a table of rows and may change the rows."""
         self._writer = writer
-        self._table_of = table_of
+        self._make_table = make_table
         self._lines: list[bytes] = []
         self._buffered = 0
         self._tables: list[Any] = []
@@ -307,7 +307,7 @@ class RowTables:
 
     def _end_table(self) -> None:
         if self._lines:
-            self._tables.append(self._table_of(list(map(json.loads, self._lines))))
+            self._tables.append(self._make_table(list(map(json.loads, self._lines))))
         self._lines = []
         self._buffered = 0
 

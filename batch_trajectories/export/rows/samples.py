@@ -15,7 +15,7 @@ from batch_trajectories.export.conversation.style import Style, apply_style
 from batch_trajectories.export.conversation.turns import Conversation, Turn, UserMessage
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
 from batch_trajectories.export.rows.files import Candidate, CandidateFiles, Export
-from batch_trajectories.export.rows.messages import messages_of, tools_column
+from batch_trajectories.export.rows.messages import render_messages, tools_column
 from batch_trajectories.records.checks import judgement_of
 from batch_trajectories.records.record_types import Tools
 
@@ -39,7 +39,7 @@ class Sample:
         return self.conversation.record.id
 
 
-def sample_of(candidate: Candidate, style: Style, *, needs_reward: bool = True) -> Sample:
+def make_sample(candidate: Candidate, style: Style, *, needs_reward: bool = True) -> Sample:
     """Make a sample of a conversation. Raises Rejected if it has no reward but needs one."""
     conversation = apply_style(candidate.parsed, style)
     name = style.reward_name
@@ -49,7 +49,7 @@ def sample_of(candidate: Candidate, style: Style, *, needs_reward: bool = True) 
     if reward is None and needs_reward:
         which = "" if name is None else f": it has no reward named {name!r}"
         raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{which}")
-    messages = messages_of(conversation, style)
+    messages = render_messages(conversation, style)
     own_messages = sum(
         1 + len(entry.results)
         for entry in conversation.entries
@@ -85,7 +85,7 @@ class PreferenceFiles(CandidateFiles):
 
     def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         by_reward = self.export.recipe.preference.by == "reward"
-        self._samples.append(sample_of(candidate, self._style, needs_reward=by_reward))
+        self._samples.append(make_sample(candidate, self._style, needs_reward=by_reward))
         return None
 
     def add(

@@ -264,7 +264,7 @@ class CacheUse:
         if record.api == SCRIPTED:
             return
         models = {turn.model for turn in record.turns}
-        for part in conversations_of(record):
+        for part in walk_conversations(record):
             if not (turns := part.own_turns):
                 continue
             if part is record or all(turn.model in models for turn in turns):
@@ -347,11 +347,11 @@ class CacheUse:
         return self._at.setdefault((endpoint, model), _EndpointUse())
 
 
-def conversations_of(part: StoredConversation) -> Iterator[StoredConversation]:
+def walk_conversations(part: StoredConversation) -> Iterator[StoredConversation]:
     """A conversation and those inside it, at any depth."""
     yield part
     for inner in part.inner:
-        yield from conversations_of(inner)
+        yield from walk_conversations(inner)
 
 
 def missed_turns(record: Record) -> list[int]:
@@ -368,21 +368,21 @@ def missed_turns(record: Record) -> list[int]:
     ]
 
 
-def cached_tokens_of(record: Record) -> int | None:
+def count_cached_tokens(record: Record) -> int | None:
     """The number of input tokens of a record that came from a cache; None if unknown."""
     read = (record.usage or {}).get("cache_read_tokens")
     if read is not None or record.api == SCRIPTED:
         return read
-    usages = [turn.usage for part in conversations_of(record) for turn in part.own_turns]
+    usages = [turn.usage for part in walk_conversations(record) for turn in part.own_turns]
     known = [usage.cache_read_tokens for usage in usages if usage is not None]
     counts = [count for count in known if count is not None]
     is_silence_zero = len(known) == len(usages) and bool(counts) and all(counts)
     return sum(counts) if is_silence_zero else None
 
 
-def cached_share_of(record: Record) -> float | None:
+def compute_cached_share(record: Record) -> float | None:
     """The share of a record's input tokens that came from a cache, 0 to 1; None if unknown."""
-    given, read = (record.usage or {}).get("input_tokens"), cached_tokens_of(record)
+    given, read = (record.usage or {}).get("input_tokens"), count_cached_tokens(record)
     return min(1.0, read / given) if given and read is not None else None
 
 

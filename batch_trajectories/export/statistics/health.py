@@ -140,7 +140,7 @@ class Health:
         if self._has_samples:
             ending = _VARIED if is_completed else f"{record.status}: {record.status_reason}"
             if record.error is not None:
-                ending = _failed(record.error.error_class)
+                ending = _describe_failure(record.error.error_class)
                 self._failed_records[record.prompt_id] += 1
             self._add_ending(record.prompt_id, ending, 1)
         if turns and record.api != SCRIPTED:
@@ -170,12 +170,12 @@ class Health:
         """Check failed attempts, the lines of failures.jsonl, after all records are added."""
         for line in failures:
             if line.get("kind") == "attempt":
-                prompt = self._prompt_of(line["id"])
+                prompt = self._prompt_id(line["id"])
                 if is_known := self._failed_records[prompt] > 0:
                     self._failed_records[prompt] -= 1
-                self._add_ending(prompt, _failed(line["class"]), 1 - is_known)
+                self._add_ending(prompt, _describe_failure(line["class"]), 1 - is_known)
 
-    def _prompt_of(self, task_id: str) -> str:
+    def _prompt_id(self, task_id: str) -> str:
         """The id of a task's prompt, which is the id of its first sample."""
         prompt, _, sample = task_id.rpartition("#s")
         is_sample = sample.isdecimal() and 0 < int(sample) < self._samples
@@ -289,7 +289,7 @@ class Health:
                         self._count("constant_rewards", shown, _is_suspect(rewards, whole))
 
 
-def _failed(error_class: str) -> str:
+def _describe_failure(error_class: str) -> str:
     return f"failed: {error_class}"
 
 

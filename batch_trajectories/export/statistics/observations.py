@@ -7,7 +7,7 @@ from itertools import pairwise
 from batch_trajectories.records.record_types import Record
 
 
-def observation_share_of(record: Record) -> float | None:
+def compute_observation_share(record: Record) -> float | None:
     """The share of observations among all tokens of a conversation, from 0 to 1.
 
     Observations are results of tools and later messages of users. Endpoints do not count them, but

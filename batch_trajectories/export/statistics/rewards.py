@@ -152,9 +152,9 @@ class RewardStatistics:
         return {
             "by_name": {name: self._figures(name) for name in self._all},
             "turns": {
-                name: _spread_of(numbers, "turns") for name, numbers in self._by_turn.items()
+                name: _describe_spread(numbers, "turns") for name, numbers in self._by_turn.items()
             },
-            "pass_at": self._pass_at(),
+            "pass_at": self._pass_rates(),
             **({} if rule is None else {"stopped_at": [rule.passed, rule.failed]}),
             **({"models": models} if models else {}),
         }
@@ -163,18 +163,18 @@ class RewardStatistics:
         return self._prompts.setdefault(hash(prompt_id), len(self._prompts))
 
     def _figures(self, name: str) -> dict[str, Any]:
-        figures = _spread_of(self._all[name], "records")
+        figures = _describe_spread(self._all[name], "records")
         if not self._has_groups:
             return figures
         stds = [std for _, _, std in self._groups[name].summaries() if std is not None]
         return {
             **figures,
             "groups": len(stds),
-            "mean_group_std": _rounded(math.fsum(stds) / len(stds)) if stds else None,
+            "mean_group_std": _round_number(math.fsum(stds) / len(stds)) if stds else None,
             "equal_groups": sum(std == 0.0 for std in stds),
         }
 
-    def _pass_at(self) -> dict[str, float]:
+    def _pass_rates(self) -> dict[str, float]:
         """pass@k in percent by k: the mean over all prompts with at least k judged samples.
 
         For one prompt it is the chance that k of its samples, drawn at random, include one that
@@ -254,12 +254,16 @@ def _add(numbers: dict[str, _Numbers], name: str, series: int, number: float) ->
         numbers.setdefault(name, _Numbers()).add(series, number)
 
 
-def _spread_of(numbers: _Numbers, unit: str) -> dict[str, Any]:
+def _describe_spread(numbers: _Numbers, unit: str) -> dict[str, Any]:
     ((count, mean, std),) = numbers.summaries()
-    return {unit: count, "mean": _rounded(mean), "std": None if std is None else _rounded(std)}
+    return {
+        unit: count,
+        "mean": _round_number(mean),
+        "std": None if std is None else _round_number(std),
+    }
 
 
-def _rounded(number: float) -> float:
+def _round_number(number: float) -> float:
     return float(f"{number:.6g}")
 
 

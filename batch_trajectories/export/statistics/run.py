@@ -23,10 +23,10 @@ from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.statistics import agreement, cache_use
 from batch_trajectories.export.statistics import rewards as reward_statistics
 from batch_trajectories.export.statistics.agreement import Agreement
-from batch_trajectories.export.statistics.cache_use import PriceOf, cached_share_of
+from batch_trajectories.export.statistics.cache_use import PriceOf, compute_cached_share
 from batch_trajectories.export.statistics.counts import Statistics, reason_lines
 from batch_trajectories.export.statistics.health import Health, health_as_text
-from batch_trajectories.export.statistics.observations import observation_share_of
+from batch_trajectories.export.statistics.observations import compute_observation_share
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.checks import Checks, describe, judgement_of
 from batch_trajectories.records.failures import NO_LIMIT, stored_failures
@@ -105,7 +105,7 @@ class RunStatistics:
     def _add_amounts(self, record: Record, authored: AuthoredWork, *, is_kept: bool) -> None:
         usage = record.usage or {}
         turns, calls = authored.turns, record.own_tool_calls
-        cached, observed = cached_share_of(record), observation_share_of(record)
+        cached, observed = compute_cached_share(record), compute_observation_share(record)
         amounts = {
             "turns": len(turns),
             "tool_calls": len(calls),

@@ -36,6 +36,7 @@ from batch_trajectories.export.templates.rendering import (
     ChatTemplate,
     Tokens,
     load_chat,
+    openai_row_files,
     read_rows,
     tools_in,
 )
@@ -181,7 +182,7 @@ def _split_calls(row: TrainerRow) -> Iterator[TrainerRow]:
     yield row._replace(messages=messages, turns=turns)
 
 
-def _with_key(key: str) -> Change:
+def _template_option(key: str) -> Change:
     def change(message: Message) -> Message:
         if "reasoning_content" not in message:
             return message
@@ -213,19 +214,19 @@ def _call_text(row: TrainerRow) -> Iterator[TrainerRow]:
 
     for changed in _change_messages(row, change):
         turns = [
-            turn._replace(reasoning=_reasoning_of(changed.messages[turn.at]))
+            turn._replace(reasoning=_find_reasoning(changed.messages[turn.at]))
             for turn in changed.turns
         ]
         yield changed._replace(turns=turns)
 
 
-def _reasoning_of(message: Message) -> str:
+def _find_reasoning(message: Message) -> str:
     return next((message[key] for key in _REASONING if message.get(key)), "")
 
 
 def _empty_think(row: TrainerRow) -> Iterator[TrainerRow]:
     def change(message: Message) -> Message:
-        if message["role"] != "assistant" or _reasoning_of(message):
+        if message["role"] != "assistant" or _find_reasoning(message):
             return message
         text = message["content"]
         return message if "<think>" in text else {**message, "content": EMPTY_THINK + text}
@@ -239,12 +240,12 @@ def _since_user(row: TrainerRow) -> Iterator[TrainerRow]:
     for begin, end in zip(asked, [*asked[1:], len(row.messages)], strict=True):
         turns = [turn for turn in row.turns if begin < turn.at < end]
         if turns:
-            earlier = [_without_reasoning(message) for message in row.messages[:begin]]
+            earlier = [_remove_reasoning(message) for message in row.messages[:begin]]
             last = turns[-1].at + 1
             yield row._replace(messages=[*earlier, *row.messages[begin:last]], turns=turns)
 
 
-def _without_reasoning(message: Message) -> Message:
+def _remove_reasoning(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in _REASONING}
 
 
@@ -264,8 +265,8 @@ _FORMS: Mapping[str, Change] = {
 }
 _INLINE = "--reasoning inline"
 _KEYS: Mapping[str, Change] = {
-    "--reasoning_key thinking": _with_key("thinking"),
-    "--reasoning_key reasoning": _with_key("reasoning"),
+    "--reasoning_key thinking": _template_option("thinking"),
+    "--reasoning_key reasoning": _template_option("reasoning"),
     _INLINE: _inline,
 }
 _CUTS: Mapping[str, Change] = {
@@ -343,20 +344,15 @@ def judge_templates(
     - `runs`: of a mix, the rows of each run, and those in which nothing differs (`same`)
     - `failed`: why the template could not be judged; then there is no other key but `is_proved`
     """
-    total = sum(
-        file["rows"]
-        for part in manifest["formats"]
-        if part["format"] == "openai"
-        for file in part["files"]
-        if file["path"].endswith(".jsonl")
-    )
+    total = sum(file["rows"] for file in openai_row_files(manifest))
     with LongWork("parity", total=total * len(templates)) as work:
         return [
-            _judged(directory, manifest, one, max_length=max_length, work=work) for one in templates
+            _judge_template(directory, manifest, one, max_length=max_length, work=work)
+            for one in templates
         ]
 
 
-def _judged(
+def _judge_template(
     directory: Path,
     manifest: Mapping[str, Any],
     template: ChatTemplate,

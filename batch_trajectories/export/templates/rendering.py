@@ -100,11 +100,11 @@ def load_chat(path: Path) -> Chat:
 
 def tools_in(row: Mapping[str, Any]) -> Any:
     """The tools of a row of `openai`, which holds them as text unless a recipe says otherwise."""
-    return _parsed(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+    return _parse_arguments(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
 
 
 @lru_cache(maxsize=8)
-def _parsed(tools: str) -> Any:
+def _parse_arguments(tools: str) -> Any:
     return json.loads(tools)
 
 
@@ -230,15 +230,18 @@ def _to_json(
     )
 
 
+def openai_row_files(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The entries of a manifest for the JSON Lines files of the format openai."""
+    for part in manifest["formats"]:
+        if part["format"] == "openai":
+            for file in part["files"]:
+                if file["path"].endswith(".jsonl"):
+                    yield file
+
+
 def read_rows(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The written rows of the format openai. Raises `ConfigError` without any."""
-    files = [
-        file["path"]
-        for part in manifest["formats"]
-        if part["format"] == "openai"
-        for file in part["files"]
-        if file["path"].endswith(".jsonl")
-    ]
+    files = [file["path"] for file in openai_row_files(manifest)]
     if not files:
         raise ConfigError(
             "--render and --parity read rows of the format openai, and none were written"

@@ -13,7 +13,7 @@ import msgspec
 
 from agent.messages.message import Message, Usage
 from agent.models.parsing import make_call
-from agent.wires.lines import SUBAGENT
+from agent.wires.agent_conversations import SUBAGENT
 from agent.wires.reading import make_message
 from agent.wires.wire import WireError
 from batch_trajectories.importing.conversation import (

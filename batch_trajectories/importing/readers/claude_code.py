@@ -17,14 +17,14 @@ from agent.models.dialects.anthropic_messages import usage_in
 from agent.models.endpoint_words import find_ending
 from agent.models.parsing import get_object, text_or_none
 from agent.models.usage import NOTHING_USED
-from agent.wires.lines import BEFORE_COMPACTION, SUBAGENT
+from agent.wires.agent_conversations import BEFORE_COMPACTION, SUBAGENT
 from batch_trajectories.basics import exact_json
 from batch_trajectories.importing.claude_code_fields import (
     LOCAL_COMMAND,
     REPLY_PARTS,
     check_user_content,
     prepare_lines,
-    queued_in,
+    read_queued,
 )
 from batch_trajectories.importing.conversation import (
     Dialogue,
@@ -114,7 +114,7 @@ def _find_kept(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
 
 def _has_messages(rows: Sequence[SourceRow]) -> bool:
     return any(
-        isinstance(row.content.get("message"), dict) or queued_in(row.content) for row in rows
+        isinstance(row.content.get("message"), dict) or read_queued(row.content) for row in rows
     )
 
 
@@ -138,9 +138,9 @@ def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
     for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
         try:
             is_beside = file.parent == path.parent
-            if is_beside and _session_of(_lines_of(file)) != path.stem:
+            if is_beside and _find_session(_read_lines(file)) != path.stem:
                 continue
-            yield _conversation(prepare_lines([*_lines_of(file)]), _Kept())
+            yield _conversation(prepare_lines([*_read_lines(file)]), _Kept())
         except Unreadable as error:
             place = "" if error.line is None else f"{file.name}:{error.line}: "
             problems.append(Unreadable(f"{place}{error}; the whole subagent is left out"))
@@ -148,7 +148,7 @@ def _subagents(path: Path, problems: list[Unreadable]) -> Iterator[Dialogue]:
             problems.append(Unreadable(f"{file.name}: {error.strerror}"))
 
 
-def _lines_of(file: Path) -> Iterator[SourceRow]:
+def _read_lines(file: Path) -> Iterator[SourceRow]:
     """Read the objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -163,7 +163,7 @@ def _lines_of(file: Path) -> Iterator[SourceRow]:
             yield SourceRow(number, content)
 
 
-def _session_of(rows: Iterable[SourceRow]) -> str | None:
+def _find_session(rows: Iterable[SourceRow]) -> str | None:
     """Return the session that the first line with one names; None without one."""
     ids = (text_or_none(row.content.get("sessionId")) for row in rows)
     return next((id for id in ids if id is not None), None)
@@ -174,7 +174,7 @@ def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
     if path.parent.name == "subagents":
         session = path.parent.parent
     elif path.stem.startswith("agent-"):
-        session = path.with_name(_session_of(first) or "")
+        session = path.with_name(_find_session(first) or "")
     else:
         return False
     return session.with_name(f"{session.name}.jsonl").exists()
@@ -202,7 +202,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
             if is_shown:
                 content = message.get("content")
                 check_user_content(content, row.number)
-                if _text_of(content).startswith(_INTERRUPTED):
+                if _first_text(content).startswith(_INTERRUPTED):
                     _mark_cut(items, blocks, replies, is_retried=False)
                 item = {"role": "user", "content": content}
                 items.append((row.number, "message", item))
@@ -217,7 +217,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
             if not isinstance(content, list):
                 raise Unreadable("message.content: it must be a list of objects", row.number)
             check_parts(content, REPLY_PARTS, "message.content", row.number)
-            if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
+            if is_own and (row.content.get("isApiErrorMessage") or not _first_text(content)):
                 continue
             if id not in blocks:
                 blocks[id] = []
@@ -240,7 +240,7 @@ def _user_text_in(line: Mapping[str, Any]) -> Any:
     """Return the text of a line that is no message but is sent as one of the user; else None."""
     if line.get("type") == "system" and line.get("subtype") == LOCAL_COMMAND:
         return line["content"]
-    return queued_in(line)
+    return read_queued(line)
 
 
 def _insert_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
@@ -276,7 +276,7 @@ def _is_own(line: Mapping[str, Any]) -> bool:
     return bool(line.get("isApiErrorMessage")) or line["message"].get("model") == _NO_MODEL
 
 
-def _text_of(content: Any) -> str:
+def _first_text(content: Any) -> str:
     """Return the first text of a message; "" without one."""
     if isinstance(content, str):
         return content
@@ -323,7 +323,7 @@ def _add_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Itera
     } - {None}
     is_taken = False
     for row, on in zip(rows, is_led, strict=True):
-        if "uuid" not in row.content and queued_in(row.content):
+        if "uuid" not in row.content and read_queued(row.content):
             if is_taken:  # one that only the queue has follows the line before it
                 yield row
             continue

@@ -16,7 +16,7 @@ from typing import Any
 
 from agent.models.parsing import get_object, text_or_none
 from agent.models.usage import count_or_none
-from agent.wires.lines import BEFORE_COMPACTION
+from agent.wires.agent_conversations import BEFORE_COMPACTION
 from agent.wires.openai_responses import is_assistants
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among
@@ -44,7 +44,7 @@ class _Reply:
 
     facts: dict[str, Any]
     """The keys of a record's turn."""
-    read: int | None
+    last_read_item: int | None
     """The number of the last item that the model had read; None if unknown."""
     items: list[dict[str, Any]] = field(default_factory=list)
     is_cut: bool = False
@@ -55,6 +55,7 @@ class _Context:
     """The items of one context of the model, until a compaction."""
 
     items: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """The items, each with the number of its line."""
     replies: list[_Reply] = field(default_factory=list)
     has_ended: bool = True
     """Whether the last reply has ended, so that the next item of the model begins another."""
@@ -73,7 +74,7 @@ class _Context:
             self.has_ended = True
             return
         read = count_or_none(get_object(row.content, "metadata").get("sampled_through_sequence"))
-        if self.has_ended or read != self.replies[-1].read:
+        if self.has_ended or read != self.replies[-1].last_read_item:
             self.replies.append(_Reply({"model": model, "started_at": row.time()}, read))
             self.has_ended = False
         self.replies[-1].items.append(plain)
@@ -84,13 +85,13 @@ class _Context:
         # message.
         whole: list[_Reply] = []
         for reply in self.replies:
-            is_cut = reply.read is not None and "response_id" not in reply.facts
+            is_cut = reply.last_read_item is not None and "response_id" not in reply.facts
             if is_cut and all(item.get("type") == "reasoning" for item in reply.items):
                 gone = {id(item) for item in reply.items}
                 self.items = [one for one in self.items if id(one[1]) not in gone]
                 continue
             reply.is_cut = is_cut
-            if whole and whole[-1].is_cut and self._is_next(whole[-1], reply):
+            if whole and whole[-1].is_cut and self._are_adjacent(whole[-1], reply):
                 del whole[-1]
                 reply.is_cut = True
             whole.append(reply)
@@ -102,21 +103,21 @@ class _Context:
         Calls at the end of the session may still run and get none.
         """
         answered = {item.get("call_id") for _, item in self.items if not is_assistants(item)}
-        placed: list[tuple[int, dict[str, Any]]] = []
-        ended: list[tuple[int, dict[str, Any]]] = []
+        items: list[tuple[int, dict[str, Any]]] = []
+        aborted: list[tuple[int, dict[str, Any]]] = []
         for line, item in self.items:
             if not is_assistants(item):
-                placed += ended
-                ended = []
-            placed.append((line, item))
+                items += aborted
+                aborted = []
+            items.append((line, item))
             id, kind = item.get("call_id"), str(item.get("type"))
             if is_assistants(item) and id is not None and id not in answered:
                 kind = "custom_tool_call" if kind == "custom_tool_call" else "function_call"
                 output = {"type": f"{kind}_output", "call_id": id, "output": _ABORTED_RESULT}
-                ended.append((line, output))
-        self.items = placed
+                aborted.append((line, output))
+        self.items = items
 
-    def _is_next(self, one: _Reply, other: _Reply) -> bool:
+    def _are_adjacent(self, one: _Reply, other: _Reply) -> bool:
         """Whether nothing came between two replies."""
         ids = [id(item) for _, item in self.items]
         return ids.index(id(one.items[-1])) + 1 == ids.index(id(other.items[0]))
@@ -146,12 +147,12 @@ class _Context:
         )
 
 
-def _read(path: Path, rows: Sequence[SourceRow]) -> SourceConversation:
-    parts = [_Context()]
+def _read_session(path: Path, rows: Sequence[SourceRow]) -> SourceConversation:
+    contexts = [_Context()]
     meta: Mapping[str, Any] = {}
     model: str | None = None
     total: Any = None
-    thoughts = _thoughts_of_events(rows)
+    thoughts = _find_event_thoughts(rows)
     for row in rows:
         kind, payload = _kind_and_payload(row)
         if thought := thoughts.get(row.number):
@@ -162,48 +163,61 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> SourceConversation:
             case "turn_context":
                 model = payload.get("model") or model
             case "response_item":
-                parts[-1].add(row, payload, "payload", model)
+                contexts[-1].add(row, payload, "payload", model)
             case "compacted":
-                parts.append(_begin_context(row, payload))
+                contexts.append(_begin_context(row, payload))
             case "token_usage_record":
-                if not parts[-1].replies:
+                if not contexts[-1].replies:
                     continue
-                facts = parts[-1].replies[-1].facts
+                facts = contexts[-1].replies[-1].facts
                 facts["response_id"] = text_or_none(payload.get("response_id"))
                 _add_usage(facts, get_object(payload, "usage"))
-                parts[-1].has_ended = True
+                contexts[-1].has_ended = True
             case "event_msg":
                 check_event(payload, row.number)
                 info = get_object(payload, "info")
                 before, total = total, info.get("total_token_usage")
-                if parts[-1].replies and (total is None or total != before):  # else no call is new
-                    _add_usage(parts[-1].replies[-1].facts, get_object(info, "last_token_usage"))
+                is_new_call = total is None or total != before
+                if contexts[-1].replies and is_new_call:
+                    _add_usage(contexts[-1].replies[-1].facts, get_object(info, "last_token_usage"))
             case _ if kind not in ASIDE:
                 try:
                     refuse_unknown(row.content, _LINE_KEYS, "", row.number, only_text=True)
                 except Unreadable as error:
                     what = f"type: {kind!r} is unknown"
                     raise Unreadable(f"{what}, and the line has {error}", row.number) from None
-    if any("response_id" in reply.facts for part in parts for reply in part.replies):
-        for part in parts:
-            part.mark_cut_replies()
-    for part in parts:
-        part.answer_calls()
-    instructions = get_object(meta, "base_instructions").get("text") or meta.get("instructions")
-    *before, last = [part.conversation(instructions) for part in parts if part.items] or [
-        Dialogue([], [])
-    ]
-    for n, one in enumerate(before, start=1):
-        one.key, one.name = f"thread#{n}", BEFORE_COMPACTION
-    last.inner = before
     version = meta.get("cli_version")
     return SourceConversation(
-        last,
+        _join_contexts(
+            contexts, get_object(meta, "base_instructions").get("text") or meta.get("instructions")
+        ),
         _API,
         id=str(meta.get("id") or path.stem),
         columns={"cwd": str(meta["cwd"])} if "cwd" in meta else {},
         agent={"name": "codex", "version": None if version is None else str(version)},
     )
+
+
+def _join_contexts(contexts: Sequence[_Context], instructions: str | None) -> Dialogue:
+    """Make the conversation of the last context, with those before it inside.
+
+    Raises `Unreadable`.
+    """
+    # Sessions of older versions have no records of usage, by which a whole reply is recognized.
+    if any("response_id" in reply.facts for context in contexts for reply in context.replies):
+        for context in contexts:
+            context.mark_cut_replies()
+    for context in contexts:
+        context.answer_calls()
+    dialogues = [context.conversation(instructions) for context in contexts if context.items]
+    if not dialogues:
+        return Dialogue([], [])
+    *before, last = dialogues
+    for n, dialogue in enumerate(before, start=1):
+        dialogue.key = f"thread#{n}"
+        dialogue.name = BEFORE_COMPACTION
+    last.inner = before
+    return last
 
 
 def _kind_and_payload(row: SourceRow) -> tuple[str, Mapping[str, Any]]:
@@ -221,7 +235,7 @@ def _kind_and_payload(row: SourceRow) -> tuple[str, Mapping[str, Any]]:
     return kind, row.content
 
 
-def _thoughts_of_events(rows: Sequence[SourceRow]) -> dict[int, str]:
+def _find_event_thoughts(rows: Sequence[SourceRow]) -> dict[int, str]:
     """Find the reasoning that only events have, by the line of the item that lacks it.
 
     Raises `Unreadable` if events and items do not correspond.
@@ -282,4 +296,4 @@ def _is_session(row: Mapping[str, Any]) -> bool:
     return row.get("type") == "session_meta" or {"id", "timestamp", "instructions"} <= row.keys()
 
 
-READER = Reader(_is_session, session=_read)
+READER = Reader(_is_session, session=_read_session)

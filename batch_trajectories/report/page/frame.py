@@ -19,7 +19,7 @@ MAIN = ("main.js",)
 """Joined in this order with the source of a kind of page before `MAIN`, they are one module."""
 
 
-def framed(parts: Mapping[str, bytes]) -> bytes:
+def frame_page(parts: Mapping[str, bytes]) -> bytes:
     """The page with these parts in their places; a place without a part is empty."""
     pieces = read_part("page.html").encode().split(b"@@")
     return b"".join(

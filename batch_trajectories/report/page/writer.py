@@ -28,7 +28,7 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Conversation, Turn, compute_once
-from batch_trajectories.export.formats.hermes import turns_of
+from batch_trajectories.export.formats.hermes import make_turns
 from batch_trajectories.export.statistics.health import Health, problems_in
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.export.training_files import route_record, run_style
@@ -43,7 +43,7 @@ from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 from batch_trajectories.records.reader import RecordPart, process_records
 from batch_trajectories.records.record_types import Record, Tools
 from batch_trajectories.report.facts import row_of
-from batch_trajectories.report.page.frame import framed, joined, read_part
+from batch_trajectories.report.page.frame import frame_page, joined, read_part
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import StoppingRule
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def task_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of the table for a line of tasks.jsonl; steps are its `tools`, as in `row_of`."""
+    """The row of the table for a line of tasks.jsonl; its steps are the `tools` of the row."""
     done = Counter(part["step"] for part in line["steps"])
     against = Counter(part["step"] for part in line["steps"] if shows_defect(part))
     return {
@@ -114,7 +114,7 @@ class Pieces:
         `first` is the number of the first record; more than `inline_bytes` goes to files.
         """
         self._directory = directory
-        self._temporary = temporary_of(directory)
+        self._temporary = temporary_directory(directory)
         self._report_id = report_id
         self._inline_bytes = inline_bytes
         self._is_inline = True
@@ -146,7 +146,7 @@ class Pieces:
         if not self._is_inline:
             self._write_records()
             self._write_rows()
-        rows, records = _listed(self._rows), _listed(self._records)
+        rows, records = _write_list(self._rows), _write_list(self._records)
         return Collected(rows, records, self._row_pieces, self._rows_file)
 
     def _write_records(self) -> None:
@@ -165,7 +165,7 @@ class Pieces:
     def _write(self, path: Path, kind: str, number: int, items: list[bytes]) -> None:
         # As a string to parse: in a JavaScript literal, a key __proto__ would not be data. A raw
         # string ends at a backtick and begins a value at ${, which JSON has only inside strings.
-        json = _listed(items).replace(b"`", b"\\u0060").replace(b"$", b"\\u0024")
+        json = _write_list(items).replace(b"`", b"\\u0060").replace(b"$", b"\\u0024")
         head = f'reportData("{self._report_id}", "{kind}", {number}, String.raw`'
         call = b"".join((head.encode(), json, b"`);\n"))
         if path.exists():
@@ -176,7 +176,7 @@ class Pieces:
             file.write(call)
 
 
-def temporary_of(directory: Path) -> Path:
+def temporary_directory(directory: Path) -> Path:
     """Where files are until they are put into `directory`."""
     return directory.with_name(f"{directory.name}.part")
 
@@ -196,7 +196,7 @@ def put_in_place(directory: Path, parts: Sequence[Collected]) -> None:
             other.unlink()
     make_directory(directory)
     first.rename(first.with_name("rows.js"))
-    for path in temporary_of(directory).iterdir():
+    for path in temporary_directory(directory).iterdir():
         path.replace(directory / path.name)
 
 
@@ -209,7 +209,7 @@ def remove_files(directory: Path) -> None:
         directory.rmdir()
 
 
-def _listed(items: list[bytes]) -> bytes:
+def _write_list(items: list[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
@@ -271,7 +271,7 @@ def write_report(
     is_audit = bool(run["config"].get("audit"))
     about = cache(partial(_about, stored))
     try:
-        shutil.rmtree(temporary_of(directory), ignore_errors=True)
+        shutil.rmtree(temporary_directory(directory), ignore_errors=True)
         if is_audit:
             parts = [collect_tasks()]
         else:
@@ -284,7 +284,7 @@ def write_report(
             "or give another place by --output"
         ) from error
     finally:
-        shutil.rmtree(temporary_of(directory), ignore_errors=True)
+        shutil.rmtree(temporary_directory(directory), ignore_errors=True)
     for part in others:
         whole.merge(part)
     whole.health.add_failures(stored_failures(stored.path))
@@ -502,7 +502,7 @@ def training_form(
 
 def _shown(conversation: Conversation, style: Style) -> dict[str, Any]:
     """`system` (the text), `turns` and `given`."""
-    system, *turns = turns_of(conversation, style)
+    system, *turns = make_turns(conversation, style)
     shown = [(speaker := turn["from"], turn["value"], speaker == "gpt") for turn in turns]
     given = 0
     if conversation.has_other_authors:
@@ -537,9 +537,9 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
     )
     policy_element = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     data = {
-        "meta-data": embedded(exact_json.dumps(meta)),
-        "rows-data": embedded(rows),
-        "records-data": embedded(records),
+        "meta-data": embed_json(exact_json.dumps(meta)),
+        "rows-data": embed_json(rows),
+        "records-data": embed_json(records),
     }
     scripts = [
         b'<script type="application/json" id="%s">%s</script>\n' % (name.encode(), content)
@@ -553,10 +553,10 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
         "STYLE": f"<style>{style}</style>".encode(),
         "SCRIPTS": b"".join(scripts) + f'<script type="module">{script}</script>'.encode(),
     }
-    return framed(parts)
+    return frame_page(parts)
 
 
-def embedded(json: bytes) -> bytes:
+def embed_json(json: bytes) -> bytes:
     """JSON for use inside a script element: without `<` it cannot end the element."""
     return json.replace(b"<", b"\\u003c")
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_trajectories.view.index.filters import COMPUTED
-from batch_trajectories.view.index.table import POOL, Masks, Table, count_of
+from batch_trajectories.view.index.table import POOL, Masks, Table, count_selected
 
 _STEPS = 24
 _TIMES = 48
@@ -63,11 +63,11 @@ _USUAL = {"turns": [0, 1], "reward": [0, 1]}
 """Values of optional columns that are not worth a column; of the others it is 0."""
 
 
-def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
+def make_charts(table: Table, masks: Masks) -> dict[str, Any]:
     """See the API's `charts`; JSON-ready."""
     columns = table.columns(masks, _NEEDED)
 
-    def histogram_of(name: str) -> dict[str, Any]:
+    def make_histogram(name: str) -> dict[str, Any]:
         return histogram(columns[name], is_whole=name == "turns", passed=columns["passed"])
 
     turns, reasoned, passed = columns["turns"], columns["reasoned"], columns["passed"]
@@ -76,35 +76,35 @@ def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
     none_reasoned = pc.and_(has_turns, pc.equal(reasoned, 0))
     some = _count(has_turns) - _count(all_reasoned) - _count(none_reasoned)
     return {
-        "count": count_of(masks),
+        "count": count_selected(masks),
         "completed": _count(pc.equal(columns["status"], "completed")),
         "passed": _count(passed),
         "not_passed": _count(pc.invert(passed)),
         "unjudged": columns["reward"].null_count,
         "sums": {name: pc.sum(columns[name]).as_py() or 0 for name in _SUMMED},
         "known": {name: len(columns[name]) - columns[name].null_count for name in _KNOWN},
-        "statuses": counts_of(columns["status"]),
-        "models": counts_of(columns["model"]),
+        "statuses": count_values(columns["status"]),
+        "models": count_values(columns["model"]),
         "tools": _tools(columns),
-        "failures": _summed(columns["failure_kinds"], columns["failure_calls"]),
-        "flags": counts_of(pc.list_flatten(columns["flags"])),
+        "failures": _sum_counts(columns["failure_kinds"], columns["failure_calls"]),
+        "flags": count_values(pc.list_flatten(columns["flags"])),
         "reasoning": {"all": _count(all_reasoned), "some": some, "none": _count(none_reasoned)},
         "over_time": _over_time(columns["finished_at"], columns["passed"]),
-        "histograms": dict(zip(_HISTOGRAMS, POOL.map(histogram_of, _HISTOGRAMS), strict=True)),
+        "histograms": dict(zip(_HISTOGRAMS, POOL.map(make_histogram, _HISTOGRAMS), strict=True)),
     }
 
 
-def choices_of(table: Table) -> dict[str, list[list[Any]]]:
+def list_choices(table: Table) -> dict[str, list[list[Any]]]:
     """What the rows of the whole run can be filtered by, with counts, most frequent first."""
     masks = table.counting
     names = ("status", "model", "error", "exported", "tool_names", "flags")
     columns = table.columns(masks, names)
     optional = table.columns(masks, _OPTIONAL)
-    computed = [[name, count_of(table.select(choice))] for name, choice in COMPUTED.items()]
-    flags = [*computed, *counts_of(pc.list_flatten(columns["flags"]))]
+    computed = [[name, count_selected(table.select(choice))] for name, choice in COMPUTED.items()]
+    flags = [*computed, *count_values(pc.list_flatten(columns["flags"]))]
     return {
-        **{name: counts_of(columns[name]) for name in ("status", "model", "error", "exported")},
-        "tool": counts_of(pc.list_flatten(columns["tool_names"])),
+        **{name: count_values(columns[name]) for name in ("status", "model", "error", "exported")},
+        "tool": count_values(pc.list_flatten(columns["tool_names"])),
         "ended": pc.max(table.columns(masks, ["finished_at"])["finished_at"]).as_py(),
         "has": [name for name, column in optional.items() if _has_any(name, column)],
         "flag": sorted((flag for flag in flags if flag[1]), key=lambda flag: -flag[1]),
@@ -119,7 +119,7 @@ def _has_any(name: str, column: pa.ChunkedArray) -> bool:
     return bool(pc.any(pc.invert(pc.is_in(column.drop_null(), value_set=usual))).as_py())
 
 
-def counts_of(column: pa.ChunkedArray) -> list[list[Any]]:
+def count_values(column: pa.ChunkedArray) -> list[list[Any]]:
     """Known values and how often they are there, most frequent first."""
     counts = pc.value_counts(column)
     pairs = zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)
@@ -143,7 +143,7 @@ def _tools(columns: dict[str, pa.ChunkedArray]) -> list[list[Any]]:
     return sorted(map(list, rows), key=lambda tool: (-tool[1], tool[0]))
 
 
-def _summed(names: pa.ChunkedArray, numbers: pa.ChunkedArray) -> list[list[Any]]:
+def _sum_counts(names: pa.ChunkedArray, numbers: pa.ChunkedArray) -> list[list[Any]]:
     lists = {"name": pc.list_flatten(names), "number": pc.list_flatten(numbers)}
     summed = pa.table(lists).group_by("name").aggregate([("number", "sum")])
     rows = zip(summed["name"].to_pylist(), summed["number_sum"].to_pylist(), strict=True)
@@ -173,7 +173,7 @@ def _heights_by_verdict(
 
 def _heights(steps: pa.ChunkedArray, number: int) -> list[int]:
     heights = [0] * number
-    for step, count in counts_of(steps.cast(pa.int64())):
+    for step, count in count_values(steps.cast(pa.int64())):
         heights[min(number - 1, max(0, step))] += count
     return heights
 

@@ -88,7 +88,7 @@ class LinePlace(NamedTuple):
     scores: Sequence[int] = ()
 
 
-def values_of(record: Record, place: LinePlace, style: Style) -> dict[str, Any]:
+def column_values(record: Record, place: LinePlace, style: Style) -> dict[str, Any]:
     """The columns of one record."""
     own = AuthoredWork(record)
     form = training_form(record, own, style=style, key_of=len)
@@ -113,7 +113,7 @@ def values_of(record: Record, place: LinePlace, style: Style) -> dict[str, Any]:
     }
 
 
-def batch_of(values: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+def make_batch(values: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
     """The columns of some records."""
     arrays = [
         pa.array([_storable(one[field.name], field.type) for one in values], field.type)
@@ -122,7 +122,7 @@ def batch_of(values: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 
-def rows_of(batch: pa.RecordBatch, places: Iterable[int]) -> list[dict[str, Any]]:
+def make_rows(batch: pa.RecordBatch, places: Iterable[int]) -> list[dict[str, Any]]:
     """The rows of a batch at these places, in their order, as the page shows them."""
     some = batch.select(_SHOWN).take(pa.array(places, pa.int64())).to_pylist()
     return [_row(one) for one in some]

@@ -40,7 +40,7 @@ class _Part:
 def make_facts(run_dir: Path, cache: Path) -> None:
     """Read the whole run and write its facts. Raises `RunError` and `OSError`."""
     began = time.monotonic()
-    state = state_of(run_dir)
+    state = source_state(run_dir)
     stored = StoredRun(run_dir)
     config = stored.identity["config"]
     samples, rule = config["num_samples"], stored.rule
@@ -79,7 +79,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
     replace_file(cache / NAME, orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))
 
 
-def state_of(run_dir: Path) -> list[list[int]]:
+def source_state(run_dir: Path) -> list[list[int]]:
     """Changes when the facts do."""
     found = []
     for name in (
@@ -103,4 +103,4 @@ def read_facts(cache: Path, run_dir: Path) -> tuple[dict[str, Any] | None, bool]
     if made is None or not {"state", "took_s", "facts"} <= made.keys():
         return None, True
     age = time.time() - made["facts"]["as_of"]["at"]
-    return made["facts"], made["state"] != state_of(run_dir) and age > _WAITS * made["took_s"]
+    return made["facts"], made["state"] != source_state(run_dir) and age > _WAITS * made["took_s"]

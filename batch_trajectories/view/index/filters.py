@@ -111,7 +111,7 @@ def read_filters(query: MultiMapping[str]) -> RowFilters:
     filters.source = tuple(pair for pair in filters.source if pair[0] in KNOWN)
     for name in _CATEGORIES:
         if wanted := _given(query, name):
-            filters.choices.append(_one_of(name, wanted))
+            filters.choices.append(_choose_values(name, wanted))
     if tools := _given(query, "tool"):
         filters.choices.append(_in_list("tool_names", tools))
     for flag in _given(query, "flag"):
@@ -120,7 +120,7 @@ def read_filters(query: MultiMapping[str]) -> RowFilters:
     if strange := set(filters.labels) - set(LABELS):
         raise BadFilter(f"label={strange.pop()}: must be one of {', '.join(LABELS)}")
     if passed := query.get("passed"):
-        filters.choices.append(_passed(passed))
+        filters.choices.append(_choose_passed(passed))
     for name, compare in (("reward_min", pc.greater_equal), ("reward_max", pc.less_equal)):
         if given := query.get(name):
             limit = _number(name, given)
@@ -132,7 +132,7 @@ def read_filters(query: MultiMapping[str]) -> RowFilters:
     for condition in _given(query, "where"):
         filters.choices.append(_where(condition))
     if ids := _given(query, "ids"):
-        filters.choices.append(_one_of("id", ids))
+        filters.choices.append(_choose_values("id", ids))
     return filters
 
 
@@ -147,7 +147,7 @@ def in_offsets(offsets: pa.Array) -> Choice:
     return lambda batch: pc.is_in(batch.column("offset"), value_set=offsets)
 
 
-def inverted(choice: Choice) -> Choice:
+def invert_choice(choice: Choice) -> Choice:
     """The other rows."""
     return lambda batch: pc.invert(choice(batch))
 
@@ -168,7 +168,7 @@ def _given(query: MultiMapping[str], name: str) -> list[str]:
     return [value for value in query.getall(name, []) if value]
 
 
-def _one_of(column: str, values: Sequence[str]) -> Choice:
+def _choose_values(column: str, values: Sequence[str]) -> Choice:
     if len(values) == 1:
         return _compares(column, pc.equal, values[0])
     wanted = pa.array(values, pa.string())
@@ -189,7 +189,7 @@ def _in_list(column: str, names: Sequence[str]) -> Choice:
     return chooses
 
 
-def _passed(given: str) -> Choice:
+def _choose_passed(given: str) -> Choice:
     if given == "none":
         return lambda batch: pc.is_null(batch.column("passed"))
     if given not in ("true", "false"):

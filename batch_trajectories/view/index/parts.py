@@ -29,7 +29,13 @@ from batch_trajectories.records.names import RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import decode_record
 from batch_trajectories.records.records import lines_from
 from batch_trajectories.records.scores import Scores
-from batch_trajectories.view.index.columns import FORMAT, SCHEMA, LinePlace, batch_of, values_of
+from batch_trajectories.view.index.columns import (
+    FORMAT,
+    SCHEMA,
+    LinePlace,
+    column_values,
+    make_batch,
+)
 
 RANGE_BYTES = 8 << 20
 """Of records.jsonl in one part of a new index."""
@@ -87,7 +93,7 @@ def cache_of(run_dir: Path) -> Path:
 
     Below the user's cache, or the directory for temporary files where that cannot be written.
     """
-    for directory in _caches_of(run_dir):
+    for directory in _possible_caches(run_dir):
         try:
             make_directory(directory, is_inside=False, parents=True)
             if directory.parent.parent.stat().st_uid != os.geteuid():
@@ -98,13 +104,13 @@ def cache_of(run_dir: Path) -> Path:
     raise OSError(f"no cache directory and no {gettempdir()} can be written; set XDG_CACHE_HOME")
 
 
-def known_cache_of(run_dir: Path) -> Path | None:
+def find_cache(run_dir: Path) -> Path | None:
     """The directory with the indexes of a run; None if there is none."""
-    found = next((path for path in _caches_of(run_dir) if path.is_dir()), None)
+    found = next((path for path in _possible_caches(run_dir) if path.is_dir()), None)
     return found if found is None or found.stat().st_uid == os.geteuid() else None
 
 
-def _caches_of(run_dir: Path) -> list[Path]:
+def _possible_caches(run_dir: Path) -> list[Path]:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
     temporary = Path(gettempdir()) / f"batch-trajectories-{os.geteuid()}"
@@ -143,7 +149,7 @@ def missing_in(parts: Sequence[IndexPart], size: int) -> list[tuple[int, int]]:
     return [*gaps, (at, size)] if size > at else gaps
 
 
-def ranges_of(
+def split_ranges(
     records: Path, gaps: Sequence[tuple[int, int]], size: int = RANGE_BYTES
 ) -> list[tuple[int, int]]:
     """Gaps cut at the ends of lines, into ranges of about `size`; torn ends are left out."""
@@ -152,7 +158,7 @@ def ranges_of(
         for begin, end in gaps:
             while begin < end:
                 cut = min(begin + size, end)
-                stop = _after_line(file.fileno(), cut, end)
+                stop = _find_line_end(file.fileno(), cut, end)
                 if stop is None or stop <= begin:
                     break
                 ranges.append((begin, stop))
@@ -160,7 +166,7 @@ def ranges_of(
     return ranges
 
 
-def _after_line(fd: int, at: int, end: int) -> int | None:
+def _find_line_end(fd: int, at: int, end: int) -> int | None:
     """The end of the line that the byte before `at` is in; None without a newline up to `end`."""
     place = at - 1
     while place < end:
@@ -190,7 +196,7 @@ def extend(run_dir: Path, cache: Path, origin: Origin, *, upto: int | None = Non
     with lock_directory(directory, f"{directory}: another process makes this index"):
         records = run_dir / RECORDS_FILE
         size = records.stat().st_size if upto is None else upto
-        ranges = ranges_of(records, missing_in(parts_in(directory), size))
+        ranges = split_ranges(records, missing_in(parts_in(directory), size))
         maker = _RowsMaker(run_dir, directory, origin)
 
         def do(some: Sequence[tuple[int, int]], advance: Advance) -> None:
@@ -223,28 +229,28 @@ class _RowsMaker:
             except DamagedLine:
                 unreadable += 1
         try:
-            batch = batch_of(values)
+            batch = make_batch(values)
         except (pa.ArrowException, OverflowError, TypeError):
             storable = [one for one in values if _is_storable(one)]
             unreadable += len(values) - len(storable)
-            batch = batch_of(storable)
-        write_part(self._directory, begin, end, without_replaced([batch]), unreadable)
+            batch = make_batch(storable)
+        write_part(self._directory, begin, end, drop_replaced([batch]), unreadable)
 
     def _values(self, line: bytes, offset: int) -> dict[str, Any]:
         record = decode_record(line)
         places: Sequence[int] = ()
         if self._scores is not None:
-            places = self._scores.offsets_of(record)
-            record = self._scores.add_to(record)
+            places = self._scores.find_offsets(record)
+            record = self._scores.extend_record(record)
         try:
-            return values_of(record, LinePlace(offset, len(line), places), self._style)
+            return column_values(record, LinePlace(offset, len(line), places), self._style)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedLine(str(error)) from error  # a field that is no part of the type
 
 
 def _is_storable(values: dict[str, Any]) -> bool:
     try:
-        batch_of([values])
+        make_batch([values])
     except (pa.ArrowException, OverflowError, TypeError):
         return False
     return True
@@ -292,13 +298,13 @@ def merge(directory: Path) -> None:
         return
     opened = [open_part(part.path) for part in some]
     bad = sum(count for _, count in opened)
-    batches = _rebatched(without_replaced([batch for part, _ in opened for batch in part]))
+    batches = _rebatch(drop_replaced([batch for part, _ in opened for batch in part]))
     write_part(directory, some[0].begin, some[-1].end, batches, bad)
     for part in some:
         part.path.unlink()
 
 
-def without_replaced(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def drop_replaced(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The batches without the rows that a later one of the same task replaces."""
     keys = pa.chunked_array([batch.column("key") for batch in batches], pa.binary(16))
     if pc.count_distinct(keys).as_py() == len(keys):
@@ -320,20 +326,20 @@ def without_replaced(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBat
     yield from reversed(kept)
 
 
-def _rebatched(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _rebatch(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows in batches of a good size, one in memory at a time."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for batch in batches:
         if held and rows + batch.num_rows > _BATCH_ROWS:
-            yield _joined(held)
+            yield _join_batches(held)
             held, rows = [], 0
         held.append(batch)
         rows += batch.num_rows
-    yield _joined(held)
+    yield _join_batches(held)
 
 
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _join_batches(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     schema = SCHEMA
     plain = [pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in batches]
     return plain[0] if len(plain) == 1 else pa.concat_batches(plain)

@@ -23,10 +23,10 @@ from batch_trajectories.view.index.parts import (
     missing_in,
     origin_of,
     parts_in,
-    ranges_of,
     remove_old,
+    split_ranges,
 )
-from batch_trajectories.view.index.table import Table, count_of
+from batch_trajectories.view.index.table import Table, count_selected
 
 _HERE_BYTES = 1 << 20
 """Of records: it takes longer to start a process than to index them."""
@@ -73,7 +73,7 @@ class Maker:
         self._said.close()
 
 
-def made_by(what: str, *run_dirs: Path) -> bytes:
+def run_maker(what: str, *run_dirs: Path) -> bytes:
     """What another process prints, which ends before this returns. Raises `RunDirError`."""
     module = "batch_trajectories.view.index.making"
     paths = [str(path.resolve()) for path in run_dirs]
@@ -108,7 +108,7 @@ class RunIndex:
     def to_json(self) -> dict[str, Any]:
         """See the API's `Index`."""
         return {
-            "rows": count_of(self.table.counting),
+            "rows": count_selected(self.table.counting),
             "bytes": self.table.bytes,
             "of_bytes": self.of_bytes,
             "is_complete": self.is_complete,
@@ -149,7 +149,7 @@ class RunIndex:
         records = self.run_dir / RECORDS_FILE
         self.of_bytes = records.stat().st_size
         missing = missing_in(parts_in(cache / origin.name), self.of_bytes)
-        ranges = ranges_of(records, missing)
+        ranges = split_ranges(records, missing)
         self.is_complete = not ranges
         if not ranges or self._maker is not None or self._failed_at == (origin, self.of_bytes):
             return
@@ -157,7 +157,9 @@ class RunIndex:
         is_small = sum(end - begin for begin, end in ranges) <= _HERE_BYTES
         is_first = missing == [(0, self.of_bytes)]
         if is_small or is_first:
-            upto = self.of_bytes if is_small else ranges_of(records, ranges[:1], _HERE_BYTES)[0][1]
+            upto = (
+                self.of_bytes if is_small else split_ranges(records, ranges[:1], _HERE_BYTES)[0][1]
+            )
             self._make(cache, origin, upto)
         if not is_small and self.error is None:
             self._maker = Maker("rows", self.run_dir)

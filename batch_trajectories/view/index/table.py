@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batch_trajectories.view.index.columns import SCHEMA, rows_of
+from batch_trajectories.view.index.columns import SCHEMA, make_rows
 from batch_trajectories.view.index.parts import IndexPart, open_part
 
 POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
@@ -100,15 +100,15 @@ class Table:
     def columns(self, masks: Masks, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         """These columns of the selected rows."""
 
-        def of(name: str) -> pa.ChunkedArray:
-            chunks = [
-                column if mask.true_count == len(mask) else column.filter(mask)
-                for batch, mask in zip(self.batches, masks, strict=True)
-                for column in (batch.column(name),)
-            ]
+        def select_column(name: str) -> pa.ChunkedArray:
+            chunks = []
+            for batch, mask in zip(self.batches, masks, strict=True):
+                column = batch.column(name)
+                selects_all = mask.true_count == len(mask)
+                chunks.append(column if selects_all else column.filter(mask))
             return pa.chunked_array(chunks, SCHEMA.field(name).type)
 
-        return dict(zip(names, POOL.map(of, names), strict=True))
+        return dict(zip(names, POOL.map(select_column, names), strict=True))
 
     def order(self, masks: Masks, by: str | None, *, down: bool) -> pa.Array:
         """The numbers of the selected rows in an order; None: as they were written.
@@ -118,7 +118,7 @@ class Table:
         """
         chosen = pc.indices_nonzero(pa.chunked_array(masks, pa.bool_()))
         if by == SAMPLES:
-            return chosen.take(self._by_prompt(masks))
+            return chosen.take(self._group_prompts(masks))
         if by is None:
             return chosen[::-1] if down else chosen
         values = self.columns(masks, [by])[by]
@@ -131,7 +131,7 @@ class Table:
         places = pc.sort_indices(pa.table({"value": values}), [("value", direction)])
         return pa.concat_arrays([_one(chosen.take(places)), _one(unknown)])
 
-    def _by_prompt(self, masks: Masks) -> Any:
+    def _group_prompts(self, masks: Masks) -> Any:
         columns = self.columns(masks, ["prompt_id", "sample"])
         # Arrow numbers the values of a dictionary in the order in which they first come.
         prompts = columns["prompt_id"].combine_chunks().dictionary_encode().indices
@@ -162,7 +162,7 @@ class Table:
             by_batch.setdefault(place.batch, []).append((at, place.row))
         made: dict[int, dict[str, Any]] = {}
         for batch, some in by_batch.items():
-            rows = rows_of(self.batches[batch], [row for _, row in some])
+            rows = make_rows(self.batches[batch], [row for _, row in some])
             made |= {at: row for (at, _), row in zip(some, rows, strict=True)}
         return [made[at] for at in range(len(numbers))]
 
@@ -194,6 +194,6 @@ def _one(array: Any) -> pa.Array:
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
-def count_of(masks: Masks) -> int:
+def count_selected(masks: Masks) -> int:
     """The number of selected rows."""
     return sum(int(mask.true_count) for mask in masks)

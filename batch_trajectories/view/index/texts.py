@@ -1,7 +1,7 @@
-"""The words of whole conversations, for `text=`: full-text tables of SQLite without the texts.
+"""The full-text index of conversations, for `text=`: tables of SQLite without the texts.
 
-Each file has the records of a range of records.jsonl; a row is the offset of its record. They are
-made when somebody first searches.
+Each file covers a range of records.jsonl; a row is the offset of its record. The files are written
+when somebody first searches.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from batch_trajectories.view.index.parts import (
     missing_in,
     origin_of,
     parts_in,
-    ranges_of,
+    split_ranges,
 )
 from batch_trajectories.view.index.run_index import Maker
 
 RANGE_BYTES = 64 << 20
-"""Of records.jsonl in one file of a new index."""
+"""Maximum bytes of records.jsonl that one file of a new index covers."""
 
 _KIND = "text"
-_AT_ONCE = 500
+_INSERT_ROWS = 500
 _WORD = re.compile(r'"([^"]*)"|(\S+)')
-_PARTS = re.compile(r"\w+", re.UNICODE)
+_WORDS = re.compile(r"\w+", re.UNICODE)
 
 
 class NothingToFind(ValueError):
@@ -48,18 +48,18 @@ class NothingToFind(ValueError):
 
 
 def extend_texts(run_dir: Path, cache: Path, origin: Origin) -> None:
-    """Make the files that are missing. Raises `RunLocked` if another process makes them."""
+    """Write the index files that are missing. Raises `RunLocked` if another process makes them."""
     directory = cache / origin.name_of_texts
     make_directory(directory, is_inside=False)
     with lock_directory(directory, f"{directory}: another process makes this index"):
         records = run_dir / RECORDS_FILE
         _drop_small(directory)
         missing = missing_in(parts_in(directory, _KIND), records.stat().st_size)
-        ranges = ranges_of(records, missing, RANGE_BYTES)
+        ranges = split_ranges(records, missing, RANGE_BYTES)
 
-        def do(some: Sequence[tuple[int, int]], advance: Advance) -> None:
-            for begin, end in some:
-                _make(records, directory, begin, end)
+        def do(part: Sequence[tuple[int, int]], advance: Advance) -> None:
+            for begin, end in part:
+                _write_texts(records, directory, begin, end)
                 advance(1)
 
         run_in_processes(ranges, do, doing=f"texts of {run_dir.name}", enough=2)
@@ -77,39 +77,41 @@ def _drop_small(directory: Path) -> None:
         part.path.unlink()
 
 
-def _make(records: Path, directory: Path, begin: int, end: int) -> None:
+def _write_texts(records: Path, directory: Path, begin: int, end: int) -> None:
     path = directory / f"{_KIND}-{begin}-{end}.sqlite"
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with closing(sqlite3.connect(temporary, isolation_level=None)) as base:
-            base.execute("pragma journal_mode=off")
-            base.execute("pragma synchronous=off")
-            base.execute("create virtual table words using fts5(said, content='', columnsize=0)")
-            base.execute("begin")
-            some: list[tuple[int, str]] = []
+        with closing(sqlite3.connect(temporary, isolation_level=None)) as database:
+            database.execute("pragma journal_mode=off")
+            database.execute("pragma synchronous=off")
+            database.execute(
+                "create virtual table words using fts5(said, content='', columnsize=0)"
+            )
+            database.execute("begin")
+            batch: list[tuple[int, str]] = []
             for offset, line in lines_from(records, begin):
                 if offset >= end:
                     break
                 try:
-                    text = "\n".join(texts_of(decode_record(line)))
+                    text = "\n".join(record_texts(decode_record(line)))
                 except DamagedLine:
                     continue
-                some.append((offset, text.encode(errors="replace").decode()))
-                if len(some) >= _AT_ONCE:
-                    base.executemany("insert into words(rowid, said) values (?, ?)", some)
-                    some.clear()
-            base.executemany("insert into words(rowid, said) values (?, ?)", some)
-            base.execute("commit")
+                batch.append((offset, text.encode(errors="replace").decode()))
+                if len(batch) >= _INSERT_ROWS:
+                    database.executemany("insert into words(rowid, said) values (?, ?)", batch)
+                    batch.clear()
+            database.executemany("insert into words(rowid, said) values (?, ?)", batch)
+            database.execute("commit")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def texts_of(record: Record) -> Iterator[str]:
-    """All that was said in a conversation, and in those inside it, and what its check printed."""
+def record_texts(record: Record) -> Iterator[str]:
+    """All texts of a conversation and of those inside it, and the output of its check."""
     yield record.id
-    yield from _said(record)
+    yield from _message_texts(record)
     if record.check is not None:
         printed = (record.check.stdout, record.check.stderr)
         yield from (text for text in printed if isinstance(text, str))
@@ -117,7 +119,7 @@ def texts_of(record: Record) -> Iterator[str]:
         yield record.error.message
 
 
-def _said(part: StoredConversation) -> Iterator[str]:
+def _message_texts(part: StoredConversation) -> Iterator[str]:
     for message in part.messages:
         yield message.content
         if message.reasoning:
@@ -126,42 +128,42 @@ def _said(part: StoredConversation) -> Iterator[str]:
             yield call.function.name
             yield call.function.arguments
     for inner in part.inner:
-        yield from _said(inner)
+        yield from _message_texts(inner)
 
 
-def question_of(words: str) -> str:
-    """The words of a search in the language of SQLite: all of them, phrases, beginnings with `*`.
+def make_query(words: str) -> str:
+    """Make the query of SQLite for the words of a search: all words, phrases, prefixes with `*`.
 
     Raises `NothingToFind`.
     """
     found = []
     for match in _WORD.finditer(words):
-        said = match[1] if match[1] is not None else match[2]
-        parts = _PARTS.findall(said.replace("_", " "))
+        term = match[1] if match[1] is not None else match[2]
+        parts = _WORDS.findall(term.replace("_", " "))
         if parts:
             phrase = " ".join(parts)
-            star = "*" if match[1] is None and said.endswith("*") else ""
+            star = "*" if match[1] is None and term.endswith("*") else ""
             found.append(f'"{phrase}"{star}')
     if not found:
         raise NothingToFind(f"text={words}: has no word; give words of letters and digits")
     return " AND ".join(found)
 
 
-def offsets_of(parts: Sequence[IndexPart], question: str) -> pa.Array:
-    """The offsets of the records that have what is asked for."""
+def find_offsets(parts: Sequence[IndexPart], query: str) -> pa.Array:
+    """The offsets of the records that match a query."""
     found: list[pa.Array] = []
     for part in parts:
         with closing(
             sqlite3.connect(f"{part.path.as_uri()}?mode=ro&immutable=1", uri=True)
-        ) as base:
-            rows = base.execute("select rowid from words where words match ?", (question,))
+        ) as database:
+            rows = database.execute("select rowid from words where words match ?", (query,))
             found.append(pa.array([offset for (offset,) in rows], pa.int64()))
     return pa.concat_arrays(found) if found else pa.array([], pa.int64())
 
 
 # The text index of one run: made when somebody searches, extended while somebody does.
 
-_KEPT = 4
+_CACHED_SEARCHES = 4
 
 
 class FoundTexts(NamedTuple):
@@ -169,7 +171,7 @@ class FoundTexts(NamedTuple):
 
     choice: Choice
     version: str
-    """Changes with what the index has."""
+    """A text that changes when the index covers more records."""
 
 
 class RunTexts:
@@ -182,7 +184,7 @@ class RunTexts:
         self._found: OrderedDict[Any, pa.Array] = OrderedDict()
         self._failed_at: int | None = None
         self.state: dict[str, Any] | None = None
-        """See the API's `Text`; None until somebody searches."""
+        """The progress of the index, the API's `Text`; None until somebody searches."""
 
     def find(self, words: str) -> FoundTexts | None:
         """The records with these words, as far as they are indexed; None without records.
@@ -190,36 +192,36 @@ class RunTexts:
         Raises `BadFilter`.
         """
         try:
-            question = question_of(words)
+            query = make_query(words)
         except NothingToFind as error:
             raise BadFilter(str(error)) from error
         with self._lock:
-            parts = self._look()
+            parts = self._refresh()
             if parts is None:
                 return None
             version = "-".join(f"{part.begin:x}.{part.end:x}" for part in parts)
-            key = (question, version)
+            key = (query, version)
             if key not in self._found:
-                self._found[key] = offsets_of(parts, question)
-                while len(self._found) > _KEPT:
+                self._found[key] = find_offsets(parts, query)
+                while len(self._found) > _CACHED_SEARCHES:
                     self._found.popitem(last=False)
             return FoundTexts(in_offsets(self._found[key]), version)
 
-    def look(self) -> dict[str, Any] | None:
+    def read_state(self) -> dict[str, Any] | None:
         """The state now, if somebody has searched."""
         with self._lock:
             if self.state is not None:
-                self._look()
+                self._refresh()
             return self.state
 
-    def _look(self) -> Any:
+    def _refresh(self) -> list[IndexPart] | None:
         origin = origin_of(self._run_dir)
         if origin is None:
             return None
         records = self._run_dir / RECORDS_FILE
         size = records.stat().st_size
         parts = parts_in(cache_of(self._run_dir) / origin.name_of_texts, "text")
-        ranges = ranges_of(records, missing_in(parts, size), RANGE_BYTES)
+        ranges = split_ranges(records, missing_in(parts, size), RANGE_BYTES)
         error = None if self.state is None else self.state["error"]
         if self._maker is not None and self._maker.is_over():
             error = self._maker.problem()
@@ -237,7 +239,7 @@ class RunTexts:
         return parts
 
     def close(self) -> None:
-        """End the process that makes it."""
+        """End the process that writes the index."""
         with self._lock:
             if self._maker is not None:
                 self._maker.stop()

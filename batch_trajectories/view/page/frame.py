@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_trajectories.report.page.frame import framed, joined, read_part
+from batch_trajectories.report.page.frame import frame_page, joined, read_part
 
 _HERE = "batch_trajectories.view.page"
 _SCRIPTS = ("server.js", "runs.js", "comparing.js", "reading.js", "deciding.js", "steering.js")
@@ -11,7 +11,7 @@ _SCRIPTS = ("server.js", "runs.js", "comparing.js", "reading.js", "deciding.js",
 def html() -> bytes:
     """The page, which loads `script` from /static/page.js and `style` from /static/page.css."""
     pieces = read_part("view.html", _HERE).encode().split(b"@@")
-    return framed(
+    return frame_page(
         {
             name.decode(): content.lstrip(b"\n")
             for name, content in zip(pieces[1::2], pieces[2::2], strict=True)

@@ -16,7 +16,7 @@ from agent.gateway.relay import CallLimits
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.messages.message import Event
 from agent.models.model import Price
-from agent.wires.lines import find_conversations
+from agent.wires.agent_conversations import find_conversations
 from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
 from tests.agent.gateway.relaying import Play, ask, relayed, stream, whole
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from agent.gateway.pointing import MOST_PER_PICTURE, check_pointed, count_pointed
+from agent.gateway.pointing import MAX_PICTURE_TOKENS, check_pointed, count_pointed
 from agent.messages.message import ExchangeEvent
 from agent.models.model import ModelSettings, PointedTokens, requested_replies
 from agent.wires.wire import WireError
@@ -64,10 +64,10 @@ PICTURES = {
 def test_pictures_have_a_bound_each(name: str) -> None:
     api, picture = PICTURES[name]
     text = {"text": "Look."} if api == GEMINI else {"type": "text", "text": "Look."}
-    assert most(api, user(api, text, *[picture] * 30)) == 30 * MOST_PER_PICTURE
+    assert most(api, user(api, text, *[picture] * 30)) == 30 * MAX_PICTURE_TOKENS
     body = user(api, picture)
     assert count_pointed(WIRES[api], body, settings(api), tuple) == PointedTokens(
-        MOST_PER_PICTURE, 1500
+        MAX_PICTURE_TOKENS, 1500
     )
 
 
@@ -75,14 +75,14 @@ def test_pictures_in_results_count_too() -> None:
     picture = {"type": "image", "source": {"type": "url", "url": JPEG}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [picture, picture]}
     document = {"type": "document", "source": {"type": "content", "content": [picture]}}
-    assert most(MESSAGES, user(MESSAGES, result, document)) == 3 * MOST_PER_PICTURE
+    assert most(MESSAGES, user(MESSAGES, result, document)) == 3 * MAX_PICTURE_TOKENS
     shot = {"type": "computer_screenshot", "file_id": "f"}
     output = {"type": "computer_call_output", "call_id": "c", "output": shot}
     plain = {"type": "function_call_output", "call_id": "c", "output": "text"}
-    assert most(RESPONSES, {"input": [output, plain]}) == MOST_PER_PICTURE
+    assert most(RESPONSES, {"input": [output, plain]}) == MAX_PICTURE_TOKENS
     parts = [{"fileData": {"mimeType": "image/png", "fileUri": "f"}}]
     response = {"functionResponse": {"name": "f", "response": {}, "parts": parts}}
-    assert most(GEMINI, user(GEMINI, response)) == MOST_PER_PICTURE
+    assert most(GEMINI, user(GEMINI, response)) == MAX_PICTURE_TOKENS
 
 
 def test_a_models_documentation_says_how_many() -> None:
@@ -337,7 +337,7 @@ def test_other_fields_stay_allowed() -> None:
     message = {"role": "assistant", "content": "x", "profile": "a", "annotations": [{"url": "x"}]}
     assert most(CHAT, {"messages": [message]}) == 0
     part = {"image_url": {"url": JPEG}}
-    assert most(CHAT, user(CHAT, part)) == MOST_PER_PICTURE, "servers take it without a type"
+    assert most(CHAT, user(CHAT, part)) == MAX_PICTURE_TOKENS, "servers take it without a type"
 
 
 def test_limits_of_gemini_hold_in_both_spellings() -> None:

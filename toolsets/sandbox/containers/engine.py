@@ -124,7 +124,7 @@ def image_digests(engine: str) -> dict[str, str]:
     if done.returncode != 0:
         raise SandboxError(f"sandbox {engine}: images: {error_text(done)}")
     listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
-    return {full_name(name): _with_hash_name(id) for id, _, name in listed}
+    return {full_name(name): _complete_digest(id) for id, _, name in listed}
 
 
 def build_image(
@@ -170,10 +170,10 @@ def find_config(engine: str, image: str) -> tuple[dict[str, Any], str] | None:
         return None
     digest, _, raw = done.stdout.partition(b" ")
     config = orjson.loads(raw)
-    return config if isinstance(config, dict) else {}, _with_hash_name(digest.decode())
+    return config if isinstance(config, dict) else {}, _complete_digest(digest.decode())
 
 
-def _with_hash_name(text: str) -> str:
+def _complete_digest(text: str) -> str:
     """Return a digest in Docker's form; Podman leaves out the name of the hash."""
     return text if ":" in text else f"sha256:{text}"
 

@@ -44,14 +44,14 @@ done
 """
 
 
-def _sized(code: str) -> bytes:
+def _prefix_size(code: str) -> bytes:
     raw = code.replace("\\", "\\\\").encode()
     if not raw.isascii():
         raw = re.sub(rb"[\x80-\xff]", lambda byte: b"\\0%03o" % ord(byte[0]), raw)
     return b"%08d" % len(raw) + raw
 
 
-BASH = Shell(["bash", "--norc", "--noprofile", "-c", _BASH_LOOP, "bash"], CONTROL, _sized)
+BASH = Shell(["bash", "--norc", "--noprofile", "-c", _BASH_LOOP, "bash"], CONTROL, _prefix_size)
 
 # Other shells can only read whole lines, and have descriptors up to 9.
 _SH_LOOP = """\

@@ -50,9 +50,9 @@ async def run(
     argv = ["sh", "-c", script, "sh", *arguments]
     result = await sandbox.exec(argv, timeout_s=timeout_s, stdin=stdin)
     if result.exit_code != 0:
-        said = clip((result.stderr or result.stdout).strip(), max_chars=500)
+        output = clip((result.stderr or result.stdout).strip(), max_chars=500)
         how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
-        raise DiffError(f"the diff cannot be made: {said or how}")
+        raise DiffError(f"the diff cannot be made: {output or how}")
     return result
 
 

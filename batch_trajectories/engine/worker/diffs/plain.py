@@ -177,8 +177,8 @@ class Differ:
         """
         sandbox = image_sandbox(self.fresh)
         if self._is_usual is None:
-            said = (await run(sandbox, _IS_USUAL, self.top)).stdout
-            self._is_usual = said.strip() == EMPTY_TREE
+            output = (await run(sandbox, _IS_USUAL, self.top)).stdout
+            self._is_usual = output.strip() == EMPTY_TREE
         if not self._is_usual:
             return None
         if new := paths - self._looked_at:
@@ -198,8 +198,8 @@ class Differ:
         """The ignored paths, and the paths whose contents git changes."""
         size = len(listed(paths))
         ignored = self._files.read_bytes(f"{store}/ignored", size).decode().split("\0")
-        said = self._files.read_bytes(f"{store}/attributes", 4 * size + 600 * len(paths))
-        fields = said.decode("utf-8", "replace").split("\0")
+        content = self._files.read_bytes(f"{store}/attributes", 4 * size + 600 * len(paths))
+        fields = content.decode("utf-8", "replace").split("\0")
         if len(fields) != 9 * len(paths) + 1:
             raise DiffError("attributes of files are too long")
         changing = zip(fields[::3], fields[2::3], strict=False)

@@ -251,7 +251,7 @@ def _find_main(
     if not candidates:
         return None
     main = _most_likely_main(candidates, prompt)
-    while later := _after_compaction(main, candidates, threads, prompt, summarized):
+    while later := _find_continuation(main, candidates, threads, prompt, summarized):
         is_repeated = _opening(later) == _opening(main)
         main.name = EARLIER if is_repeated else BEFORE_COMPACTION
         main = later
@@ -294,7 +294,7 @@ def _opening(conversation: AgentConversation) -> list[str]:
     return [message["content"] for message in messages if message["role"] == "user"]
 
 
-def _after_compaction(
+def _find_continuation(
     ended: AgentConversation,
     conversations: Sequence[AgentConversation],
     threads: Threads,
