@@ -3,12 +3,13 @@ PYTHON ?= .venv/bin/python
 ROOM ?= engine
 WORKERS ?= auto
 
-.PHONY: check map options setup test tests
+.PHONY: check docs map options setup test tests
 
 check:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m tests.helpers.prose
 
 setup:
 	python3 -m venv .venv
@@ -20,8 +21,13 @@ test:
 tests:
 	$(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
+# The site of docs/ in build/site; needs `pip install -e '.[docs]'`.
+docs:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 options:
 	$(PYTHON) -m batch_trajectories.cli.option_docs > docs/options.md
+	$(PYTHON) -m batch_trajectories.cli.reference_docs
 
 # Folders, longest files, most used modules: to look at, not to obey.
 map:

@@ -37,7 +37,7 @@ from batch_trajectories.records.checks import printed_rewards
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.running import ROOT, lines, write_rows
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 NOT_RUN_HERE = {
     # how a line begins: why it is not read by this program

@@ -14,6 +14,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from batch_runner import main
+from batch_trajectories.cli import reference_docs
 from batch_trajectories.cli.command_line import COMMANDS
 from batch_trajectories.cli.option_docs import page as option_page
 from batch_trajectories.config.loading import load_config
@@ -31,7 +32,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
         assert len([line for line in README.splitlines() if pattern in line]) == 1
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def options_of(name: str) -> set[str]:
@@ -90,6 +91,18 @@ def test_every_option_is_on_its_page() -> None:
             assert re.search(rf"--{option}\b", text), f"{name} --{option}"
 
 
+@pytest.mark.parametrize("name", reference_docs.PAGES)
+def test_generated_pages_are_what_the_code_says(name: str) -> None:
+    """docs/reference/ holds what `python -m batch_trajectories.cli.reference_docs` writes."""
+    assert (ROOT / "docs" / "reference" / name).read_text() == reference_docs.PAGES[name]()
+
+
+def test_every_exit_code_of_an_error_is_on_its_page() -> None:
+    page = reference_docs.codes()
+    for code in reference_docs.error_codes():
+        assert f"\n{code} | " in page
+
+
 def test_every_command_that_a_page_shows_can_be_typed() -> None:
     shown = command_lines()
     assert len(shown) > 30
@@ -104,15 +117,19 @@ def test_every_file_that_a_page_shows_exists() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+                assert (page.parent / target).exists(), f"{page}: {target}"
     for name, line in command_lines():
         for path in re.findall(r"configs/\S+?\.yaml", line):
             assert (ROOT / path).exists(), f"{name}: {line}"
 
 
-def test_every_page_is_named_in_the_readme() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"(docs/{page.name})" in README, page.name
+def test_every_page_is_named_in_a_table_of_pages() -> None:
+    """README names them, or the table of all pages, which stands beside them."""
+    table = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        named = f"(docs/{name})" in README or f"({name})" in table or name.startswith("guides/")
+        assert named or name == "README.md", name
 
 
 def test_the_picture_of_the_report_is_small() -> None:
