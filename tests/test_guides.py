@@ -150,6 +150,8 @@ def follow(page: Path, reader: Reader, blocks: list[GuideBlock]) -> None:
             with ExitStack() as stack:
                 if (place := PLACES.get((page.stem, heading))) is not None:
                     reader.endpoint = stack.enter_context(place(reader.directory))
+                if reader.endpoint:
+                    reader.env["ENDPOINT"] = reader.endpoint
                 for block in of_heading:
                     reader.read(block)
 
