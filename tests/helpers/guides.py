@@ -2,8 +2,8 @@
 
 A block after "Save this as `NAME`:" becomes that file. `bash` blocks run in the reader's directory,
 and the variables that they export stay. A `text` block after a `bash` block is what the commands
-print: each of its lines must be printed, in this order, where `...` stands for any text. `sh` blocks
-need a cluster, a GPU or a network and are only parsed.
+print: each of its lines must be printed, in this order, where `...` stands for any text. `sh`
+blocks need a cluster, a GPU or a network; `tests/test_docs.py` reads their options.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class Reader:
         program = programs / "batch-runner"
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/batch_runner.py "$@"\n')
         program.chmod(0o755)
+        # Start scripts of version managers do not work in the sandbox.
+        (programs / "python3").symlink_to(Path(sys.executable).resolve())
         self.env = {
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self.directory.parent),
