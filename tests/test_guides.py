@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,10 +15,11 @@ import pytest
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
 from tests.faults.test_disk import small_disk
+from tests.faults.test_process import asking
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import assistant, chat_reply
 from tests.helpers.guides import GUIDES, GuideBlock, Reader, blocks_of
-from tests.helpers.running import ROOT
+from tests.helpers.running import ROOT, run, started, wait_until, write_prompts
 from toolsets.sandbox.factory import sandbox_problem
 
 Place = Callable[[Path], AbstractContextManager[str]]
@@ -182,8 +182,22 @@ def test_a_guide_leads_where_it_says(page: Path, tmp_path: Path) -> None:
     follow(page, Reader(directory=tmp_path / "here"), blocks_of(page))
 
 
+@pytest.mark.slow
+def test_calls_wait_for_a_dead_server_in_the_words_of_the_guide(tmp_path: Path) -> None:
+    text = (ROOT / "docs/guides/when-something-goes-wrong.md").read_text()
+    (shown,) = re.findall(r"`(waiting for [^`]*giving up[^`]*)`", " ".join(text.split()))
+    words = re.escape(shown).replace(re.escape("..."), "[^ ]*").replace("57", r"\d+")
+    write_prompts(tmp_path / "p.jsonl", 40)
+    with FakeEndpoint(turns=3, latency_s=0.1) as endpoint:
+        given = asking(endpoint)
+        with started(tmp_path, **given):
+            finished = tmp_path / "trajectories/r/records.jsonl"
+            wait_until(lambda: finished.exists() and finished.stat().st_size > 0)
+            endpoint.__exit__()
+            wait_until(lambda: re.search(words, run(tmp_path, "status", "r").stdout) is not None)
+
+
 def test_every_place_belongs_to_a_heading() -> None:
     for stem, heading in PLACES:
         text = (ROOT / f"docs/guides/{stem}.md").read_text()
         assert heading is None or f"## {heading}\n" in text
-    assert shutil.which("bash")
