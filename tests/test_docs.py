@@ -69,7 +69,7 @@ def command_lines() -> list[tuple[str, str]]:
         text = page.read_text().replace("\\\n", " ")
         inline = re.findall(r"`(python\s+batch_runner\.py\s[^`]*)`", text)
         lines = re.findall(
-            r"^#? *((?:[^\s`]*python[^\s`]* )batch_runner\.py .*)$", text, re.MULTILINE
+            r"^#? *((?:[^\s`]*python[^\s`]* batch_runner\.py|batch-runner) .*)$", text, re.MULTILINE
         )
         collected += [(page.name, " ".join(line.split())) for line in [*inline, *lines]]
     return collected
@@ -107,7 +107,9 @@ def test_every_command_that_a_page_shows_can_be_typed() -> None:
     shown = command_lines()
     assert len(shown) > 30
     for page, line in shown:
-        words = shlex.split(line.split("batch_runner.py", 1)[1], comments=True)
+        program = re.search(r"batch_runner\.py|batch-runner", line)
+        assert program is not None
+        words = shlex.split(line[program.end() :].partition(" ||")[0], comments=True)
         name = words[0] if words[0] in COMMANDS else "run"
         given = {word.removeprefix("--").partition("=")[0] for word in words if word[:2] == "--"}
         assert given <= options_of(name) | {"help"}, f"{page}: {line}"

@@ -74,6 +74,10 @@ def failure_hints(
             f"its sandbox does not show {path}: name the whole path in `command`, and in `programs`"
             for path in _hidden_files(agent, config)
         ]
+        hints += [
+            f"it starts in a workspace of its own: name the whole path {path} in `command`"
+            for path in _relative_programs(agent)
+        ]
     return "".join(f"; {hint}" for hint in hints)
 
 
@@ -88,6 +92,12 @@ def _hidden_files(agent: CommandAgent, config: RunConfig) -> list[Path]:
         for path in named
         if path.is_file() and not any(path.is_relative_to(place) for place in visible)
     ]
+
+
+def _relative_programs(agent: CommandAgent) -> list[Path]:
+    """Find the programs that the agent's command names by a relative path."""
+    names = {Path(word).name for word in agent.command[1:] if _is_name(word) and word[:1] != "/"}
+    return [path.absolute() for path in agent.programs if path.name in names]
 
 
 def _is_name(word: str) -> bool:

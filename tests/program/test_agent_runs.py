@@ -548,6 +548,10 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: scripted(programs=[]),
         f"its sandbox does not show {SCRIPT}: name the whole path in `command`, and in `programs`",
     ),
+    "a program by a relative path": (
+        lambda: scripted(command=[PYTHON, SCRIPT.name, "chat", "{prompt}"]),
+        f"it starts in a workspace of its own: name the whole path {SCRIPT} in `command`",
+    ),
 }
 
 
