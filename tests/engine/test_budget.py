@@ -356,7 +356,7 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
     """256 conversations in flight, and a cap that falls into the middle of them."""
     write_prompts(tmp_path / "p.jsonl", 256)
     dataset = {"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file"}
-    with FakeEndpoint(turns=3, latency_s=0.5, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.5, answers=0, **WRITE_A_NOTE) as endpoint:
         options: dict[str, Any] = {
             **dataset,
             "model": "openai:gpt-4o",
@@ -367,10 +367,12 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
             "max_tokens": 300,
             "start_in_flight": 256,
         }
-        whole = run(tmp_path, **{**options, "run_name": "whole"})
-        assert whole.returncode == 0, whole.stderr
+        with started(tmp_path, **{**options, "run_name": "whole"}) as whole:
+            wait_until(lambda: whole.poll() is not None or endpoint.journal()["in_flight"] == 256)
+            endpoint.answer(None)
+            assert whole.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
         cost = summary(tmp_path, "whole")["cost_usd"]
-        assert summary(tmp_path, "whole")["last_start"]["calls"][0]["in_flight_max"] > 200
+        assert summary(tmp_path, "whole")["last_start"]["calls"][0]["in_flight_max"] == 256
 
         cap = cost / 2
         stopped = run(tmp_path, **options, max_run_cost_usd=cap)
