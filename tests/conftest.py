@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,10 @@ from toolsets.sandbox.fork_servers import FORK_SERVERS
 # Runs of tests are marked as this user's; the key for that is not the user's own.
 _CONFIG_HOME = TemporaryDirectory(prefix="config-home-")
 os.environ["XDG_CONFIG_HOME"] = _CONFIG_HOME.name
+
+# Processes that tests start would each compile the program again, as would each worker the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 pytest.register_assert_rewrite("batch_trajectories.sandbox_conformance")
 
