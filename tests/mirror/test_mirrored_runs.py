@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
