@@ -22,7 +22,7 @@ from agent.models.admission import CostEstimate
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import Kind, ModelError
-from agent.models.model import Completion, ModelSettings, Price, Request
+from agent.models.model import ModelSettings, Price, Request
 from agent.models.prices import Reserves, estimate_cost
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
@@ -32,6 +32,7 @@ from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.records import load_index
 from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.builders import completion
 from tests.helpers.running import (
     PATIENCE_S,
     WRITE_A_NOTE,
@@ -46,15 +47,8 @@ from tests.helpers.running import (
 
 
 def reply(cost_usd: float | None = 0.25, tokens: tuple[int | None, int | None] = (70, 30)) -> Any:
-    usage: Any = dict.fromkeys(("cache_read_tokens", "cache_write_tokens", "reasoning_tokens"))
-    return Completion(
-        message=Message(role="assistant", content="Yes."),
-        finish_reason="stop",
-        usage=usage | {"input_tokens": tokens[0], "output_tokens": tokens[1]},
-        model=None,
-        response_id=None,
-        cost_usd=cost_usd,
-    )
+    usage = {"input_tokens": tokens[0], "output_tokens": tokens[1]}
+    return completion(usage=usage, cost_usd=cost_usd)
 
 
 def failed(kind: Kind, **facts: Any) -> ModelError:

@@ -17,6 +17,7 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine import origin
 from batch_trajectories.engine.run_dir import read_run_json, was_started_here
 from tests.helpers.answering import answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 LOOK = {"tool_calls": [{"name": "read_file", "arguments": {"path": "a.txt"}}]}
@@ -51,21 +52,6 @@ def received(run_dir: Path, **changes: Any) -> None:
     identity["config"] |= changes
     identity.pop("crc32", None)
     (run_dir / "run.json").write_text(json.dumps(identity))
-
-
-def said(content: str) -> dict[str, Any]:
-    return {
-        "id": "x",
-        "model": "m",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": content},
-            }
-        ],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1},
-    }
 
 
 class TestMarks:
@@ -180,7 +166,7 @@ class TestScore:
         monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
         monkeypatch.setenv("SECRET", "mine")
         run_dir = started(tmp_path)
-        with answering(lambda *_: (200, said("RIGHT"))) as (url, bodies):
+        with answering(lambda *_: (200, chat_reply("RIGHT"))) as (url, bodies):
             at = f"{url}/v1"
             mark = tmp_path / "ran"
             named: dict[str, dict[str, Any]] = {
@@ -220,7 +206,7 @@ class TestScore:
         """Also for a run of this user's that had a --base_url."""
         monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-        with answering(lambda *_: (200, said("RIGHT"))) as (url, bodies):
+        with answering(lambda *_: (200, chat_reply("RIGHT"))) as (url, bodies):
             given = {**SCRIPTED, "model": "openai:m", "base_url": f"{url}/v1"}
             write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": "x"})
             assert run(tmp_path, **given).returncode == 0
@@ -345,7 +331,7 @@ class TestFork:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run_dir = started(tmp_path)
-        with answering(lambda *_: (200, said("y"))) as (url, bodies):
+        with answering(lambda *_: (200, chat_reply("y"))) as (url, bodies):
             at = f"{url}/v1"
             received(run_dir, model="m", base_url=at, key_env="none", max_turns=3)
             done = run(tmp_path, *self.FORK)
