@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +20,10 @@ from toolsets.sandbox.fork_servers import FORK_SERVERS
 # Runs of tests are marked as this user's; the key for that is not the user's own.
 _CONFIG_HOME = TemporaryDirectory(prefix="config-home-")
 os.environ["XDG_CONFIG_HOME"] = _CONFIG_HOME.name
+
+# Processes that tests start would each compile the program again, as would each worker the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 pytest.register_assert_rewrite("batch_trajectories.sandbox_conformance")
 
@@ -36,6 +43,31 @@ settings.register_profile(
 settings.register_profile("full", settings.get_profile("quick"), max_examples=100)
 settings.register_profile("long", settings.get_profile("quick"), max_examples=1000)
 settings.load_profile("quick")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker compiles other tests first, and loads what the others have compiled.
+
+    pytest compiles a test module when it is imported, which takes seconds for all of them.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    root = Path(__file__).parent
+    paths = [path for path in _paths(session.config.args) if path.is_relative_to(root)]
+    begin = len(paths) * number // count
+    for path in paths[begin:] + paths[:begin]:
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        # Whatever it raises or skips, collection reports.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(parts))
+
+
+def _paths(args: list[str]) -> list[Path]:
+    """The test modules below directories that were named."""
+    folders = [Path(arg).absolute() for arg in args if Path(arg).is_dir()]
+    return sorted({path for folder in folders for path in folder.rglob("test_*.py")})
 
 
 def pytest_xdist_auto_num_workers() -> int:

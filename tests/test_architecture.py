@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -83,9 +84,14 @@ def floor_of(module: str) -> str:
     return module.removeprefix(f"{PACKAGE}.").partition(".")[0]
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+class Source(NamedTuple):
+    """What these tests ask of a module; the trees of all would fill the memory of a worker."""
+
+    docstring: str | None
+    imports: dict[str, set[str]]
+    """The modules of ours that it imports, lazily and for types too, and which names."""
+    classes: list[str]
+    """Those of the module itself."""
 
 
 def statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -97,10 +103,15 @@ def statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 @cache
-def imports_of(module: str) -> dict[str, set[str]]:
-    """The modules of ours that a module imports, lazily and for types too, and which names."""
+def sources() -> dict[str, Source]:
+    """All modules of the product by dotted name."""
+    return {name: _read_source(name, path) for name, path in modules().items()}
+
+
+def _read_source(module: str, path: Path) -> Source:
+    tree = ast.parse(path.read_text())
     imported: dict[str, set[str]] = defaultdict(set)
-    for node in statements(tree_of(modules()[module]).body):
+    for node in statements(tree.body):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name in modules():
@@ -113,7 +124,8 @@ def imports_of(module: str) -> dict[str, set[str]]:
                     imported[inner].add("")
                 elif node.module in modules():
                     imported[str(node.module)].add(alias.name)
-    return imported
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return Source(ast.get_docstring(tree), imported, classes)
 
 
 def test_no_import_goes_up() -> None:
@@ -123,7 +135,7 @@ def test_no_import_goes_up() -> None:
         floor = FLOORS.index(floor_of(module))
         upward += [
             f"{module} imports {other}"
-            for other in imports_of(module).keys() - NO_FLOOR
+            for other in sources()[module].imports.keys() - NO_FLOOR
             if FLOORS.index(floor_of(other)) > floor
         ]
     assert not upward
@@ -132,7 +144,7 @@ def test_no_import_goes_up() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Also not for types."""
     graph = {
-        module: imports_of(module).keys() - {module}
+        module: sources()[module].imports.keys() - {module}
         for module, path in modules().items()
         if path.name != "__init__.py"
     }
@@ -143,8 +155,8 @@ def test_no_private_name_is_imported() -> None:
     """A name with `_` stays in its module."""
     private = [
         f"{module} imports {other}: {name}"
-        for module in modules()
-        for other, names in imports_of(module).items()
+        for module, source in sources().items()
+        for other, names in source.imports.items()
         for name in names
         if name.startswith("_")
     ]
@@ -162,17 +174,15 @@ def test_a_feature_is_where_its_row_says(feature: str) -> None:
 
 
 def test_a_module_says_what_it_is_for() -> None:
-    assert not [
-        module for module, path in modules().items() if not ast.get_docstring(tree_of(path))
-    ]
+    assert not [module for module, source in sources().items() if not source.docstring]
 
 
 def test_no_two_public_classes_have_one_name() -> None:
     places = defaultdict(list)
-    for module, path in modules().items():
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(module)
+    for module, source in sources().items():
+        for name in source.classes:
+            if not name.startswith("_"):
+                places[name].append(module)
     assert not {name: there for name, there in places.items() if len(there) > 1}
 
 

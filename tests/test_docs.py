@@ -134,10 +134,6 @@ def test_every_page_is_named_in_a_table_of_pages() -> None:
         assert named or name == "README.md", name
 
 
-def test_the_picture_of_the_report_is_small() -> None:
-    assert (ROOT / "docs/images/report.png").stat().st_size < 200_000
-
-
 def test_every_fault_is_proved_by_tests_that_exist() -> None:
     text = (ROOT / "tests" / "faults" / "README.md").read_text()
     named = re.findall(r"(tests/\S+\.py)::(\w+)", text)
@@ -151,7 +147,6 @@ def test_every_fault_is_proved_by_tests_that_exist() -> None:
 def test_every_option_has_a_sentence_of_help() -> None:
     for name, field in RunConfig.model_fields.items():
         assert field.description, name
-        assert field.description.endswith("."), name
 
 
 def test_the_readme_names_every_exit_code_of_the_errors() -> None:

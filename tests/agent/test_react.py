@@ -16,6 +16,7 @@ from agent.messages.message import FinishReason, Message
 from agent.models.model import Completion, Request, StreamEvent
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.views.react import ReActModel, parse_step, read_completion, to_view
+from tests.helpers.builders import completion
 
 
 def schema(name: str, required: list[str], **properties: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def read(
     message = Message(role="assistant", content=text)
     if reasoning:
         message["reasoning"] = reasoning
-    completion = Completion(
+    said = Completion(
         message=message,
         finish_reason=finish_reason,
         usage=None,
@@ -64,7 +65,7 @@ def read(
         response_id="r1",
         cost_usd=0.5,
     )
-    return read_completion(completion, Request([USER], TOOLS, **request))
+    return read_completion(said, Request([USER], TOOLS, **request))
 
 
 def call_of(message: Message) -> tuple[str, str]:
@@ -520,15 +521,9 @@ def test_a_plain_input_is_the_one_string_that_it_can_be(
 
 
 def test_a_tool_without_schema_takes_the_input_as_it_is() -> None:
-    completion = Completion(
-        message=Message(role="assistant", content="Action: bare\nAction Input: x"),
-        finish_reason="stop",
-        usage=None,
-        model=None,
-        response_id=None,
-    )
+    said = completion("Action: bare\nAction Input: x")
     request = Request([USER], [{"type": "function", "function": {"name": "bare"}}])
-    assert call_of(read_completion(completion, request).message) == ("bare", "x")
+    assert call_of(read_completion(said, request).message) == ("bare", "x")
     assert "- bare:  {}" in to_view(request)[0]["content"]
 
 

@@ -19,6 +19,7 @@ from agent.state.trajectory import Trajectory
 from agent.views.summary import SummarizingModel
 from agent.views.views import compact, findings_in
 from run_agent import AIAgent
+from tests.helpers.builders import completion
 from tests.helpers.playing import call, calls, play, say
 from toolsets.context import ToolContext
 from toolsets.tool import tool
@@ -243,13 +244,7 @@ class Unwilling:
         self.asked.append(list(request.messages))
         if request.messages[0]["content"].startswith("Summarize"):
             raise ModelError("overloaded", "busy")
-        return Completion(
-            message=Message(role="assistant", content="hi"),
-            finish_reason="stop",
-            usage=None,
-            model=None,
-            response_id=None,
-        )
+        return completion("hi")
 
 
 def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:

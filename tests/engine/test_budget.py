@@ -22,7 +22,7 @@ from agent.models.admission import CostEstimate
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import Kind, ModelError
-from agent.models.model import Completion, ModelSettings, Price, Request
+from agent.models.model import ModelSettings, Price, Request
 from agent.models.prices import Reserves, estimate_cost
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
@@ -32,6 +32,7 @@ from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.records import load_index
 from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.builders import completion
 from tests.helpers.running import (
     PATIENCE_S,
     WRITE_A_NOTE,
@@ -46,15 +47,8 @@ from tests.helpers.running import (
 
 
 def reply(cost_usd: float | None = 0.25, tokens: tuple[int | None, int | None] = (70, 30)) -> Any:
-    usage: Any = dict.fromkeys(("cache_read_tokens", "cache_write_tokens", "reasoning_tokens"))
-    return Completion(
-        message=Message(role="assistant", content="Yes."),
-        finish_reason="stop",
-        usage=usage | {"input_tokens": tokens[0], "output_tokens": tokens[1]},
-        model=None,
-        response_id=None,
-        cost_usd=cost_usd,
-    )
+    usage = {"input_tokens": tokens[0], "output_tokens": tokens[1]}
+    return completion(usage=usage, cost_usd=cost_usd)
 
 
 def failed(kind: Kind, **facts: Any) -> ModelError:
@@ -356,7 +350,7 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
     """256 conversations in flight, and a cap that falls into the middle of them."""
     write_prompts(tmp_path / "p.jsonl", 256)
     dataset = {"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file"}
-    with FakeEndpoint(turns=3, latency_s=0.5, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.5, answers=0, **WRITE_A_NOTE) as endpoint:
         options: dict[str, Any] = {
             **dataset,
             "model": "openai:gpt-4o",
@@ -367,10 +361,12 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
             "max_tokens": 300,
             "start_in_flight": 256,
         }
-        whole = run(tmp_path, **{**options, "run_name": "whole"})
-        assert whole.returncode == 0, whole.stderr
+        with started(tmp_path, **{**options, "run_name": "whole"}) as whole:
+            wait_until(lambda: whole.poll() is not None or endpoint.journal()["in_flight"] == 256)
+            endpoint.answer(None)
+            assert whole.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
         cost = summary(tmp_path, "whole")["cost_usd"]
-        assert summary(tmp_path, "whole")["last_start"]["calls"][0]["in_flight_max"] > 200
+        assert summary(tmp_path, "whole")["last_start"]["calls"][0]["in_flight_max"] == 256
 
         cap = cost / 2
         stopped = run(tmp_path, **options, max_run_cost_usd=cap)

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.messages.message import Message
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
-from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine.messages import Load, ReportBudget, SetLimits
@@ -29,6 +27,7 @@ from batch_trajectories.engine.supervisor.limits import (
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter, TokenBucket
 from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.builders import completion
 from tests.helpers.running import lines, run, write_prompts
 
 
@@ -220,20 +219,7 @@ def test_a_limit_below_the_number_of_workers_starves_none() -> None:
     assert share_out(1, [0, 5, 0], turn=2) == [0, 1, 0]
 
 
-REPLY = Completion(
-    message=Message(role="assistant", content="Yes."),
-    finish_reason="stop",
-    usage={
-        "input_tokens": 30,
-        "output_tokens": 10,
-        "cache_read_tokens": None,
-        "cache_write_tokens": None,
-        "reasoning_tokens": None,
-    },
-    model=None,
-    response_id=None,
-    cost_usd=0.5,
-)
+REPLY = completion(usage={"input_tokens": 30, "output_tokens": 10}, cost_usd=0.5)
 
 
 def open_gate(**more: Any) -> CallLimiter:

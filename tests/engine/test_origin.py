@@ -17,19 +17,33 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine import origin
 from batch_trajectories.engine.run_dir import read_run_json, was_started_here
 from tests.helpers.answering import answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 LOOK = {"tool_calls": [{"name": "read_file", "arguments": {"path": "a.txt"}}]}
 SAY = [LOOK, {"content": "y"}]
 
 
-def started(cwd: Path, **options: Any) -> Path:
-    """A run of this user, of two conversations with checks."""
+def start(cwd: Path, **options: Any) -> Path:
+    """Start a run of this user, of two conversations with checks."""
     rows = [{"id": f"p{n}", "prompt": "x", "script": SAY, "check": "true"} for n in (0, 1)]
     write_rows(cwd / "p.jsonl", *rows)
     done = run(cwd, "--row_setup", **{**SCRIPTED, **options})
     assert done.returncode == 0, done.stderr
     return cwd / "trajectories" / "r"
+
+
+def started(cwd: Path, **options: Any) -> Path:
+    """A finished run of this user, made once for these options and copied."""
+    made = _MADE.get(str(options))
+    if made is None:
+        made = _MADE[str(options)] = TemporaryDirectory()
+        start(Path(made.name), **options)
+    shutil.copytree(made.name, cwd, dirs_exist_ok=True)
+    return cwd / "trajectories" / "r"
+
+
+_MADE: dict[str, TemporaryDirectory[str]] = {}
 
 
 def received(run_dir: Path, **changes: Any) -> None:
@@ -40,37 +54,9 @@ def received(run_dir: Path, **changes: Any) -> None:
     (run_dir / "run.json").write_text(json.dumps(identity))
 
 
-def received_copy(cwd: Path) -> Path:
-    """A run of a stranger that no command has to start: made once, and copied."""
-    if not _MADE:
-        directory = TemporaryDirectory()
-        _MADE.append(directory)
-        started(Path(directory.name))
-    shutil.copytree(Path(_MADE[0].name), cwd, dirs_exist_ok=True)
-    return cwd / "trajectories" / "r"
-
-
-_MADE: list[TemporaryDirectory[str]] = []
-
-
-def said(content: str) -> dict[str, Any]:
-    return {
-        "id": "x",
-        "model": "m",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": content},
-            }
-        ],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1},
-    }
-
-
 class TestMarks:
     def test_a_run_is_this_users_from_its_start(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
+        run_dir = start(tmp_path)
         assert was_started_here(run_dir)
         assert StoredRun(run_dir).is_own
         moved = tmp_path / "elsewhere"
@@ -83,7 +69,7 @@ class TestMarks:
         assert not was_started_here(run_dir)
 
     def test_nor_one_of_another_user_or_an_earlier_version(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
+        run_dir = start(tmp_path)
         other = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config")}
         done = run(tmp_path, "score", "r", judge="j", env=other)
         assert done.returncode == 2
@@ -96,12 +82,12 @@ class TestMarks:
         run_dir = started(tmp_path)
         received(run_dir, sandbox="docker")
         assert not was_started_here(run_dir)
-        started(tmp_path)
+        start(tmp_path)
         assert was_started_here(run_dir)
         assert read_run_json(run_dir)["config"]["sandbox"] == "bwrap", "that of the command"
 
     def test_the_key_is_for_this_user_alone(self, tmp_path: Path) -> None:
-        started(tmp_path)
+        start(tmp_path)
         key = Path(os.environ["XDG_CONFIG_HOME"], "batch-trajectories", "run_key")
         assert (key.stat().st_mode & 0o777, len(key.read_bytes())) == (0o600, 32)
         assert [path.name for path in key.parent.iterdir()] == ["run_key"]
@@ -180,7 +166,7 @@ class TestScore:
         monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
         monkeypatch.setenv("SECRET", "mine")
         run_dir = started(tmp_path)
-        with answering(lambda *_: (200, said("RIGHT"))) as (url, bodies):
+        with answering(lambda *_: (200, chat_reply("RIGHT"))) as (url, bodies):
             at = f"{url}/v1"
             mark = tmp_path / "ran"
             named: dict[str, dict[str, Any]] = {
@@ -220,7 +206,7 @@ class TestScore:
         """Also for a run of this user's that had a --base_url."""
         monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-        with answering(lambda *_: (200, said("RIGHT"))) as (url, bodies):
+        with answering(lambda *_: (200, chat_reply("RIGHT"))) as (url, bodies):
             given = {**SCRIPTED, "model": "openai:m", "base_url": f"{url}/v1"}
             write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": "x"})
             assert run(tmp_path, **given).returncode == 0
@@ -332,7 +318,7 @@ class TestFork:
         self, tmp_path: Path, evil: dict[str, Any], command: str
     ) -> None:
         """As a flag such an option is the name of a file; a run holds what was in it."""
-        run_dir = received_copy(tmp_path)
+        run_dir = started(tmp_path)
         for name in ("secrets.yaml", "secrets.json"):
             os.mkfifo(tmp_path / name)  # whoever opens it waits for ever
         received(run_dir, **evil)
@@ -345,7 +331,7 @@ class TestFork:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run_dir = started(tmp_path)
-        with answering(lambda *_: (200, said("y"))) as (url, bodies):
+        with answering(lambda *_: (200, chat_reply("y"))) as (url, bodies):
             at = f"{url}/v1"
             received(run_dir, model="m", base_url=at, key_env="none", max_turns=3)
             done = run(tmp_path, *self.FORK)

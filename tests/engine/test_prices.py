@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages.message import Message, Usage
+from agent.messages.message import Message
 from agent.models.model import Completion, ModelSettings, Price, Request
 from agent.models.prices import add_cost, estimate_cost, has_known_price, price
 from agent.models.resolve import resolve_sibling
@@ -20,6 +20,7 @@ from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.models import called_models, set_up_models
 from batch_trajectories.config.run_config import RunConfig
 from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.builders import completion
 from tests.helpers.running import lines, run, write_prompts
 
 LOCAL = {"base_url": "http://127.0.0.1:8000/v1"}
@@ -36,15 +37,7 @@ def settings(**fields: Any) -> ModelSettings:
 
 
 def reply(cost_usd: float | None = None, **counts: int) -> Completion:
-    usage: Any = dict.fromkeys(Usage.__annotations__)
-    return Completion(
-        message=Message(role="assistant", content="Yes."),
-        finish_reason="stop",
-        usage=usage | counts,
-        model=None,
-        response_id=None,
-        cost_usd=cost_usd,
-    )
+    return completion(usage=counts, cost_usd=cost_usd)
 
 
 class TestWhatACallCosts:

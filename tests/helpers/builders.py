@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from agent.messages.message import Message, Usage
+from agent.models.model import Completion
+
 TEMP: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -111,3 +114,12 @@ def chat_reply(message: str | Mapping[str, Any], **more: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": message}
     reason = "tool_calls" if message.get("tool_calls") else "stop"
     return {"choices": [{"message": message, "finish_reason": reason}], **more}
+
+
+def completion(
+    content: str = "Yes.", *, usage: Mapping[str, int | None] | None = None, **more: Any
+) -> Completion:
+    """What a model client returns for a reply of this text, with `more` of its fields."""
+    counts: Any = None if usage is None else {**dict.fromkeys(Usage.__annotations__), **usage}
+    fields: dict[str, Any] = {"finish_reason": "stop", "model": None, "response_id": None, **more}
+    return Completion(message=Message(role="assistant", content=content), usage=counts, **fields)

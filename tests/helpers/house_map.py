@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.test_architecture import FLOORS, floor_of, imports_of, modules
+from tests.test_architecture import FLOORS, floor_of, modules, sources
 
 SHOWN = 10
 
@@ -16,7 +16,7 @@ def main() -> None:
     for floor in FLOORS:
         inside = [name for name in lines if floor_of(name) == floor]
         print(f"{floor:14}{len(inside):5} modules{sum(lines[name] for name in inside):8,} lines")
-    uses = Counter(other for name in lines for other in imports_of(name) if other != name)
+    uses = Counter(other for name in lines for other in sources()[name].imports if other != name)
     folders = Counter(name.rpartition(".")[0] for name in lines)
     for title, counted in (
         ("longest files, lines", Counter(lines)),

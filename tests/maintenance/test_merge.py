@@ -194,7 +194,15 @@ batch_runner.cli()
 """Runs the program, which is killed at a call of one of its functions."""
 
 
-@pytest.mark.parametrize("at", ["make-1", "ready-1", "move-1", "move-2", "sync-1", "remove-1"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        "make-1",
+        "move-2",
+        "remove-1",
+        *(pytest.param(at, marks=pytest.mark.slow) for at in ("ready-1", "move-1", "sync-1")),
+    ],
+)
 def test_the_same_command_finishes_a_killed_merge(cwd: Path, at: str) -> None:
     """Until then no command finds a run; the run that is there then is whole."""
     command = ["merge", "a", "b", "--into=m", "--dataset_file=all.jsonl"]

@@ -25,6 +25,7 @@ from agent.models.resolve import UnknownModel, resolve_model
 from batch_trajectories.engine.supervisor.refusals import Outages
 from run_agent import AIAgent
 from tests.helpers.answering import Handler, listening
+from tests.helpers.builders import completion
 from tests.helpers.running import PATIENCE_S, run, started, wait_until, write_prompts
 
 NOBODY = "http://a-name-that-is-none.invalid/v1"
@@ -65,14 +66,7 @@ class Unreachable:
         self.attempts += 1
         if self.error is not None:
             raise self.error
-        return Completion(
-            message={"role": "assistant", "content": "hi"},
-            finish_reason="stop",
-            usage=None,
-            model=None,
-            response_id=None,
-            cost_usd=0.0,
-        )
+        return completion("hi", cost_usd=0.0)
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -11,14 +11,14 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages.message import Event, Message, is_cost_only
-from agent.models.model import Completion
+from agent.messages.message import Event, is_cost_only
 from agent.state.events import Clock, note_event, reply_event
 from batch_trajectories.engine.messages import StoreEvents
 from batch_trajectories.ray_cluster.remote_journal import RemoteJournal
 from batch_trajectories.records.journal import Inflight, JournalWriter
 from batch_trajectories.records.tasks import task_key
 from tests.fakes.fake_endpoint import FakeEndpoint
+from tests.helpers.builders import completion
 from tests.helpers.running import (
     SCRIPTED,
     WRITE_A_NOTE,
@@ -33,14 +33,7 @@ KEY = task_key("p", "d")
 
 
 def reply(turn: int) -> Event:
-    said = Completion(
-        message=Message(role="assistant", content="hello"),
-        finish_reason="stop",
-        usage=None,
-        model=None,
-        response_id=None,
-    )
-    return reply_event(turn, said, Clock(), discarded=None)
+    return reply_event(turn, completion("hello"), Clock(), discarded=None)
 
 
 def note(turn: int) -> Event:

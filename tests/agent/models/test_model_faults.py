@@ -236,7 +236,7 @@ def test_packed_replies_are_read() -> None:
         assert reply.message["content"] == "hi"
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_error_of_any_size_counts_by_its_status(is_streamed: bool) -> None:
     how: dict[str, Any] = {"is_streamed": is_streamed, "attempt_timeout_s": 30.0}
     with pytest.raises(ModelError) as caught:
