@@ -24,7 +24,11 @@ import click
 import batch_trajectories
 from batch_trajectories.basics.console import open_missing_streams
 from batch_trajectories.basics.errors import SIGNALLED
-from batch_trajectories.basics.process import ensure_utf8, fork_if_init
+from batch_trajectories.basics.process import (
+    collect_garbage_rarely,
+    ensure_utf8,
+    fork_if_init,
+)
 from batch_trajectories.cli.command_line import EXAMPLES, Commands
 from batch_trajectories.cli.exit_codes import fail
 
@@ -67,6 +71,7 @@ def cli() -> NoReturn:
     ensure_utf8()
     fork_if_init()
     open_missing_streams()
+    collect_garbage_rarely()
     try:
         code = main(standalone_mode=False)
     except click.ClickException as error:

@@ -129,9 +129,10 @@ class Tool:
             raise ArgumentsError("the JSON is nested too deeply") from None
         except ValidationError as error:
             raise ArgumentsError(_explain(error)) from None
+        # Not `model_fields`, which pydantic looks up anew each time.
         return {
             name.removeprefix(PREFIX): getattr(checked, name)
-            for name in self.arguments_model.model_fields
+            for name in self.arguments_model.__pydantic_fields__
         }
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.call_timeouts import CallTimeouts
 from batch_trajectories.basics.errors import HostError, ToolError, has_memory, machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
@@ -39,6 +40,7 @@ class Toolbox:
             raise ValueError("two tools have the same name")
         self._context = context
         self._call_timeout_s = call_timeout_s
+        self._timeouts = CallTimeouts(call_timeout_s)
         self._before_call = before_call
         self.late_calls: list[Future[ToolResult]] = []
         """Calls that exceeded their time limit; those that are not done still run in threads."""
@@ -110,16 +112,20 @@ class Toolbox:
                 return self._timeout_result(tool)
         if begin is not None:
             begin()
+        deadline = self._timeouts.begin()
         try:
-            async with asyncio.timeout(self._call_timeout_s) as deadline:
+            async with deadline:
                 result = await self._run(tool, context, parsed)
         except TimeoutError:
             result = self._timeout_result(tool)
+        finally:
+            self._timeouts.end(deadline)
         # The tool may have caught the cancellation by the deadline.
         return self._timeout_result(tool) if deadline.expired() else result
 
     async def close(self, *, remove_workspace: bool) -> None:
         """Close the context of the task; may be repeated."""
+        self._timeouts.close()
         await self._context.close(remove=remove_workspace)
 
     async def _run(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:

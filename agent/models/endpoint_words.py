@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -36,8 +35,6 @@ class Words(NamedTuple):
     """Endings by the word with which an API says why a reply ended."""
     codes: Mapping[str, str]
     """Kinds of errors (see `agent.models.errors.Kind`) by code or type."""
-    phrases: Mapping[str, re.Pattern[str]]
-    """Patterns that find the phrases of an error in a message, by the kind of the error."""
     statuses: Mapping[str, int]
     """HTTP statuses by the code or type of an error."""
 
@@ -45,6 +42,8 @@ class Words(NamedTuple):
 @cache
 def load_tables() -> Mapping[str, Any]:
     """Read the file: tables of tables, with the source of each word."""
+    import tomllib
+
     return tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
 
@@ -55,12 +54,15 @@ def load_words() -> Words:
     return Words(
         endings={word: cast(Ending, end) for end, word in _pairs(tables["ends"])},
         codes={code: kind for kind, code in _pairs(tables["codes"])},
-        phrases={
-            kind: re.compile("|".join(map(_pattern, phrases)))
-            for kind, phrases in tables["phrases"].items()
-        },
         statuses=tables["statuses"],
     )
+
+
+@cache
+def _phrases(kind: str) -> re.Pattern[str]:
+    """The pattern that finds the phrases of this kind of error in a message."""
+    # Apart from the words, which each reply needs: compiling them takes longer than all else here.
+    return re.compile("|".join(map(_pattern, load_tables()["phrases"][kind])))
 
 
 def find_ending(word: Any) -> Ending | None:
@@ -78,7 +80,7 @@ def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
     with the words around it.
     """
     message = message.lower()
-    for match in load_words().phrases[kind].finditer(message):
+    for match in _phrases(kind).finditer(message):
         if not (request and _is_quote(message, match, request)):
             return match[0]
     return None

@@ -10,7 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batch_trajectories.api.results import write_results
 from batch_trajectories.basics.console import hide_progress, say
 from batch_trajectories.basics.errors import (
     SIGNALLED,
@@ -141,6 +140,8 @@ def start(
         outcome = run_batch(
             plan, run_dir, only=only, tell=tell, why_rejected=_rejection_finder(plan.config)
         )
+        from batch_trajectories.api.results import write_results
+
         totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
     return make_run_end(run_dir.path, outcome, totals, is_all=only is None)
 

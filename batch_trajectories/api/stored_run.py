@@ -27,9 +27,7 @@ from batch_trajectories.engine.run_dir import (
     was_started_here,
 )
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals, stopping_rule
-from batch_trajectories.export.statistics.run import statistics_of
-from batch_trajectories.export.training_files import read_left_out_ids, run_style
-from batch_trajectories.maintenance.upkeep import scan_of
+from batch_trajectories.engine.stored_scan import scan_of
 from batch_trajectories.records.failures import stored_failures
 from batch_trajectories.records.files import StorageError, find_outward_link, refuse_strange_files
 from batch_trajectories.records.index import IndexEntry
@@ -298,6 +296,9 @@ class StoredRun:
 
     def statistics(self) -> dict[str, Any]:
         """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""
+        from batch_trajectories.export.statistics.run import statistics_of
+        from batch_trajectories.export.training_files import read_left_out_ids, run_style
+
         return statistics_of(
             self.path,
             style=run_style(self.config.to_json()),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_type
 import msgspec
 
 from agent.state.trajectory import Status
-from batch_trajectories.api.tables import TABLES, schema_of
+from batch_trajectories.api.tables import TABLES, table_schema
 from batch_trajectories.basics import errors
 from batch_trajectories.config.option_types import RowFlaw
 from batch_trajectories.export.rows.format_names import format_names
@@ -79,7 +79,7 @@ def records() -> str:
     lines += ["## Tables", "", "[Notebook](../notebook.md) says how to get them.", ""]
     for table in TABLES:
         lines += [f"### `{table}`", "", "column | type", "---|---"]
-        lines += [f"`{column.name}` | {column.type}" for column in schema_of(table)]
+        lines += [f"`{column.name}` | {column.type}" for column in table_schema(table)]
         lines.append("")
     return "\n".join(lines)
 

@@ -146,9 +146,10 @@ def merge(
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.engine.narrowing import refuse_narrowing
+    from batch_trajectories.engine.stored_scan import scan_of
     from batch_trajectories.maintenance.merge import common_config
     from batch_trajectories.maintenance.merge import merge as merge_runs
-    from batch_trajectories.maintenance.upkeep import scan_of, snapshot_dataset
+    from batch_trajectories.maintenance.upkeep import snapshot_dataset
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]

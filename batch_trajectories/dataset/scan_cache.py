@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import fields
 from hashlib import blake2b, file_digest
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -213,6 +212,8 @@ def _plain(value: Any) -> Any:
 
 
 def _version() -> str:
+    from importlib import metadata
+
     try:
         return metadata.version("batch-trajectories")
     except metadata.PackageNotFoundError:

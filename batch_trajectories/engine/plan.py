@@ -5,10 +5,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -564,6 +562,9 @@ def _changed(settings: ModelSettings) -> dict[str, object]:
 
 def _mode_of(settings: ModelSettings) -> str | None:
     """The `--logprobs-mode` of a vLLM server, which tells it if VLLM_SERVER_DEV_MODE is set."""
+    import urllib.request
+    from http.client import HTTPException
+
     root = (settings.base_url or "").rstrip("/").removesuffix("/v1")
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -52,7 +51,6 @@ from batch_trajectories.config.fingerprint import (
     update_names,
 )
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.sandboxes import replaced_images
 from batch_trajectories.dataset.kept_dataset import (
     move_snapshot,
     remove_other_snapshots,
@@ -632,7 +630,12 @@ def _run_json(
             key: {"from": then.get(key), "to": now[key]} for key in now if then.get(key) != now[key]
         }
         images = before.get(IMAGES, {})
-        if config.uses_images and (replaced := replaced_images(config, images)):
+        replaced: dict[str, str] = {}
+        if config.uses_images:
+            from batch_trajectories.config.sandboxes import replaced_images
+
+            replaced = replaced_images(config, images)
+        if replaced:
             changes[IMAGES] = {
                 "from": {name: images[name] for name in replaced},
                 "to": replaced,
@@ -698,6 +701,8 @@ def _shown(value: Any) -> str:
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """The versions of packages by name, or "not installed"."""
+    from importlib import metadata
+
     versions = {}
     for name in packages:
         try:

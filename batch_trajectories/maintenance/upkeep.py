@@ -22,12 +22,10 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import remove_leftover_containers
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot, take_snapshot
 from batch_trajectories.dataset.scan import Scan, scan, tasks
-from batch_trajectories.dataset.scan_cache import last_scan
-from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.narrowing import refuse_narrowing
-from batch_trajectories.engine.origin import received
-from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of, was_started_here
+from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of
 from batch_trajectories.engine.run_totals import needed_samples
+from batch_trajectories.engine.stored_scan import refuse_foreign_dataset, scan_arguments, scan_of
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
@@ -47,11 +45,9 @@ from batch_trajectories.records.names import (
     LABELS_FILE,
     LOCK_FILE,
     LOG_FILE,
-    MIRRORED_DATASET,
     QUARANTINE,
     RECORDS_FILE,
     RECORDS_INDEX,
-    RUN_FILE,
     SCORES_FILE,
     STATISTICS_FILE,
     SUMMARY_FILE,
@@ -163,30 +159,6 @@ def check(
     )
 
 
-def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
-    """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
-    arguments = _scan_arguments(path, identity, config)
-    scanned = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
-    return _refuse_foreign_dataset(scanned, path, identity)
-
-
-def _refuse_foreign_dataset(scanned: Scan, path: Path, identity: dict[str, Any]) -> Scan:
-    """Return the scan of a dataset that belongs to the run.
-
-    A run that was received from somebody may use a dataset outside of its directory only if the
-    dataset has the content that the run was made of: its run.json could name any file of this
-    machine. Raises `DatasetError`.
-    """
-    is_inside = scanned.path.resolve().is_relative_to(path.resolve())
-    is_same = scanned.sha256 == identity["dataset"].get("sha256")
-    if is_inside or is_same or not (path / RUN_FILE).exists() or was_started_here(path):
-        return scanned
-    raise DatasetError(
-        f"{received(path)}, and {scanned.path}, which its run.json names, is not the dataset that "
-        f"it was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
-    )
-
-
 def snapshot_dataset(identity: dict[str, Any], config: RunConfig) -> DatasetSnapshot:
     """The dataset that `config` names; if it is not JSONL, a copy in a temporary directory.
 
@@ -199,36 +171,13 @@ def snapshot_dataset(identity: dict[str, Any], config: RunConfig) -> DatasetSnap
         config.run_dir,
         columns=config.columns,
         rows=config.rows,
-        rules=_scan_arguments(config.run_dir, identity, config)["rules"],
+        rules=scan_arguments(config.run_dir, identity, config)["rules"],
         max_samples=config.max_samples,
         writes=False,
         with_solutions=config.audit,
         only=read_sound_rows(config),
         say=say,
     )
-
-
-def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    """The arguments with which the last start of the run in `path` scanned its dataset."""
-    dataset = identity["dataset"]
-    file = Path(dataset["path"])
-    if dataset.get("source") is not None and (path / file.name).exists():
-        file = path / file.name  # the run may have been moved or copied
-    elif not file.exists() and (path / MIRRORED_DATASET).exists():
-        file = path / MIRRORED_DATASET
-    elif not file.exists() and (inside := path / file.parent.name / file.name).exists():
-        file = inside  # of an import or a recording
-    return {
-        "path": file,
-        "max_samples": config.max_samples,
-        "rules": config.row_rules(
-            identity["api"],
-            is_priced=dataset.get("is_priced", True),
-            toolsets=dataset.get("toolsets"),
-        ),
-        "num_samples": config.num_samples,
-        "shard": None if config.shard is None else parse_shard(config.shard),
-    }
 
 
 def _verify(
@@ -241,8 +190,8 @@ def _verify(
             scanned = scan_of(path, identity, config)
         else:
             # The saved scan has digests of itself and of the dataset; only a new one proves them.
-            scanned = _refuse_foreign_dataset(
-                scan(**_scan_arguments(path, identity, config)), path, identity
+            scanned = refuse_foreign_dataset(
+                scan(**scan_arguments(path, identity, config)), path, identity
             )
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import orjson
@@ -14,7 +14,6 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import plural, single_line
-from batch_trajectories.batch_api.batch_log import BatchTotals, compute_batch_totals
 from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
 from batch_trajectories.engine.run_totals import RunTotals, as_table
 from batch_trajectories.engine.supervisor.progress import describe, state_of
@@ -22,10 +21,13 @@ from batch_trajectories.export.statistics import cache_use
 from batch_trajectories.export.statistics.cache_use import CacheUse
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS
 from batch_trajectories.records.failures import failures_by_class
-from batch_trajectories.records.files import read_json
+from batch_trajectories.records.files import has_batches, read_json
 from batch_trajectories.records.names import SUMMARY_FILE
 from batch_trajectories.report.facts import seconds_at_work
 from batch_trajectories.report.formatting import count, moment, one_line, plain, seconds
+
+if TYPE_CHECKING:
+    from batch_trajectories.batch_api.batch_log import BatchTotals
 
 _SLOWEST = 5
 _SHOWN = 10
@@ -91,8 +93,16 @@ def look(stored: StoredRun) -> Status:
         totals=stored.totals(),
         progress=None if holder is None else state_of(stored.path, holder),
         details=run_status(stored),
-        batches=compute_batch_totals(stored.path),
+        batches=_batch_totals(stored.path),
     )
+
+
+def _batch_totals(path: Path) -> BatchTotals | None:
+    if not has_batches(path):
+        return None
+    from batch_trajectories.batch_api.batch_log import compute_batch_totals
+
+    return compute_batch_totals(path)
 
 
 def run_status(stored: StoredRun) -> dict[str, Any]:

@@ -528,7 +528,7 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
             """Whether each conversation is over or waits; its earlier replies are journaled."""
             counts = endpoint.journal(full=True)["counts"]
             over = sum(count["turn"] == 12 and count["answered"] > 0 for count in counts)
-            return endpoint.journal()["in_flight"] + over == 12
+            return bool(endpoint.journal()["in_flight"] + over == 12)
 
         given = options(endpoint, num_workers=3, batch_size=12)
         with started(tmp_path, **given) as process:

@@ -9,7 +9,6 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +77,8 @@ def load_custom_toolsets(places: tuple[str, ...]) -> tuple[Toolset, ...]:
     """
     entry_points: dict[str, str] = {}
     if any(":" not in place for place in places):
+        from importlib import metadata
+
         entries = metadata.entry_points(group=ENTRY_POINTS)  # reads a file of each package
         entry_points = {entry.name: entry.value for entry in entries}
     named: list[tuple[str, Any]] = []

@@ -6,7 +6,6 @@ A sandbox that does not work is refused; no other sandbox replaces it.
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -14,15 +13,15 @@ from typing import TYPE_CHECKING
 from batch_trajectories.basics.validation import did_you_mean
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import Extras, Limits, Sandbox, SandboxError, SandboxSettings
-from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
+    from importlib import metadata
+
     from toolsets.sandbox.image_files import ImageSandboxes
 
 __all__ = [
     "ENTRY_POINTS",
-    "FORK_SERVERS",
     "NO_AGENTS",
     "image_sandboxes",
     "make_sandbox",
@@ -48,6 +47,8 @@ def sandbox_kind(name: str) -> type[Sandbox]:
     if name in SANDBOXES:
         kind: type[Sandbox] = resolve_name(SANDBOXES[name].sandbox)
         return kind
+    from importlib import metadata
+
     entries = metadata.entry_points(group=ENTRY_POINTS)  # reads a file of each package
     matching = [entry for entry in entries if entry.name == name]
     if not matching:

@@ -46,48 +46,8 @@ from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings, ignore_event
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.call_timeouts import CallTimeouts
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
-
-# Time limits of calls that share one timer: nearly all calls end long before it fires.
-
-
-class CallTimeouts:
-    """Gives each call a timeout of the same length, with one timer for all of an event loop."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._ends: dict[asyncio.Timeout, float] = {}
-        """The time when each call is cut off; the first one added is the first to be cut off."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self) -> asyncio.Timeout:
-        """Begin a call: returns a timeout to enter at once, and to give to `end` afterwards."""
-        loop = asyncio.get_running_loop()
-        timeout = asyncio.timeout(None)
-        self._ends[timeout] = end = loop.time() + self.timeout_s
-        if self._timer is None:
-            self._timer = loop.call_at(end, self._cut_off)
-        return timeout
-
-    def end(self, timeout: asyncio.Timeout) -> None:
-        """End the call that has this timeout."""
-        self._ends.pop(timeout, None)
-
-    def close(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _cut_off(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        for timeout, end in list(self._ends.items()):
-            if end > loop.time():
-                self._timer = loop.call_at(end, self._cut_off)
-                return
-            del self._ends[timeout]
-            timeout.reschedule(end)
-
 
 # Why a TLS connection could not be made, and what to do.
 

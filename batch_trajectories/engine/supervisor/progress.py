@@ -14,10 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from tqdm import tqdm
 
 from batch_trajectories.basics.console import (
     PLAIN_EVERY_S,
@@ -28,10 +27,12 @@ from batch_trajectories.basics.console import (
     terminal_size,
 )
 from batch_trajectories.basics.text import single_line
-from batch_trajectories.engine.messages import Counters, no_counters
 from batch_trajectories.records.failures import Failure
 from batch_trajectories.records.files import read_json, temporary_for
 from batch_trajectories.records.names import FAILURES_FILE
+
+if TYPE_CHECKING:
+    from batch_trajectories.engine.messages import Counters
 
 PROGRESS_FILE = "progress.json"
 
@@ -68,6 +69,11 @@ class Progress:
         """`run_dir` is for progress.json. With `tell`, a function that takes messages for the user,
         nothing is drawn: the terminal belongs to the caller. `tasks` and `turns` are the nouns for
         what is counted; None: no model is called."""
+        # Not above: `status` reads what this writes, and needs neither.
+        from tqdm import tqdm
+
+        from batch_trajectories.engine.messages import no_counters
+
         self._total = total
         self._tasks, self._turns = tasks, turns
         self._done = 0
@@ -312,6 +318,8 @@ def describe(state: Mapping[str, Any], turns: str | None = "turns") -> str:
     calls_models = state["turns"] is not None
     parts = []
     if state["left_s"] is not None:
+        from tqdm import tqdm
+
         parts.append(f"left {tqdm.format_interval(state['left_s'])}")
     failed = state["failed"]
     classes = ", ".join(f"{name} {number}" for name, number in failed.items())

@@ -65,7 +65,8 @@ from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Journal, JournalWriter
 from batch_trajectories.records.names import INFLIGHT, LOG_FILE
 from batch_trajectories.records.tasks import Task
-from toolsets.sandbox.factory import FORK_SERVERS, sandbox_kind
+from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.fork_servers import FORK_SERVERS
 
 if TYPE_CHECKING:
     from agent.models.client.retrying import Retry
