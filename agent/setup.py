@@ -20,7 +20,7 @@ from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, SimulatedUser, Subagent, inherit_options
 from agent.state.trajectory import Trajectory, WaitUntilPersisted
-from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
+from toolsets.catalog.registry import TOOLSETS, Toolset, collect_tools, resolve_toolsets
 from toolsets.context import ToolContext
 from toolsets.tool import Tool
 from toolsets.toolbox import Toolbox
@@ -72,7 +72,7 @@ class Setup:
     def select_toolsets(self, names: Collection[str]) -> Setup:
         """A copy with only the named toolsets."""
         toolsets = tuple(toolset for toolset in self.toolsets if toolset.name in names)
-        return replace(self, toolsets=toolsets, tools=tools_of(toolsets))
+        return replace(self, toolsets=toolsets, tools=collect_tools(toolsets))
 
     def sandboxed_toolsets(self) -> list[str]:
         """The names of the toolsets that run commands, toolsets of subagents included."""
@@ -106,7 +106,7 @@ def set_up(
     `MissingKey`).
     """
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets, known=known)
-    tools = tools_of(toolsets)
+    tools = collect_tools(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
     if message := options.describe_missing_toolsets([toolset.name for toolset in toolsets]):
         raise ValueError(f"preparation_toolsets: {message}")
@@ -161,7 +161,7 @@ def _set_up_subagent(
     settings = _own_model(name, agent, caller, api_key=api_key, endpoints=endpoints)
     # Disabled toolsets are disabled for subagents, too.
     toolsets = resolve_toolsets(agent.enabled_toolsets, disabled, known=known)
-    tools = tools_of(toolsets)
+    tools = collect_tools(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
     return SubagentSetup(settings, toolsets, tools)
 

@@ -27,7 +27,7 @@ import yaml
 from agent.options import AgentOptions
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMANDS
-from batch_trajectories.config.fingerprint import meaning_of
+from batch_trajectories.config.fingerprint import data_options
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.row import RowRules
@@ -182,7 +182,7 @@ def test_commands_are_those_of_this_program(
         name = words[0] if words[0] in COMMANDS else "run"
         rest = words[1:] if words[0] in COMMANDS else words
         try:
-            main.command_of(name).make_context(name, rest).close()
+            main.import_command(name).make_context(name, rest).close()
         except click.UsageError as error:
             pytest.fail(f"{line}: {error.format_message()}")
 
@@ -202,7 +202,7 @@ def runs() -> tuple[tuple[str, dict[str, Any]], ...]:
             name = words[0] if words[0] in COMMANDS else "run"
             if name not in STARTING:
                 continue
-            command = main.command_of(name)
+            command = main.import_command(name)
             rest = words[1:] if words[0] in COMMANDS else words
             with command.make_context(name, rest) as context:
                 given = {
@@ -240,7 +240,7 @@ def test_starts_of_one_run_agree_on_what_its_data_is(
     for place, flags in runs():
         own = {key: value for key, value in flags.items() if key != "config"}
         config = load_config(flags["config"], own)
-        meaning = {**meaning_of(config), "dataset_file": str(config.dataset_file)}
+        meaning = {**data_options(config), "dataset_file": str(config.dataset_file)}
         first, before = seen.setdefault(config.run_name, (place, meaning))
         differing = [key for key in meaning if meaning[key] != before[key]]
         assert differing == [], f"{place} and {first} start {config.run_name} with other options"

@@ -37,7 +37,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 def options_of(name: str) -> set[str]:
     """What a command shows in its help, without dashes."""
-    command = main.command_of(name)
+    command = main.import_command(name)
     collected = [
         param
         for param in (*command.get_params(click.Context(command)), *main.params)

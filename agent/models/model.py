@@ -12,7 +12,7 @@ from agent.messages.message import FinishReason, Message, Usage
 from agent.messages.tokens import SampledTokens
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.deadline import Deadline
-from agent.models.providers import NO_KEY, OWN_SERVERS_HEADERS, provider_at
+from agent.models.providers import NO_KEY, OWN_SERVERS_HEADERS, find_provider
 from batch_trajectories.basics import exact_json
 
 # Events for a caller while a conversation runs.
@@ -365,7 +365,7 @@ class ModelSettings:
 
 @lru_cache(maxsize=64)
 def _cache_key_apis(base_url: str) -> tuple[str, ...]:
-    known = provider_at(base_url)
+    known = find_provider(base_url)
     return () if known is None else known.cache_key_apis
 
 

@@ -287,7 +287,7 @@ _HOSTS: Mapping[str, Provider] = {
 }
 
 
-def provider_at(base_url: str) -> Provider | None:
+def find_provider(base_url: str) -> Provider | None:
     """The provider in the table whose host a base URL names; None if there is none."""
     host = (urlsplit(base_url).hostname or "").rstrip(".")
     return next((row for known, row in _HOSTS.items() if f".{host}".endswith(f".{known}")), None)
@@ -299,4 +299,4 @@ def is_known_prefix(prefix: str, base_url: str | None) -> bool:
     if (row := PROVIDERS.get(prefix)) is None:
         return False
     is_anywhere = base_url is None or prefix in RESERVED_PREFIXES or row.is_own_server
-    return is_anywhere or row.client is not None or provider_at(base_url or "") is row
+    return is_anywhere or row.client is not None or find_provider(base_url or "") is row

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings
-from agent.models.providers import NO_KEY, PROVIDERS, Api, Provider, is_known_prefix, provider_at
+from agent.models.providers import NO_KEY, PROVIDERS, Api, Provider, find_provider, is_known_prefix
 
 
 class Endpoint(NamedTuple):
@@ -103,7 +103,7 @@ def resolve_model(
     if row is None and base_url is None:
         raise UnknownModel(f"model {name!r} has no provider and no --base_url: {FORMS}")
     base_url = base_url or (row and _url_in_environment(row))
-    there = provider_at(base_url) if base_url is not None else None
+    there = find_provider(base_url) if base_url is not None else None
     if row is not None and row.client is not None:
         arguments = {"base_url": base_url} if base_url else {}
         connection = Connection(client=row.client, client_options=arguments)
@@ -219,7 +219,7 @@ def _check_proxy(base_url: str, proxy: str | None) -> None:
 
 def complete_base_url(base_url: str, api: str) -> str:
     """Complete the path of a base URL for a dialect, if the provider at the URL is known."""
-    if (known := provider_at(base_url)) is None:
+    if (known := find_provider(base_url)) is None:
         return base_url
     url = urlsplit(base_url)
     given = path = url.path.rstrip("/")
@@ -241,7 +241,7 @@ def resolve_sibling(
     prefix, colon, rest = _parts(name)
     is_own = colon and prefix in endpoints
     # Beside a server of the user's own, `mistral:7b` is the name of a model there.
-    is_known_place = bool(settings.connection.client or provider_at(settings.base_url or ""))
+    is_known_place = bool(settings.connection.client or find_provider(settings.base_url or ""))
     if (dialects := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
         is_known_place |= settings.base_url == _url_in_environment(dialects)
     is_row = is_known_prefix(prefix, None if is_known_place else settings.base_url)

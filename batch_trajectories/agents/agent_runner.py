@@ -43,10 +43,10 @@ from batch_trajectories.engine.worker.agent_program import (
     Installed,
     NotInstalled,
     find_agent_program,
-    path_of,
     printed_version,
     read_agent_version,
     sandbox_extras,
+    search_path,
 )
 from batch_trajectories.engine.worker.calls import Calls, StoppableModel, StopSignal
 from batch_trajectories.engine.worker.task_runner import AgentTask
@@ -190,7 +190,7 @@ class _Start:
 
 def _system_variables(installed: Installed) -> dict[str, str]:
     """The variables that an image would set."""
-    return {"PATH": path_of(installed), "LANG": "C.UTF-8", "TERM": "dumb", "USER": "user"}
+    return {"PATH": search_path(installed), "LANG": "C.UTF-8", "TERM": "dumb", "USER": "user"}
 
 
 class AgentRunner:
@@ -281,7 +281,7 @@ class AgentRunner:
             limit_s = task.row.spec.options.max_conversation_s or _NO_LIMIT_S
             sandbox = None
             try:
-                sandbox, home = await self._spaces.for_agent(
+                sandbox, home = await self._spaces.make_agent_sandbox(
                     task.context, task.row, extras, timeout_s=limit_s, output_bytes=_OUTPUT_BYTES
                 )
                 if config.uses_images and agent.version_command:

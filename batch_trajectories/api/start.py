@@ -20,14 +20,14 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, tasks
-from batch_trajectories.engine.origin import received
+from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.plan import Plan, make_plan, refuse_bad_rows, warn
 from batch_trajectories.engine.run_dir import RunDir, open_run_dir, was_started_here
 from batch_trajectories.engine.run_totals import RunTotals
 from batch_trajectories.engine.supervisor.run import Outcome, run_batch
 from batch_trajectories.records.files import (
     list_directory,
-    training_file_of,
+    training_path,
 )
 from batch_trajectories.records.names import INFLIGHT, RUN_FILE
 from batch_trajectories.records.records import parse_record
@@ -133,8 +133,8 @@ def start(
     refuse_bad_rows(plan, tell or say)
     if not fresh and _continues_others_calls(plan.config):
         (tell or say)(
-            f"{received(plan.config.run_dir)}; its unfinished conversations go on, and with "
-            "--sandbox=local their recorded calls may run again on this machine"
+            f"{describe_received(plan.config.run_dir)}; its unfinished conversations go on, and "
+            "with --sandbox=local their recorded calls may run again on this machine"
         )
     with open_planned_run(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         outcome = run_batch(
@@ -151,7 +151,7 @@ def make_run_end(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: boo
     exit_code, reason = explain_exit(outcome, totals, is_all=is_all)
     return RunEnd(
         path=path,
-        training_file=training_file_of(path),
+        training_file=training_path(path),
         totals=totals,
         exit_code=exit_code,
         reason=reason,

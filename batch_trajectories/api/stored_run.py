@@ -18,7 +18,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import bucket_url, is_url, mistakes_in
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, tasks
-from batch_trajectories.engine.origin import received
+from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.run_dir import (
     find_run_dir,
     read_holder,
@@ -27,7 +27,7 @@ from batch_trajectories.engine.run_dir import (
     was_started_here,
 )
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals, stopping_rule
-from batch_trajectories.engine.stored_scan import scan_of
+from batch_trajectories.engine.stored_scan import load_scan
 from batch_trajectories.records.failures import stored_failures
 from batch_trajectories.records.files import StorageError, find_outward_link, refuse_strange_files
 from batch_trajectories.records.index import IndexEntry
@@ -108,8 +108,8 @@ class StoredRun:
         refuse_lost_records(path)
         if not self.is_own and (link := find_outward_link(path)) is not None:
             raise RunDirError(
-                f"{received(path)}, and {link} is a link to a file outside of it, which is not "
-                "read; put the file itself there, or remove the link"
+                f"{describe_received(path)}, and {link} is a link to a file outside of it, which is "
+                "not read; put the file itself there, or remove the link"
             )
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class StoredRun:
     @cached_property
     def scan(self) -> Scan:
         """The dataset as the last start scanned it. Raises `DatasetError`."""
-        return scan_of(self.path, self.identity, self.config)
+        return load_scan(self.path, self.identity, self.config)
 
     @property
     def holder(self) -> dict[str, Any] | None:
@@ -296,10 +296,10 @@ class StoredRun:
 
     def statistics(self) -> dict[str, Any]:
         """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""
-        from batch_trajectories.export.statistics.run import statistics_of
+        from batch_trajectories.export.statistics.run import compute_statistics
         from batch_trajectories.export.training_files import read_left_out_ids, run_style
 
-        return statistics_of(
+        return compute_statistics(
             self.path,
             style=run_style(self.config.to_json()),
             max_attempts=self.config.max_attempts,
@@ -335,9 +335,9 @@ class StoredRun:
         return self._make_funnel(self.totals())
 
     def _make_funnel(self, totals: RunTotals) -> dict[str, Any]:
-        from batch_trajectories.export.statistics.funnel import funnel_of
+        from batch_trajectories.export.statistics.funnel import compute_funnel
 
-        return funnel_of(self.path, self.scan, totals, self.identity["dataset"])
+        return compute_funnel(self.path, self.scan, totals, self.identity["dataset"])
 
     def funnel_if_known(self) -> KnownFunnel:
         """The funnel with the signs of the totals behind it, or the reason why it is unknown."""

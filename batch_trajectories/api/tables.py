@@ -15,7 +15,7 @@ import msgspec
 
 from batch_trajectories.basics.process import no_garbage_collection
 from batch_trajectories.basics.validation import did_you_mean
-from batch_trajectories.records.checks import judgement_of, rewards_of
+from batch_trajectories.records.checks import judge_record, record_rewards
 from batch_trajectories.records.files import DamagedLine, verify_checksum
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.reader import open_index
@@ -121,7 +121,7 @@ def _task_rows(facts: _TaskFacts) -> Iterator[_Row]:
     if inherited:
         tool_calls = [call for call in tool_calls if call.turn > inherited]
     is_judged = facts.check is not None or facts.scores
-    judgement = judgement_of(cast(Record, facts)) if is_judged else None
+    judgement = judge_record(cast(Record, facts)) if is_judged else None
     error = facts.error
     yield {
         "id": facts.id,
@@ -199,7 +199,7 @@ def _call_rows(facts: _TurnFacts) -> Iterator[_Row]:
 def _score_rows(facts: _Facts) -> Iterator[_Row]:
     record = cast(Record, facts)
     if (check := facts.check) is not None:
-        only_checked = rewards_of(cast(Record, msgspec.structs.replace(facts, scores=None)))
+        only_checked = record_rewards(cast(Record, msgspec.structs.replace(facts, scores=None)))
         passed = check.passed if isinstance(check.passed, bool) else None
         for name, reward in _or_none(only_checked.by_name):
             yield {
@@ -413,7 +413,7 @@ def _add_judgement(facts: _Facts, line: bytes) -> _Facts:
     """Add the verdict of a comparison with the expected answer as a check; returns the facts."""
     if facts.options is not None and facts.options.get("check_expected"):
         # The comparison needs the whole record.
-        verdict, reward, error = judgement_of(decode_record(line))
+        verdict, reward, error = judge_record(decode_record(line))
         facts.options = None
         if reward is not None or error is not None:
             facts.check = CheckResult(passed=verdict, reward=reward, error=error)

@@ -19,7 +19,7 @@ import orjson
 from batch_trajectories.audit.audited import Name, audit_step
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip, single_line
-from batch_trajectories.dataset.columns import names_of
+from batch_trajectories.dataset.columns import column_names
 from batch_trajectories.dataset.row_conversation import CHAT_COLUMNS
 from batch_trajectories.dataset.row_workspace import (
     HistoryColumns,
@@ -28,7 +28,7 @@ from batch_trajectories.dataset.row_workspace import (
     image_columns,
 )
 from batch_trajectories.dataset.scan import Scan
-from batch_trajectories.records.files import open_temporary, temporary_for
+from batch_trajectories.records.files import open_temporary, temporary_path
 from batch_trajectories.records.reader import open_index, read_record
 from batch_trajectories.records.record_types import Record
 
@@ -135,7 +135,7 @@ def task_digest(columns: Mapping[str, Any]) -> str:
     """A digest, 16 hex digits, of the parts of a task: prompt, set-up, image and check."""
     names = ["prompt", *CHAT_COLUMNS, "expected", "target", *image_columns(columns)]
     for group in (SetupColumns, HistoryColumns, InsideColumns):
-        names += names_of(group)
+        names += column_names(group)
     present = {name: columns[name] for name in sorted({*names}) if columns.get(name) is not None}
     content = exact_json.dumps(present, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -145,7 +145,7 @@ def write_verdicts(run_dir: Path, scan: Scan) -> Counter[str]:
     """Write tasks.jsonl; returns the number of rows by verdict. Raises what `open_index` raises."""
     counts: Counter[str] = Counter()
     path = run_dir / TASKS_FILE
-    temporary = temporary_for(path)
+    temporary = temporary_path(path)
     with open_temporary(temporary, path) as file:
         for line in verdict_lines(run_dir, scan):
             counts[line["verdict"]] += 1

@@ -159,7 +159,7 @@ class BatchApiModel:
         reserve, estimate = Cost(), None
         if self._budget.is_kept:
             estimate = self._live.reserves.estimate(request, by_batch=True)
-            reserve = self._budget.worst_case_of(self._live.reserves.worst_case(estimate))
+            reserve = self._budget.bound_cost(self._live.reserves.worst_case(estimate))
             held = self._held.pop(id, None)
             if held is not None and held.covers(reserve):
                 self._budget.take_over(reserve)

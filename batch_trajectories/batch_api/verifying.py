@@ -26,7 +26,7 @@ from batch_trajectories.engine.messages import parse_task_key
 from batch_trajectories.records.files import list_directory
 from batch_trajectories.records.names import BATCHES, BATCHES_FILE
 from batch_trajectories.records.problem import Problem
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 
 _NEXT: Mapping[State, Container[str]] = {
     "gathered": ("sending", "void"),
@@ -50,7 +50,7 @@ def check_batches(
     jobs: dict[str, BatchJob] = {}
     last: dict[str, int] = {}
     needed: set[str] = set()
-    for number, (_, text) in enumerate(lines_from(steps, 0), start=1):
+    for number, (_, text) in enumerate(read_lines(steps, 0), start=1):
         if (line := read_line(text)) is None:
             yield Problem("unreadable", steps, number, "not a step of a batch; it does not count")
         elif line["kind"] != "live":

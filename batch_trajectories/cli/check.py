@@ -13,7 +13,7 @@ from batch_trajectories.cli.command_line import RunCommand
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes, fail
 from batch_trajectories.cli.shared import (
     Starting,
-    make_plan_of,
+    plan_start,
     run_dir_argument,
     starting_options,
     trust_option,
@@ -66,7 +66,7 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
     from batch_trajectories.audit.audited import make_audit_config
 
     with errors_as_exit_codes():
-        plan = make_plan_of(
+        plan = plan_start(
             starting, flags, adapt=lambda config: make_audit_config(config, repeats=repeats)
         )
         accepted = starting.accept_config_change
@@ -97,7 +97,9 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
         has_new_rows = any(name in given for name in _OF_ROWS)
         options = stored.identity["config"]
         if not stored.is_own:
-            options = _of_received(stored, given, has_new_rows=has_new_rows, trust_run=trust_run)
+            options = _received_options(
+                stored, given, has_new_rows=has_new_rows, trust_run=trust_run
+            )
         config = load_config(None, {**options, **given})
 
         from batch_trajectories.scoring.recheck import recheck
@@ -112,7 +114,7 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
     sys.exit(ended.exit_code)
 
 
-def _of_received(
+def _received_options(
     stored: StoredRun, given: dict[str, Any], *, has_new_rows: bool, trust_run: bool
 ) -> dict[str, Any]:
     """What `check` uses of the config of a run that was not started here, which it says."""

@@ -126,7 +126,7 @@ class Commands(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self.command_of(cmd_name) if cmd_name in COMMANDS | FORMER_COMMANDS else None
+        return self.import_command(cmd_name) if cmd_name in COMMANDS | FORMER_COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -140,7 +140,7 @@ class Commands(click.Group):
             ctx.fail(f"no such command {args[0]!r}; {meant}")
         return super().resolve_command(ctx, args)
 
-    def command_of(self, name: str) -> click.Command:
+    def import_command(self, name: str) -> click.Command:
         """Import a command; a start uses one, and the others import much that it does not need."""
         module, _, function = (COMMANDS | FORMER_COMMANDS)[name].partition(".")
         command: click.Command = getattr(import_module(f"{__package__}.{module}"), function)
@@ -150,7 +150,7 @@ class Commands(click.Group):
         own = {option for param in self.get_params(ctx) for option in param.opts}
         if ctx.resilient_parsing and not args:
             return super().parse_args(ctx, args)  # completion of the first word
-        if not args or (args[0].startswith("-") and _normalized(ctx, args[0]) not in own):
+        if not args or (args[0].startswith("-") and _normalize_option(ctx, args[0]) not in own):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -161,21 +161,21 @@ class Commands(click.Group):
         width = max(map(len, COMMANDS))
         for title, names in COMMAND_GROUPS.items():
             with formatter.section(title):
-                rows = ((name, self.command_of(name).get_short_help_str(100)) for name in names)
+                rows = ((name, self.import_command(name).get_short_help_str(100)) for name in names)
                 formatter.write_dl([(f"{name:<{width}}", text) for name, text in rows])
-        run = self.command_of("run")
+        run = self.import_command("run")
         run.format_options(click.Context(run, parent=ctx), formatter)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands, and the options of the default one."""
         items = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
-            run = self.command_of("run")
+            run = self.import_command("run")
             items += run.shell_complete(click.Context(run, parent=ctx), incomplete)
         return items
 
 
-def _normalized(ctx: click.Context, option: str) -> str:
+def _normalize_option(ctx: click.Context, option: str) -> str:
     """An option as declared, with underscores for dashes."""
     normalize = ctx.token_normalize_func
     return option if normalize is None else "--" + normalize(option.removeprefix("--"))
@@ -285,7 +285,7 @@ def _refuse_rare(ctx: click.Context, param: click.Parameter, value: Any) -> None
 def _option(name: str, field: Any) -> click.Option:
     """The command line option of a config field; pydantic checks its value."""
     is_flag = field.annotation is bool
-    text = field.description + _default_of(field)
+    text = field.description + _describe_default(field)
     declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
     is_list = _is_list(field)
     choices = _choices(field)
@@ -297,11 +297,11 @@ def _option(name: str, field: Any) -> click.Option:
         metavar=metavar,
         multiple=is_list,
         callback=join_commas if is_list else None,
-        shell_complete=_completed(metavar, choices),
+        shell_complete=_make_completer(metavar, choices),
     )
 
 
-def _default_of(field: Any) -> str:
+def _describe_default(field: Any) -> str:
     """The default for the help; "" if it needs no mention."""
     default = field.default
     if field.is_required() or default in (None, "", (), False, {}):
@@ -327,7 +327,7 @@ def _is_list(field: Any) -> bool:
     return any(getattr(rule, "func", None) in lists for rule in rules)
 
 
-def _completed(
+def _make_completer(
     metavar: str | None, choices: list[str]
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
     """Shell completion for the value of an option."""

@@ -323,18 +323,18 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
                 "card, or hf or parquet (--format "
                 f"{part['format']},hf)"
             )
-        lines += _of_masked_turns(part)
+        lines += _describe_masked_turns(part)
         if part["format"] in ("rl", "rl_parquet"):
-            lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])
+            lines += _describe_token_rows(part, discarded=manifest["recipe"]["discarded"])
         lines += [
             f"{file['rows']:>9,} in {directory / file['path']} ({plural(file['bytes'], 'byte')})"
             for file in part["files"]
         ]
-    lines += _of_arguments(manifest)
+    lines += _argument_advice(manifest)
     return "\n".join(lines)
 
 
-def _of_arguments(manifest: Mapping[str, Any]) -> Iterator[str]:
+def _argument_advice(manifest: Mapping[str, Any]) -> Iterator[str]:
     """How rows can be kept whose arguments are no JSON object."""
     from batch_trajectories.export.conversation.tolerance import NON_OBJECT_ARGUMENTS
 
@@ -349,7 +349,7 @@ def _of_arguments(manifest: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
+def _describe_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
     """How many turns carry no loss by the recipe's `mask`, and why; a turn can have two reasons."""
     if masked := part.get("masked"):
         yield f"{masked['turns']:>9,} of {plural(masked['of'], 'turn')} carry no loss"
@@ -358,7 +358,7 @@ def _of_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
         yield f"{count:>9,} of the conversations did not pass, or ended early"
 
 
-def _of_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:
+def _describe_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:
     """What there is to say of the format rl."""
     yield (
         f"{part['split']:>9,} of these rows begin where a prompt did not begin with what was "
@@ -473,13 +473,13 @@ def _leave_out_not_passed(path: Path) -> None:
     The option stays, so that the end of a later start, `verify` and the report agree with the file.
     """
     from batch_trajectories.engine.run_dir import (
-        locked,
+        hold_lock,
         read_run_json,
         was_started_here,
         write_run_json,
     )
 
-    with locked(path):
+    with hold_lock(path):
         run = read_run_json(path)
         if not run["config"].get("require_passed"):
             is_own = was_started_here(path)

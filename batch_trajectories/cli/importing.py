@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.cli.command_line import LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
-from batch_trajectories.cli.shared import Starting, make_plan_of, show_run, starting_options
+from batch_trajectories.cli.shared import Starting, plan_start, show_run, starting_options
 
 _HERMES = "hermes"
 """The format of a batch run of hermes-agent, which continues as a run of a dataset."""
@@ -100,7 +100,7 @@ def _import_hermes(directory: Path, starting: Starting, flags: dict[str, Any]) -
     from batch_trajectories.importing.hermes import import_hermes
 
     with errors_as_exit_codes():
-        plan = make_plan_of(starting, flags, will_start=False)
+        plan = plan_start(starting, flags, will_start=False)
         accepted = starting.accept_config_change
         with open_planned_run(plan, fresh=starting.fresh, accept_config_change=accepted) as run_dir:
             imported = import_hermes(directory, plan.scan, run_dir)

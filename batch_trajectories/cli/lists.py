@@ -79,7 +79,7 @@ def agents(ctx: click.Context) -> None:
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.basics.presets import presets
     from batch_trajectories.config.run_config import RunConfig
-    from batch_trajectories.engine.worker.agent_program import with_checked_agent
+    from batch_trajectories.engine.worker.agent_program import check_agent_program
 
     with errors_as_exit_codes():
         unused = {"dataset_file": "-", "run_name": "agents", "model": "x"}
@@ -87,7 +87,7 @@ def agents(ctx: click.Context) -> None:
         width = max(map(len, names))
         for name in names:
             try:
-                checked = with_checked_agent(RunConfig.model_validate({**unused, "agent": name}))
+                checked = check_agent_program(RunConfig.model_validate({**unused, "agent": name}))
             except ConfigError as error:
                 show(f"{name:<{width}}  not available: {error}")
             else:

@@ -66,7 +66,7 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
         rows = islice(rows_of_source(source_kind, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
-        description = _described(source, lines, shown=shown, columns=columns, kind=kind)
+        description = _describe_row(source, lines, shown=shown, columns=columns, kind=kind)
         show(
             "\n".join(
                 [description, *([describe_left_out(str(source), left_out)] if left_out else [])]
@@ -83,7 +83,7 @@ def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
     return numbers[0] if numbers else _SHOWN, kinds[0] if kinds else None
 
 
-def _described(
+def _describe_row(
     source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
 ) -> str:
     from batch_trajectories.basics import exact_json
@@ -113,7 +113,7 @@ def _described(
         try:
             rules.read(row)
         except ValueError as error:
-            place, why = _place_of(str(error))
+            place, why = _split_place(str(error))
             reasons[why] += 1
             first_places.setdefault(why, place)
         if (twice := exact_json.repeated_key_path(line)) is not None:
@@ -133,7 +133,9 @@ def _described(
     for name, uses in kinds.items():
         rows = uses.total()
         share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
-        description.append(f"  {name:<{width}}  {' or '.join(uses)}{share}; {_use_of(name, kinds)}")
+        description.append(
+            f"  {name:<{width}}  {' or '.join(uses)}{share}; {_describe_use(name, kinds)}"
+        )
     for reason, count in reasons.most_common(_REASONS):
         place = first_places.get(reason, "")
         description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
@@ -161,15 +163,15 @@ def _described(
     return "\n".join(description)
 
 
-def _place_of(reason: str) -> tuple[str, str]:
+def _split_place(reason: str) -> tuple[str, str]:
     """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
     match = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
     return (match[1], match[2]) if match else ("", reason)
 
 
-def _use_of(name: str, columns: dict[str, Any]) -> str:
+def _describe_use(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
-    from batch_trajectories.dataset.columns import names_of
+    from batch_trajectories.dataset.columns import column_names
     from batch_trajectories.dataset.row import MODEL_COLUMN
     from batch_trajectories.dataset.row_conversation import (
         CHAT_COLUMNS,
@@ -203,10 +205,12 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         FORK_COLUMN: "the beginning of the conversation, with --forks",
         MODEL_COLUMN: "one of --models",
         **dict.fromkeys(
-            names_of(InsideColumns), "how to work in the image, with --workspace=image"
+            column_names(InsideColumns), "how to work in the image, with --workspace=image"
         ),
         **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
         **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
-        **dict.fromkeys(names_of(HistoryColumns), "the history that stays, with --workspace=image"),
+        **dict.fromkeys(
+            column_names(HistoryColumns), "the history that stays, with --workspace=image"
+        ),
     }
     return uses.get(name, "kept with the record")

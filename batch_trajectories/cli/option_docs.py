@@ -58,7 +58,7 @@ def page() -> str:
 
 
 def _run() -> Iterator[str]:
-    run = _ALL.command_of("run")
+    run = _ALL.import_command("run")
     params = {param.name: param for param in run.get_params(click.Context(run))}
     conversation = list(AgentOptions.model_fields)
     grouped = {name for names in OPTION_GROUPS.values() for name in names} | set(conversation)
@@ -66,20 +66,20 @@ def _run() -> Iterator[str]:
     rare = {name: one for name, one in AgentOptions.model_fields.items() if is_marked(one, "rare")}
     groups = {OF_STARTS: starts, **OPTION_GROUPS, OF_CONVERSATIONS: conversation}
     for title, names in groups.items():
-        yield from (f"## {title}", "", *_listed(params[name] for name in names), "")
+        yield from (f"## {title}", "", *_list_options(params[name] for name in names), "")
     yield from ("## Only in config files, rows and Python", "", "```text")
     yield from (_entry(name, field.description or "") for name, field in rare.items())
     yield from ("```", "")
 
 
 def _commands() -> Iterator[str]:
-    known = {param.name for param in _ALL.command_of("run").params}
+    known = {param.name for param in _ALL.import_command("run").params}
     yield from ("## The other commands", "", OF_COMMANDS)
     for names in COMMAND_GROUPS.values():
         for name in names:
             if name == "run":
                 continue
-            command = _ALL.command_of(name)
+            command = _ALL.import_command(name)
             context = click.Context(command, info_name=name)
             own = [
                 param for param in command.get_params(context) if isinstance(param, click.Option)
@@ -91,7 +91,7 @@ def _commands() -> Iterator[str]:
             yield from (f"### `{' '.join([name, *pieces])}`", "")
             yield from (" ".join((command.help or "").split()), "")
             if own := [param for param in own if not _is_explained_once(param)]:
-                yield from (*_listed(own), "")
+                yield from (*_list_options(own), "")
 
 
 def _is_explained_once(param: click.Parameter) -> bool:
@@ -102,7 +102,7 @@ def _is_explained_once(param: click.Parameter) -> bool:
     return EXPLAINED_ONCE.get(param.opts[0]) == param.help
 
 
-def _listed(params: Iterable[click.Parameter | None]) -> Iterator[str]:
+def _list_options(params: Iterable[click.Parameter | None]) -> Iterator[str]:
     yield "```text"
     for param in params:
         assert isinstance(param, click.Option)

@@ -46,7 +46,7 @@ def _refuse_runs_of_other_commands(stored: StoredRun, options: dict[str, Any]) -
         raise RunDirError(f"{stored.path}: this is a recording; `record` continues it")
 
 
-def with_stored_options(flags: dict[str, Any]) -> dict[str, Any]:
+def add_stored_options(flags: dict[str, Any]) -> dict[str, Any]:
     """`flags` of a start, on top of the options of the run that they name, if it exists.
 
     Only if they name no dataset. Raises `RunDirError` as `stored_options`.

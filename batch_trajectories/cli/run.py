@@ -9,10 +9,10 @@ import click
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.cli.command_line import EXAMPLES, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes, fail
-from batch_trajectories.cli.resuming import with_stored_options
+from batch_trajectories.cli.resuming import add_stored_options
 from batch_trajectories.cli.shared import (
     Starting,
-    make_plan_of,
+    plan_start,
     start,
     starting_options,
 )
@@ -29,8 +29,8 @@ def run(
     """Run all prompts of a dataset, or resume the run (the default command)."""
     with errors_as_exit_codes():
         if starting.config_file is None:
-            flags = with_stored_options(flags)
-        plan = make_plan_of(starting, flags, will_start=not dry_run)
+            flags = add_stored_options(flags)
+        plan = plan_start(starting, flags, will_start=not dry_run)
         if dry_run:
             from batch_trajectories.engine.plan import describe, name_bad_rows, warn
             from batch_trajectories.engine.preview import preview
@@ -70,7 +70,7 @@ def estimate(
     from batch_trajectories.records.files import replace_json
 
     with errors_as_exit_codes():
-        plan = make_plan_of(starting, flags)
+        plan = plan_start(starting, flags)
         config = plan.config
         by_prompt = config.until_passed is not None
         sample = sample_tasks(plan.scan, count=pilot, seed=config.seed, by_prompt=by_prompt)

@@ -271,7 +271,7 @@ def _endpoint_config(
     budget_usd = given.pop(f"max_{role}_cost_usd", None)
     uses_run = trust_run or stored.is_own
     taken = {name: of_run.get(name) or {} for name in ("endpoints", "prices")} if uses_run else {}
-    at_endpoint = _at_endpoint(stored, role, name, has_url="base_url" in given, uses_run=uses_run)
+    at_endpoint = _judge_options(stored, role, name, has_url="base_url" in given, uses_run=uses_run)
     values = {
         **taken,
         **at_endpoint,
@@ -283,25 +283,25 @@ def _endpoint_config(
     return config.model_copy(update={"max_run_cost_usd": budget_usd})
 
 
-def _at_endpoint(
+def _judge_options(
     stored: StoredRun, role: str, name: str, *, has_url: bool, uses_run: bool
 ) -> dict[str, Any]:
     """The name of the judge or teacher, with the options of its endpoint that come from the run.
 
     Raises `ConfigError` where these would be those of a received run.
     """
-    from agent.models.providers import PROVIDERS, RESERVED_PREFIXES, provider_at
+    from agent.models.providers import PROVIDERS, RESERVED_PREFIXES, find_provider
     from agent.models.resolve import normalize_prefix
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.config.models import sibling_options
-    from batch_trajectories.engine.origin import FLAG, received
+    from batch_trajectories.engine.origin import FLAG, describe_received
 
     base_url, endpoints = stored.config.base_url, stored.config.endpoints
     prefix = normalize_prefix(name, endpoints).partition(":")[0]
     if has_url or (not uses_run and prefix in PROVIDERS):
         return {"model": name}
     of_run = sibling_options(stored.config, name)
-    there = None if base_url is None else provider_at(base_url)
+    there = None if base_url is None else find_provider(base_url)
     if (
         prefix in RESERVED_PREFIXES
         and base_url is not None
@@ -313,7 +313,7 @@ def _at_endpoint(
     names_more = any(value for name, value in of_run.items() if name != "model")
     if prefix in endpoints or names_more:
         raise ConfigError(
-            f"--{role}: {received(stored.path)}, so {name!r} is not asked where its run.json "
-            f"says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
+            f"--{role}: {describe_received(stored.path)}, so {name!r} is not asked where its "
+            f"run.json says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
         )
     return {"model": name}

@@ -103,7 +103,7 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(
+def plan_start(
     starting: Starting,
     flags: dict[str, Any],
     *,

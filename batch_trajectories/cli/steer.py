@@ -12,7 +12,7 @@ from batch_trajectories.basics.console import show
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
 from batch_trajectories.cli.shared import (
     Starting,
-    make_plan_of,
+    plan_start,
     run_dir_argument,
     start,
     trust_option,
@@ -47,7 +47,7 @@ def resume(run: str, output_dir: Path, trust_run: bool) -> None:
             return
         flags = stored_options(stored, trust_run=trust_run)
         starting = Starting(config_file=None, fresh=False, accept_config_change=())
-        ended = start(make_plan_of(starting, flags), starting)
+        ended = start(plan_start(starting, flags), starting)
     end(ended)
 
 

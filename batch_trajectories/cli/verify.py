@@ -146,7 +146,7 @@ def merge(
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.engine.narrowing import refuse_narrowing
-    from batch_trajectories.engine.stored_scan import scan_of
+    from batch_trajectories.engine.stored_scan import load_scan
     from batch_trajectories.maintenance.merge import common_config
     from batch_trajectories.maintenance.merge import merge as merge_runs
     from batch_trajectories.maintenance.upkeep import snapshot_dataset
@@ -169,7 +169,7 @@ def merge(
             _refuse_strange_rows(opened[0])
             kept_dataset = snapshot_dataset(first, config)
             first = {**first, "dataset": {**first["dataset"], "path": kept_dataset.path}}
-        scan = scan_of(config.run_dir, first, config)
+        scan = load_scan(config.run_dir, first, config)
         for path, identity in parts:
             refuse_narrowing(path, scan, config, identity, accepted=())
         made = []
@@ -188,7 +188,7 @@ def merge(
 
 def _refuse_strange_rows(stored: StoredRun) -> None:
     """Raise `ConfigError` if a received run says by which files of this machine rows are read."""
-    from batch_trajectories.engine.origin import harmless_options, received
+    from batch_trajectories.engine.origin import describe_received, harmless_options
 
     if stored.is_own:
         return
@@ -198,6 +198,6 @@ def _refuse_strange_rows(stored: StoredRun) -> None:
         name for name in ("only_sound", "rows") if name in config and name not in harmless
     ]:
         raise ConfigError(
-            f"{received(stored.path)}, so its {named[0]}={config[named[0]]!r} is not read; give "
-            "--dataset_file with the rows as they are in the run directory"
+            f"{describe_received(stored.path)}, so its {named[0]}={config[named[0]]!r} is not read; "
+            "give --dataset_file with the rows as they are in the run directory"
         )

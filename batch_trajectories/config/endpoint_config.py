@@ -31,7 +31,7 @@ from agent.models.connection import (
     find_proxy,
 )
 from agent.models.model import ModelSettings, endpoint_id
-from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
+from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, find_provider
 from agent.models.resolve import Endpoint, complete_base_url, provider_fields
 from agent.options import Float, PositiveFloat, PositiveInt
 from batch_trajectories.basics.validation import HOLDS_SECRET, did_you_mean
@@ -302,7 +302,7 @@ class EndpointConfig(BaseModel):
     @property
     def provider_row(self) -> Provider | None:
         """The known provider of the endpoint; None for a server of the user's own."""
-        return PROVIDERS.get(self.client) if self.client else provider_at(self.url or "")
+        return PROVIDERS.get(self.client) if self.client else find_provider(self.url or "")
 
     @property
     def _api(self) -> Api | None:

@@ -29,7 +29,7 @@ EARLIER_DEFAULTS: Mapping[str, Any] = {"expected_match": "exact", "expected_atte
 """Options of runs by versions without `expected_match`: the defaults of that time."""
 
 
-def meaning_of(config: RunConfig) -> dict[str, Any]:
+def data_options(config: RunConfig) -> dict[str, Any]:
     """The fields of a config that affect the data, JSON-ready and normalized.
 
     A script counts by its content, tools by the schemas that a model sees; the order in which
@@ -148,8 +148,8 @@ def _fill_missing(value: Any, annotation: Any) -> Any:
     return value
 
 
-def digest_of(meaning: Mapping[str, Any]) -> str:
-    """16 hex digits over `meaning_of` a config."""
+def digest_options(meaning: Mapping[str, Any]) -> str:
+    """16 hex digits over `data_options` a config."""
     canonical = exact_json.dumps(meaning, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(canonical).hexdigest()[:16]
 

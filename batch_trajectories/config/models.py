@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import ModelSettings, Price
-from agent.models.providers import ONLY_RELAYED, Api, is_known_prefix, provider_at
+from agent.models.providers import ONLY_RELAYED, Api, find_provider, is_known_prefix
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from batch_trajectories.basics.errors import ConfigError
@@ -188,7 +188,7 @@ def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup
 
 def _agent_api(config: RunConfig) -> Api | None:
     """The API of the user's own server, which follows from the agent; None for known providers."""
-    if config.agent is None or config.base_url is None or provider_at(config.base_url):
+    if config.agent is None or config.base_url is None or find_provider(config.base_url):
         return None
     return config.agent.speaks[0]
 

@@ -92,13 +92,13 @@ def _describe_mistake(error: ValidationError, place: str) -> str:
 def read_group(group: type[T], columns: Mapping[str, Any], reading: Reading = DEFAULT_READING) -> T:
     """Read a group of columns of a row. Raises `ValueError` with the reason."""
     kind: Any = group
-    given = {name: columns[name] for name in names_of(kind) if columns.get(name) is not None}
+    given = {name: columns[name] for name in column_names(kind) if columns.get(name) is not None}
     value: T = read_value(kind, given, reading=reading) if given else kind()
     return value
 
 
 @cache
-def names_of(group: Any) -> tuple[str, ...]:
+def column_names(group: Any) -> tuple[str, ...]:
     """The columns of a group, or the keys of an object."""
     names = []
     for name, hint in get_type_hints(group, include_extras=True).items():
@@ -143,7 +143,7 @@ def object_reader(group: type, text_is: str | None = None) -> Callable[[Any], An
             return {text_is: raw}
         if not isinstance(raw, dict):
             return raw
-        names = names_of(group)
+        names = column_names(group)
         return {key: value for key, value in raw.items() if value is not None or key not in names}
 
     return as_object

@@ -40,7 +40,7 @@ from batch_trajectories.records.files import (
     replace_json,
     storage_error,
     sync_directory,
-    temporary_for,
+    temporary_path,
 )
 from batch_trajectories.records.names import RUN_FILE
 
@@ -328,7 +328,7 @@ class _Writer:
     ) -> tuple[Path, dict[str, Any]]:
         """Write the rows; return the file, and the facts of it that its description has."""
         path = directory / f"{stem}.jsonl"
-        temporary = temporary_for(path)
+        temporary = temporary_path(path)
         digest = blake2b(digest_size=32)
         count = size = usable = 0
         is_cut = False

@@ -203,19 +203,19 @@ class RowRules:
         if self.models is not None:
             names.append(MODEL_COLUMN)
         if self.with_setup:
-            from batch_trajectories.dataset.columns import names_of
+            from batch_trajectories.dataset.columns import column_names
             from batch_trajectories.dataset.row_workspace import SetupColumns
 
-            names += names_of(SetupColumns)
+            names += column_names(SetupColumns)
         if self.image != "ignored":
             from batch_trajectories.dataset.row_workspace import image_columns
 
             names += image_columns(columns)
         if self.inside:
-            from batch_trajectories.dataset.columns import names_of
+            from batch_trajectories.dataset.columns import column_names
             from batch_trajectories.dataset.row_workspace import InsideColumns
 
-            names += names_of(InsideColumns)
+            names += column_names(InsideColumns)
         if self.with_forks:
             names.append(FORK_COLUMN)
         if self.agent is not None:

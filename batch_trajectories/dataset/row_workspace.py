@@ -27,8 +27,8 @@ from batch_trajectories.dataset.columns import (
     User,
     Variables,
     absolute_path,
+    column_names,
     explain_mistakes,
-    names_of,
     object_reader,
     objects_reader,
     read_group,
@@ -271,7 +271,7 @@ class Check(OnlyThese):
         Annotated[
             Outcomes,
             explain_mistakes(
-                f"must be an object with {', '.join(sorted(names_of(Outcomes)))}",
+                f"must be an object with {', '.join(sorted(column_names(Outcomes)))}",
                 _read_outcomes,
             ),
         ]
@@ -336,7 +336,7 @@ CheckColumn = Annotated[
     Check,
     explain_mistakes(
         "must be a command, or an object with `command` and any of "
-        + ", ".join(f"`{name}`" for name in sorted({*names_of(Check)} - {"command"})),
+        + ", ".join(f"`{name}`" for name in sorted({*column_names(Check)} - {"command"})),
         object_reader(Check, "command"),
     ),
 ]

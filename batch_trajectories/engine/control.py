@@ -32,7 +32,7 @@ _PATIENCE_S = 15.0
 _LOOK_EVERY_S = 0.1
 
 
-def process_of(holder: Mapping[str, Any]) -> list[Any]:
+def identify_process(holder: Mapping[str, Any]) -> list[Any]:
     """The values that name the process that works on a run, taken from its lock."""
     return [holder.get("pid"), holder.get("started")]
 
@@ -49,7 +49,13 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
         raise RunDirError(
             f"{run_dir}: no process works on this run; `resume {run_dir.name}` starts it again"
         )
-    line = {"at": time.time(), "who": user_name(), "to": process_of(holder), "do": do, **values}
+    line = {
+        "at": time.time(),
+        "who": user_name(),
+        "to": identify_process(holder),
+        "do": do,
+        **values,
+    }
     end = append_line(run_dir / CONTROL_FILE, line)
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:

@@ -33,7 +33,7 @@ class Estimate:
     low: float
     high: float
 
-    def at_least(self, least: float) -> Estimate:
+    def raise_minimum(self, least: float) -> Estimate:
         """The estimate with `least` as lower limit of each figure."""
         return Estimate(max(self.expected, least), max(self.low, least), max(self.high, least))
 
@@ -144,7 +144,7 @@ def forecast(
     slowest = max(by_bottleneck, key=fmean)
     hours = _total([seconds / 3600 for seconds in slowest], left, draw, so_far=0.0)
     if left:
-        hours = hours.at_least(fmean(duration.seconds for duration in durations) / 3600)
+        hours = hours.raise_minimum(fmean(duration.seconds for duration in durations) / 3600)
     ended_count = len(ended) + unfinished
     known_tasks = totals.total - totals.discarded
     return Forecast(
@@ -157,11 +157,11 @@ def forecast(
         output_tokens=of_all(lambda entry: entry.output_tokens, totals.output_tokens),
         hours=hours,
         failure_percent=_share(failed, ended_count),
-        **(_of_samples(totals, units, left, draw) if totals.open_prompts is not None else {}),
+        **(_forecast_samples(totals, units, left, draw) if totals.open_prompts is not None else {}),
     )
 
 
-def _of_samples(
+def _forecast_samples(
     totals: RunTotals, units: Sequence[Mapping[bytes, IndexEntry]], left: int, draw: random.Random
 ) -> dict[str, Any]:
     """The open questions of `--until_passed`: how many tasks there will be, and how many pass."""

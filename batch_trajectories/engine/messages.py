@@ -379,19 +379,19 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 def decode_to_worker(message: bytes) -> ToWorker:
     """Decode a message of the parent. Raises `msgspec.DecodeError`."""
     header, _, payload = message.partition(b"\n")
-    return _with_payload(_to_worker.decode(header), payload)
+    return _attach_payload(_to_worker.decode(header), payload)
 
 
 def decode_from_worker(message: bytes) -> FromWorker:
     """Decode a message of a worker. Raises `msgspec.DecodeError`."""
     header, _, payload = message.partition(b"\n")
-    return _with_payload(_from_worker.decode(header), payload)
+    return _attach_payload(_from_worker.decode(header), payload)
 
 
 _M = TypeVar("_M", bound=PipeMessage)
 
 
-def _with_payload(message: _M, payload: bytes) -> _M:
+def _attach_payload(message: _M, payload: bytes) -> _M:
     return msgspec.structs.replace(message, payload=payload) if payload else message
 
 

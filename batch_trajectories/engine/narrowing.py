@@ -45,7 +45,7 @@ def refuse_narrowing(
         rows, _ = index.match(scan.keys)
         ids = set(_ids(records, index, leaving))
         ids.difference_update(_ids(records, index, filter(None, rows)))
-    ids.difference_update(task.id for task in tasks(scan, _without_record(rows)))
+    ids.difference_update(task.id for task in tasks(scan, _missing_rows(rows)))
     if not ids:
         return
     finished_left = sum(_is_finished(ending) for ending in index.endings(rows))
@@ -91,7 +91,7 @@ def _ids(records: BinaryIO, index: Index, rows: Iterable[int]) -> Iterator[str]:
             yield read_id(records, entry.offset, entry.length, index.key(row))
 
 
-def _without_record(rows: array[int]) -> Iterator[int]:
+def _missing_rows(rows: array[int]) -> Iterator[int]:
     return (number for number, row in enumerate(rows) if not row)
 
 

@@ -195,7 +195,7 @@ _MODELS = ("model", "models")
 _SHOWN = 100
 
 
-def mac_of(content: bytes) -> str | None:
+def compute_mac(content: bytes) -> str | None:
     """The MAC of a run.json that this user writes; None where no key can be kept."""
     key = _key() or _new_key()
     return None if key is None else _mac(key, content)
@@ -230,8 +230,8 @@ def describe_unused(path: Path, config: Mapping[str, Any], *, given: Collection[
     if not active:
         return ""
     return (
-        f"{received(path)}, so these options of its run.json are not used: {_described(active)}. "
-        f"Give them yourself, or add {FLAG} to use them"
+        f"{describe_received(path)}, so these options of its run.json are not used: "
+        f"{_describe_values(active)}. Give them yourself, or add {FLAG} to use them"
     )
 
 
@@ -239,7 +239,8 @@ def describe_trust(path: Path, config: Mapping[str, Any], *, given: Collection[s
     """Describe the options of a received run that a command uses because the user trusts the
     run."""
     active = _active_options(config, without=given_models(given))
-    return f"{received(path)}; with {FLAG} it is used: {_described(active) or 'nothing that acts'}"
+    used = _describe_values(active) or "nothing that acts"
+    return f"{describe_received(path)}; with {FLAG} it is used: {used}"
 
 
 def _active_options(config: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
@@ -251,7 +252,7 @@ def _active_options(config: Mapping[str, Any], without: Collection[str] = ()) ->
     }
 
 
-def received(path: Path) -> str:
+def describe_received(path: Path) -> str:
     """The beginning of a message about a received run."""
     return (
         f"{path}: this run was not started here by you (if it was, by an earlier version: its own "
@@ -259,7 +260,7 @@ def received(path: Path) -> str:
     )
 
 
-def _described(options: Mapping[str, Any]) -> str:
+def _describe_values(options: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name}={clip(exact_json.dumps(value).decode(), max_chars=_SHOWN)}"
         for name, value in options.items()

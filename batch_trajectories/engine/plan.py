@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from agent.messages.tokens import GRAMMAR, sampling_fields
 from agent.models.model import ModelSettings, Price
-from agent.models.providers import provider_at
+from agent.models.providers import find_provider
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, list_schemas
@@ -39,7 +39,7 @@ from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.run_dir import (
     check_training_file,
     look_at_place,
-    with_begun_defaults,
+    restore_begun_defaults,
 )
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
@@ -88,13 +88,13 @@ def make_plan(
     """
     check_training_file(config)
     if not fresh:
-        config = with_begun_defaults(config)
+        config = restore_begun_defaults(config)
     try:
         config = list_mcp_tools(config)
         if config.agent is not None:
-            from batch_trajectories.engine.worker.agent_program import with_checked_agent
+            from batch_trajectories.engine.worker.agent_program import check_agent_program
 
-            config = with_checked_agent(config)
+            config = check_agent_program(config)
         known = build_catalog(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -144,7 +144,7 @@ def _check_sandbox(config: RunConfig, toolsets: Sequence[str]) -> bool:
     if problem := _sandbox_problem(config):
         if config.is_inside or config.agent is not None:
             raise ConfigError(problem)
-        raise ConfigError(_without_sandbox(problem, toolsets, config))
+        raise ConfigError(_sandbox_refusal(problem, toolsets, config))
     return True
 
 
@@ -189,7 +189,7 @@ def _scan_dataset(config: RunConfig, dataset: DatasetSnapshot, rules: RowRules) 
         ) from error
 
 
-def _with_counts(columns: Mapping[str, int]) -> str:
+def _count_columns(columns: Mapping[str, int]) -> str:
     """Name columns, each with how many rows have it."""
     return ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
 
@@ -207,7 +207,7 @@ def _refuse_unused_setup(config: RunConfig, scan: Scan, *, fresh: bool) -> None:
     columns = {name: scan.setup_columns[name] for name in SETUP if name in scan.setup_columns}
     if not columns:
         return
-    named = _with_counts(columns)
+    named = _count_columns(columns)
     raise ConfigError(
         f"{config.dataset_file}: its rows set up or judge their workspace: {named}; add "
         "--row_setup to use these columns, which runs their commands in the sandbox, or "
@@ -255,7 +255,7 @@ def _check_variables(config: RunConfig) -> None:
             )
 
 
-def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
+def _sandbox_refusal(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
     names = ",".join(toolsets)
     msg = f"{problem.rstrip('.')}. "
     if toolsets:
@@ -396,7 +396,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if not plan.config.is_inside:
         columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
     if columns and not plan.config.row_setup:
-        named = _with_counts(columns)
+        named = _count_columns(columns)
         say(
             f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
             f"{named}; see docs/tools.md"
@@ -525,10 +525,10 @@ def on_logprobs(setups: Setups) -> Iterator[str]:
     None for a server that is known to give those. A server of the user's own is asked for its mode.
     """
     for settings in called_models(setups):
-        is_own = provider_at(settings.base_url or "") is None  # others give no token ids
+        is_own = find_provider(settings.base_url or "") is None  # others give no token ids
         if not settings.token_ids or settings.api != "openai_chat" or not is_own:
             continue
-        given = _changed(settings)
+        given = _changed_options(settings)
         where = f"token_ids: {settings.name} at {settings.base_url} samples"
         if grammar := given.keys() & {*GRAMMAR}:
             yield (
@@ -536,7 +536,7 @@ def on_logprobs(setups: Setups) -> Iterator[str]:
                 "after the grammar's mask, not those of the model itself (docs/endpoints.md)"
             )
         given = {name: value for name, value in given.items() if name not in GRAMMAR}
-        mode = _mode_of(settings) if given else None
+        mode = _logprobs_mode(settings) if given else None
         if not given or mode == "processed_logprobs":
             continue
         if settings.reference.startswith("sglang:") and set(given) <= {"temperature"}:
@@ -551,7 +551,7 @@ def on_logprobs(setups: Setups) -> Iterator[str]:
         )
 
 
-def _changed(settings: ModelSettings) -> dict[str, object]:
+def _changed_options(settings: ModelSettings) -> dict[str, object]:
     """The options of requests that change the distribution."""
     body = {"temperature": settings.temperature, "top_p": settings.top_p}
     given = sampling_fields({**body, **(settings.extra_body or {})})
@@ -560,7 +560,7 @@ def _changed(settings: ModelSettings) -> dict[str, object]:
     return {name: value for name, value in given.items() if value not in _NEUTRAL.get(name, ())}
 
 
-def _mode_of(settings: ModelSettings) -> str | None:
+def _logprobs_mode(settings: ModelSettings) -> str | None:
     """The `--logprobs-mode` of a vLLM server, which tells it if VLLM_SERVER_DEV_MODE is set."""
     import urllib.request
     from http.client import HTTPException

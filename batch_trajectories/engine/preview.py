@@ -57,7 +57,7 @@ def _standing(plan: Plan) -> list[str]:
         spent = f"{spent} + unknown" if totals.spent_usd else "unknown cost"
     lines = [f"on disk    {plural(totals.done, 'task')} done{for_good}; {spent} spent so far"]
     owed = totals.pending + totals.to_retry
-    lines.append(f"to do      {plural(owed, 'task')}{_owed_in_words(plan, totals)}")
+    lines.append(f"to do      {plural(owed, 'task')}{_describe_owed(plan, totals)}")
     if totals.gone:
         lines.append(
             f"removed    {plural(totals.gone, 'finished task')} no longer part of the run: out of "
@@ -66,7 +66,7 @@ def _standing(plan: Plan) -> list[str]:
     return lines
 
 
-def _owed_in_words(plan: Plan, totals: RunTotals) -> str:
+def _describe_owed(plan: Plan, totals: RunTotals) -> str:
     parts = []
     if totals.under_way:
         parts.append(
@@ -96,7 +96,7 @@ def _first_prompt(plan: Plan) -> list[str]:
     task = next(tasks(plan.scan, [0]))
     if plan.config.agent is not None:
         return _first_command(plan, task)
-    request = asyncio.run(_request_of(plan, task))
+    request = asyncio.run(_capture_request(plan, task))
     names = [tool["function"]["name"] for tool in request.tools]
     lines = [f"first      {_plain(task.id)}, as sent to the model:"]
     for message in request.messages:
@@ -126,7 +126,7 @@ def _first_command(plan: Plan, task: Task) -> list[str]:
     ]
 
 
-async def _request_of(plan: Plan, task: Task) -> Request:
+async def _capture_request(plan: Plan, task: Task) -> Request:
     """The first request of a task, after everything between conversation and model."""
     config = plan.config
     row = config.row_rules(plan.api).read(task.columns)

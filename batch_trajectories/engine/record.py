@@ -98,7 +98,7 @@ def make_record(
         "sample": task.sample,
         "input_digest": task.input_digest,
         "attempt": attempt,
-        "row": _row_of(task),
+        "row": _stored_columns(task),
         **conversation,
         **_inner_tools(conversation, setup, spec.options),
         "check": check,
@@ -133,7 +133,7 @@ def _inner_tools(
     conversation: Mapping[str, Any], setup: Setup, options: AgentOptions
 ) -> dict[str, Any]:
     """`inner_tools`, where the conversation has others inside it that were offered tools."""
-    names = {inner["name"] for inner in _inners_of(conversation)}
+    names = {inner["name"] for inner in _walk_inner(conversation)}
     if not names:
         return {}
     found = {name: inner_schemas(setup, options, name) for name in sorted(names)}
@@ -141,14 +141,14 @@ def _inner_tools(
     return {"inner_tools": offered} if offered else {}
 
 
-def _inners_of(conversation: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _walk_inner(conversation: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The conversations inside one, at any depth."""
     for inner in conversation["inner"]:
         yield inner
-        yield from _inners_of(inner)
+        yield from _walk_inner(inner)
 
 
-def _row_of(task: Task) -> dict[str, Any]:
+def _stored_columns(task: Task) -> dict[str, Any]:
     if FORK_COLUMN not in task.columns:
         return task.columns
     from batch_trajectories.dataset.row_fork import remove_fork_events

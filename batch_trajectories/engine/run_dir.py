@@ -44,9 +44,9 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.text import clip, first_few
 from batch_trajectories.config.fingerprint import (
     EARLIER_DEFAULTS,
-    digest_of,
+    data_options,
+    digest_options,
     fill_defaults,
-    meaning_of,
     stored_meaning,
     update_names,
 )
@@ -59,8 +59,8 @@ from batch_trajectories.dataset.kept_dataset import (
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import save_scan
 from batch_trajectories.engine.narrowing import NARROWING, refuse_narrowing
-from batch_trajectories.engine.origin import MAC, is_own, mac_of
-from batch_trajectories.engine.run_json_shape import faults_of
+from batch_trajectories.engine.origin import MAC, compute_mac, is_own
+from batch_trajectories.engine.run_json_shape import find_faults
 from batch_trajectories.records.files import (
     is_training_file,
     list_directory,
@@ -71,7 +71,7 @@ from batch_trajectories.records.files import (
     refuse_strange_files,
     replace_file,
     storage_error,
-    training_file_of,
+    training_path,
 )
 from batch_trajectories.records.names import (
     DATASET_INDEX,
@@ -121,7 +121,7 @@ def refuse_held(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a run. Raises `RunLocked`."""
     fd = lock(path)
     try:
@@ -186,7 +186,7 @@ def _holder(fd: int) -> dict[str, Any]:
 
 def check_training_file(config: RunConfig) -> None:
     """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
-    training = training_file_of(config.run_dir)
+    training = training_path(config.run_dir)
     try:
         longest_temporary_path(training).exists()
     except OSError as error:
@@ -219,7 +219,7 @@ def look_at_place(config: RunConfig, *, fresh: bool) -> None:
         download_run(config.mirror, config.run_dir)
 
 
-def stale_files_of(path: Path) -> list[Path]:
+def find_stale_files(path: Path) -> list[Path]:
     """Temporary files in a run directory, or beside the directory, that a crash has left."""
     inside = (path, path / EXPORTS, path / INFLIGHT, path / QUARANTINE)
     temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
@@ -238,7 +238,7 @@ def move_aside(path: Path) -> Path:
         aside = path.with_name(f"{path.name}.{stamp}.{number}")
     path.rename(aside)
     with suppress(FileNotFoundError):
-        training = training_file_of(path)
+        training = training_path(path)
         training.rename(aside / training.name)
     return aside
 
@@ -287,7 +287,7 @@ class RunDir:
 
     path: Path
     digest: str
-    """The digest of this start's config; see `digest_of`."""
+    """The digest of this start's config; see `digest_options`."""
     versions: dict[str, str]
     same_endpoints: bool
     """The last start of this run used the same endpoints."""
@@ -413,7 +413,7 @@ def open_run_dir(
             mirror.take(fresh=fresh)
         for name in (INFLIGHT, WORKSPACES, EXPORTS):
             make_directory(path / name)
-        for file in stale_files_of(path):
+        for file in find_stale_files(path):
             file.unlink()
         before, run = _identity(config, scan, accept_changes)
         run["api"] = api
@@ -485,19 +485,19 @@ def write_run_json(path: Path, run: dict[str, Any], *, is_own: bool = True) -> N
     Its config must be what this user gave, or that of a run of this user. Raises `StorageError`.
     """
     run = {name: value for name, value in run.items() if name != MAC}
-    mac = mac_of(exact_json.dumps(run)) if is_own else None
+    mac = compute_mac(exact_json.dumps(run)) if is_own else None
     if mac is not None:
         run[MAC] = mac
-    content = {**run, _CHECKSUM: _checksum_of(run)}
+    content = {**run, _CHECKSUM: _run_checksum(run)}
     replace_file(path / RUN_FILE, exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _checksum_of(run: dict[str, Any]) -> str:
+def _run_checksum(run: dict[str, Any]) -> str:
     """Independent of the layout of the file."""
     return f"{crc32(exact_json.dumps(run)):08x}"
 
 
-def with_begun_defaults(config: RunConfig) -> RunConfig:
+def restore_begun_defaults(config: RunConfig) -> RunConfig:
     """The config with the defaults that the run has begun with, where they were others.
 
     A start without the option goes on as before; one that names it is compared as usual.
@@ -518,7 +518,7 @@ def with_begun_defaults(config: RunConfig) -> RunConfig:
 def read_run_json(path: Path) -> dict[str, Any]:
     """Read run.json. Raises `RunDirError` if `path` is not a run directory."""
     try:
-        run = exact_json.loads(_content_of(path / RUN_FILE))
+        run = exact_json.loads(_read_plain_file(path / RUN_FILE))
     except FileNotFoundError:
         raise RunDirError(f"{path}: no run here (it has no run.json)") from None
     except NotADirectoryError:
@@ -526,7 +526,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
     except (OSError, orjson.JSONDecodeError) as error:
         raise RunDirError(f"{path}/run.json: cannot read it: {error}") from error
     if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
-        if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
+        if _CHECKSUM in run and run.pop(_CHECKSUM) != _run_checksum(run):
             raise RunDirError(
                 f"{path}/run.json: changed since it was written: its checksum does not match. "
                 "Restore it from a copy. If it was edited on purpose, or there is no copy, check "
@@ -534,7 +534,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
                 "it with the config"
             )
         run.pop(MAC, None)  # belongs to these bytes; see `was_started_here`
-        if faults := faults_of(run):
+        if faults := find_faults(run):
             what = f"damaged ({first_few(faults)})"
             raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
         run["config"] = update_names(run["config"], run["config"].get("base_url"))
@@ -549,7 +549,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
     raise RunDirError(f"{path}/run.json: {what}, or start over with --fresh")
 
 
-def _content_of(file: Path) -> bytes:
+def _read_plain_file(file: Path) -> bytes:
     """The content of a plain file. Raises `OSError`; opening a pipe could wait for ever."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "not a plain file")
@@ -572,7 +572,7 @@ def _refuse_names_of_files(path: Path, config: Mapping[str, Any]) -> None:
 def was_started_here(path: Path) -> bool:
     """Whether this user has started the run in `path`; see `origin`. Raises `RunDirError`."""
     try:
-        run = exact_json.loads(_content_of(path / RUN_FILE))
+        run = exact_json.loads(_read_plain_file(path / RUN_FILE))
         run.pop(_CHECKSUM, None)
         mac = run.pop(MAC, None)
     except (OSError, orjson.JSONDecodeError, AttributeError) as error:
@@ -599,7 +599,7 @@ def _run_json(
     before: dict[str, Any] | None,
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
-    meaning = meaning_of(config)
+    meaning = data_options(config)
     now = fill_defaults(meaning)
     known = (*now, *NARROWING, IMAGES)
     if unknown := [key for key in accept_changes if key not in known]:
@@ -650,18 +650,18 @@ def _run_json(
         "schema_version": SCHEMA_VERSION,
         "run_name": config.run_name,
         "created": created,
-        "digest": digest_of(meaning),
+        "digest": digest_options(meaning),
         "meaning": meaning,
         "config": config.to_json(),
-        "dataset": dataset_of(scan),
-        "versions": {"python": platform.python_version(), **versions_of(_VERSIONS_OF)},
+        "dataset": describe_dataset(scan),
+        "versions": {"python": platform.python_version(), **package_versions(_VERSIONS_OF)},
         "history": history,
         IMAGES: images,
         _KEY: key,
     }
 
 
-def dataset_of(scan: Scan) -> dict[str, Any]:
+def describe_dataset(scan: Scan) -> dict[str, Any]:
     """The value of `dataset` in run.json."""
     return {
         "path": str(scan.path.resolve()),
@@ -699,7 +699,7 @@ def _shown(value: Any) -> str:
     return clip(repr(value), max_chars=_SHOWN)
 
 
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of packages by name, or "not installed"."""
     from importlib import metadata
 

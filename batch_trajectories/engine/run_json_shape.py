@@ -83,7 +83,7 @@ _MOST_TASKS = 1 << 40
 """Highest number of rows or samples; more than any disk holds."""
 
 
-def faults_of(run: Mapping[str, Any]) -> list[str]:
+def find_faults(run: Mapping[str, Any]) -> list[str]:
     """The parts of a run.json that are missing or of a wrong type, by dotted keys."""
     faults = []
     for keys, types in _SHAPE.items():
@@ -95,14 +95,14 @@ def faults_of(run: Mapping[str, Any]) -> list[str]:
         if keys[-1] not in holder:
             if keys in _NEEDED:
                 faults.append(".".join(keys))
-        elif not _is_of(holder[keys[-1]], types, keys):
+        elif not _has_shape(holder[keys[-1]], types, keys):
             faults.append(".".join(keys))
     if not faults:
         faults += _faults_inside(run)
     return faults
 
 
-def _is_of(value: Any, types: tuple[type, ...], keys: tuple[str, ...]) -> bool:
+def _has_shape(value: Any, types: tuple[type, ...], keys: tuple[str, ...]) -> bool:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         return False
     if keys not in _NOT_NEGATIVE:

@@ -55,7 +55,7 @@ from batch_trajectories.records.names import (
     SESSIONS,
     VERDICTS_FILE,
 )
-from batch_trajectories.records.records import lines_from, load_index
+from batch_trajectories.records.records import load_index, read_lines
 from batch_trajectories.records.scores import apply_later_checks
 
 if TYPE_CHECKING:
@@ -99,21 +99,21 @@ def needed_samples(
     *,
     begun: Container[bytes],
 ) -> Samples | None:
-    """Which samples are needed; None without `--until_passed`: all of them. See `samples_of`."""
+    """Which samples are needed; None without `--until_passed`: all of them. See `read_samples`."""
     if config.until_passed is None:
         return None
-    from batch_trajectories.engine.stopping import samples_of
+    from batch_trajectories.engine.stopping import read_samples
 
-    return samples_of(run_dir, config, scan, index, rows, begun=begun)
+    return read_samples(run_dir, config, scan, index, rows, begun=begun)
 
 
 def stopping_rule(config: RunConfig | None) -> StoppingRule | None:
     """The rule of `--until_passed`; None without that, or without a config."""
     if config is None or config.until_passed is None:
         return None
-    from batch_trajectories.engine.stopping import rule_of  # most runs have none
+    from batch_trajectories.engine.stopping import stopping_rule  # most runs have none
 
-    return rule_of(config)
+    return stopping_rule(config)
 
 
 _REASONS_SHOWN = 5
@@ -172,7 +172,7 @@ class RunTotals:
     cost_unknown: int = 0
     """Records of unknown cost; the sum leaves them out."""
     spent_usd: float
-    """All that the run has spent; see `spent_by`."""
+    """All that the run has spent; see `read_spending`."""
     spent_unknown: int
     """Records and replies of unknown cost; `spent_usd` leaves them out."""
     judges_usd: float
@@ -378,11 +378,11 @@ def as_table(totals: RunTotals) -> str:
     """The totals for a person: sums first, then their parts."""
     unknown = totals.tokens_unknown
     lines = [
-        f"{plural(totals.prompts, 'prompt')} x {_samples_of(totals)} = "
+        f"{plural(totals.prompts, 'prompt')} x {_describe_samples(totals)} = "
         f"{plural(totals.total, 'task')}"
         + (f"  (shard {totals.shard} of the dataset)" if totals.shard else ""),
-        f"  done       {totals.done:>9,}{_listed(totals.statuses, leave_out='failed')}",
-        f"  failed     {totals.failed:>9,}{_listed(totals.failures)}",
+        f"  done       {totals.done:>9,}{_list_counts(totals.statuses, leave_out='failed')}",
+        f"  failed     {totals.failed:>9,}{_list_counts(totals.failures)}",
         *(
             f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
             for reason in totals.reasons[:_REASONS_SHOWN]
@@ -393,9 +393,9 @@ def as_table(totals: RunTotals) -> str:
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
         + (f" (unknown for {unknown:,} of the tasks)" if unknown else ""),
         *_token_ids(totals),
-        *_stopped(totals),
+        *_describe_stopped(totals),
         _cost(totals),
-        *_checked(totals),
+        *_describe_checks(totals),
         *(f"{WARNING}{sign.text}" for sign in totals.signs),
     ]
     if totals.to_retry:
@@ -409,7 +409,7 @@ def as_table(totals: RunTotals) -> str:
     return "\n".join(lines)
 
 
-def _samples_of(totals: RunTotals) -> str:
+def _describe_samples(totals: RunTotals) -> str:
     if totals.not_needed is None:
         return str(totals.samples)
     return f"up to {totals.samples}, {totals.not_needed:,} of them not needed,"
@@ -422,7 +422,7 @@ def _token_ids(totals: RunTotals) -> list[str]:
     return [f"token ids: {plural(having, 'turn')} with, {plural(without, 'turn')} without"]
 
 
-def _stopped(totals: RunTotals) -> list[str]:
+def _describe_stopped(totals: RunTotals) -> list[str]:
     if totals.open_prompts is None:
         return []
     return [
@@ -437,7 +437,7 @@ def _under_way(totals: RunTotals) -> str:
     return f"  {totals.under_way:,} in flight, {plural(totals.turns_under_way, 'turn')} saved"
 
 
-def _checked(totals: RunTotals) -> list[str]:
+def _describe_checks(totals: RunTotals) -> list[str]:
     line = describe(totals.checks)
     if line and totals.samples > 1:
         prompts = plural(totals.prompts_checked, "prompt")
@@ -460,7 +460,7 @@ def _dollars(known: float, unknown: int, what: str) -> str:
     return f"${known:,.4f}" + (f" (and unknown for {unknown:,} of the {what})" if unknown else "")
 
 
-def _listed(counts: Mapping[str, int], leave_out: str = "") -> str:
+def _list_counts(counts: Mapping[str, int], leave_out: str = "") -> str:
     listed = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name != leave_out)
     return f"  {listed}" if listed else ""
 
@@ -486,7 +486,7 @@ class Spent(NamedTuple):
     unknown: int
 
 
-def spent_by(run_dir: Path, max_attempts: int) -> Spent:
+def read_spending(run_dir: Path, max_attempts: int) -> Spent:
     """All that the run in `run_dir` has spent; writes nothing.
 
     The cost of every reply, even if its row is gone: from all records of the index, including those
@@ -503,7 +503,7 @@ def spent_by(run_dir: Path, max_attempts: int) -> Spent:
 def sum_up_spending(
     run_dir: Path, index: Index, journaled: Journaled, settled: Container[bytes]
 ) -> Spent:
-    """`spent_by`, from an index and journals that the caller has read.
+    """`read_spending`, from an index and journals that the caller has read.
 
     `settled` are the tasks whose records include their journals.
     """
@@ -526,7 +526,7 @@ def spent_by_judges(run_dir: Path) -> Spent:
         for file in list_directory(run_dir / QUARANTINE)
         if _JUDGE_FILE.fullmatch(file.name)
     }
-    lines = chain.from_iterable(lines_from(run_dir / name, 0) for name in _JUDGE_FILES)
+    lines = chain.from_iterable(read_lines(run_dir / name, 0) for name in _JUDGE_FILES)
     usd, unknown = 0.0, 0
     for line in chain((line for _, line in lines), sorted(set_aside)):
         if costs := _JUDGE_COST.findall(line):

@@ -107,11 +107,11 @@ class Ledger:
         """Read the newest entry. Raises `EnvironmentStop` and `RunDirError`."""
         # No number is left out: the last is found by steps that double, then halve.
         number, step, newest = self.number, 1, None
-        while (content := self._objects.read(_name_of(number + step))) is not None:
+        while (content := self._objects.read(_member_name(number + step))) is not None:
             number, step, newest = number + step, step * 2, content
         while step > 1:
             step //= 2
-            if (content := self._objects.read(_name_of(number + step))) is not None:
+            if (content := self._objects.read(_member_name(number + step))) is not None:
                 number, newest = number + step, content
         if newest is not None:
             self.members = self._read(newest, number)
@@ -124,7 +124,7 @@ class Ledger:
         ledger again.
         """
         content = add_checksum(msgspec.json.encode(_Entry(_FORMAT, members)))
-        if not self._objects.create(_name_of(self.number + 1), content):
+        if not self._objects.create(_member_name(self.number + 1), content):
             return False
         self.number += 1
         self.members = members
@@ -134,15 +134,15 @@ class Ledger:
         try:
             entry = msgspec.convert(read_object(content), _Entry)
         except (DamagedLine, msgspec.ValidationError) as error:
-            raise RunDirError(f"{self._place}/{_name_of(number)}: damaged: {error}") from None
+            raise RunDirError(f"{self._place}/{_member_name(number)}: damaged: {error}") from None
         if entry.format != _FORMAT:
             raise RunDirError(
-                f"{self._place}/{_name_of(number)}: written by another version of this program"
+                f"{self._place}/{_member_name(number)}: written by another version of this program"
             )
         return entry.members
 
 
-def _name_of(number: int) -> str:
+def _member_name(number: int) -> str:
     return f"{number:012}"
 
 
@@ -224,7 +224,7 @@ class SharedLimits:
         self._start = uuid.uuid4().hex
         note = read_json(run_dir / SHARED_NOTE) or {}
         self._id = str(note.get("id") or uuid.uuid4().hex)
-        self._is_same_disk = note.get("disk") == _disk_of(run_dir)
+        self._is_same_disk = note.get("disk") == _identify_directory(run_dir)
         self._heard: dict[str, tuple[str, int, float]] = {}
         """Last start of each run, its beat, and the time when that beat was first seen."""
         self._wrote_at = self._fine_at = time.monotonic()
@@ -288,7 +288,10 @@ class SharedLimits:
 
     def begin(self) -> None:
         """Start the thread; call it once what `join` returned is on disk."""
-        replace_json(self._run_dir / SHARED_NOTE, {"id": self._id, "disk": _disk_of(self._run_dir)})
+        replace_json(
+            self._run_dir / SHARED_NOTE,
+            {"id": self._id, "disk": _identify_directory(self._run_dir)},
+        )
         self._thread = threading.Thread(target=self._keep, name="shared limits", daemon=True)
         self._thread.start()
 
@@ -379,8 +382,8 @@ class SharedLimits:
         share = self._fair_share(others, n)
         with self._news:
             account, need, waits = self._account, self._need, self._waits
-            self.left = self._left_by(others) - account
-            grant = self._grant_of(need, n)
+            self.left = self._remaining_budget(others) - account
+            grant = self._choose_grant(need, n)
             self.is_refused = need is not None and grant is None
             self.is_used_up = (
                 self.is_refused
@@ -432,10 +435,10 @@ class SharedLimits:
                 self._news.wait_for(lambda: self._is_stopping, _SETTLE_S)
         return share
 
-    def _left_by(self, others: dict[str, Member]) -> Cost:
+    def _remaining_budget(self, others: dict[str, Member]) -> Cost:
         return self._limit - sum((other.account for other in others.values()), Cost())
 
-    def _grant_of(self, need: Cost | None, n: int) -> Cost | None:
+    def _choose_grant(self, need: Cost | None, n: int) -> Cost | None:
         """The amount to take of the rest; None if that is less than needed."""
         if need is None or not self.left.covers(need):
             return None
@@ -471,6 +474,6 @@ def _as_text(limit: Cost) -> str:
     return " and ".join(parts) or "none"
 
 
-def _disk_of(run_dir: Path) -> list[Any]:
+def _identify_directory(run_dir: Path) -> list[Any]:
     """Tells this directory from copies of it, and since a loss of power."""
     return [boot_id(), *(path.stat().st_ino for path in (run_dir, run_dir / LOCK_FILE))]

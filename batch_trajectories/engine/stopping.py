@@ -23,7 +23,7 @@ from batch_trajectories.dataset.scan import Scan, make_sample_task, tasks
 from batch_trajectories.records.failures import is_settled
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import RECORDS_FILE
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 from batch_trajectories.records.scores import apply_later_checks
 from batch_trajectories.records.tasks import Task
 
@@ -68,7 +68,7 @@ class StoppingRule(NamedTuple):
             before += 1
         return chosen
 
-    def model_of(self, outcomes: bytes | bytearray, sample: int) -> str | None:
+    def sample_model(self, outcomes: bytes | bytearray, sample: int) -> str | None:
         """The model of a sample in `to_run`; None without a cascade."""
         if not self.models:
             return None
@@ -100,12 +100,12 @@ def _missed(outcomes: bytes | bytearray, sample: int) -> int:
     return outcomes.count(NOT_PASSED, 0, sample) + outcomes.count(UNJUDGED, 0, sample)
 
 
-def outcome_of(passed: bool | None) -> int:
+def sample_outcome(passed: bool | None) -> int:
     """The outcome of a sample that has ended; `passed` as `has_passed` says."""
     return UNJUDGED if passed is None else PASSED if passed else NOT_PASSED
 
 
-def rule_of(config: RunConfig) -> StoppingRule:
+def stopping_rule(config: RunConfig) -> StoppingRule:
     """The rule of a run with this config. A fixed number of samples means that all must pass."""
     is_cascade = config.escalate_after is not None
     models = tuple(config.model_weights()) if is_cascade else ()
@@ -180,7 +180,7 @@ class ModelBudgets:
 
 def _paid_in(run_dir: Path) -> Iterator[_Paid]:
     decode = msgspec.json.Decoder(_Paid).decode
-    return (decode(line) for _, line in lines_from(run_dir / RECORDS_FILE, 0))
+    return (decode(line) for _, line in read_lines(run_dir / RECORDS_FILE, 0))
 
 
 # Opens samples of prompts while a run works, as far as they are needed.
@@ -217,7 +217,7 @@ class Opening:
         for number in numbers:
             self._outcomes[number] = RUNNING
         for number, task in zip(numbers, tasks(self._scan, numbers), strict=True):
-            task = self._with_model(number, task)
+            task = self._choose_model(number, task)
             if number in had_begun or self._may_begin(number, task):
                 yield self._begin(number, task)
             else:
@@ -228,13 +228,13 @@ class Opening:
         number, task = self._begun.pop(key)
         if self._budgets is not None:
             self._budgets.add(task.model, cost_usd)
-        self._outcomes[number] = outcome_of(passed)
+        self._outcomes[number] = sample_outcome(passed)
         first = number - task.sample
         of_prompt = self._outcomes[first : first + self._scan.num_samples]
         opened = []
         for sample in self._rule.to_run(of_prompt):
             if of_prompt[sample] == UNKNOWN:
-                new = self._with_model(first + sample, make_sample_task(task, sample))
+                new = self._choose_model(first + sample, make_sample_task(task, sample))
                 is_asked_for = self._only is None or new.key in self._only
                 if is_asked_for and self._may_begin(first + sample, new):
                     self._outcomes[first + sample] = RUNNING
@@ -248,10 +248,10 @@ class Opening:
     def _may_begin(self, number: int, task: Task) -> bool:
         return self._budgets is None or self._budgets.allows(task.model, number)
 
-    def _with_model(self, number: int, task: Task) -> Task:
+    def _choose_model(self, number: int, task: Task) -> Task:
         first = number - task.sample
         of_prompt = self._outcomes[first : first + self._scan.num_samples]
-        return task._replace(model=self._rule.model_of(of_prompt, task.sample))
+        return task._replace(model=self._rule.sample_model(of_prompt, task.sample))
 
     def _begin(self, number: int, task: Task) -> Task:
         self._begun[task.key] = number, task
@@ -290,7 +290,7 @@ class Samples(NamedTuple):
         return self.states[number] == TO_RUN
 
 
-def samples_of(
+def read_samples(
     run_dir: Path,
     config: RunConfig,
     scan: Scan,
@@ -304,7 +304,7 @@ def samples_of(
     `begun` are the tasks with journaled events. If there are several verdicts, the last one counts,
     even if `check` gave it later.
     """
-    rule = rule_of(config)
+    rule = stopping_rule(config)
     index = apply_later_checks(run_dir, index)
     outcomes, states = bytearray(len(rows)), bytearray(len(rows))
     endings = zip(index.endings(rows), index.passed(rows), strict=True)
@@ -312,7 +312,7 @@ def samples_of(
         if ending is not None:
             states[number] = ENDED
         if ending is not None and ending.status != "failed":
-            outcomes[number] = outcome_of(passed)
+            outcomes[number] = sample_outcome(passed)
         elif ending is not None and is_settled(index.entry(rows[number]), config.max_attempts):
             outcomes[number] = UNJUDGED
         elif scan.key(number) in begun:

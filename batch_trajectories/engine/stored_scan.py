@@ -13,12 +13,12 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import last_scan
 from batch_trajectories.dataset.shards import parse_shard
-from batch_trajectories.engine.origin import received
+from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.run_dir import was_started_here
 from batch_trajectories.records.names import DATASET_INDEX, MIRRORED_DATASET, RUN_FILE
 
 
-def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
+def load_scan(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
     arguments = scan_arguments(path, identity, config)
     made = last_scan(path / DATASET_INDEX, dataset=identity["dataset"], **arguments)
@@ -37,8 +37,8 @@ def refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) -> 
     if is_inside or is_same or not (path / RUN_FILE).exists() or was_started_here(path):
         return made
     raise DatasetError(
-        f"{received(path)}, and {made.path}, which its run.json names, is not the dataset that it "
-        f"was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
+        f"{describe_received(path)}, and {made.path}, which its run.json names, is not the dataset "
+        f"that it was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
     )
 
 

@@ -15,12 +15,12 @@ from agent.state.tally import MALFORMED_CALLS, canonical
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.authors import other_models
 from batch_trajectories.export.conversation.ending import is_answered
-from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.own_work import AuthoredWork, failure_kind
 from batch_trajectories.export.conversation.rewards import judgement_with_reward
 from batch_trajectories.export.conversation.row_json import is_object
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
-from batch_trajectories.records.checks import MAIN, rewards_of
+from batch_trajectories.records.checks import MAIN, record_rewards
 from batch_trajectories.records.record_types import (
     Record,
     StoredConversation,
@@ -195,7 +195,7 @@ class Masks:
                 if turn.model in others:
                     yield turn.turn, "model"
         if mask.leak_suspected:
-            for leak in leaks_of(part):
+            for leak in find_leaks(part):
                 yield part.turns[leak.turn - 1].turn, "leak_suspected"
         if mask.label:
             numbers = {turn.turn for turn in turns}
@@ -215,7 +215,7 @@ class Masks:
     def _reward_reasons(
         self, record: Record, turns: Sequence[StoredTurn]
     ) -> Iterator[tuple[int, str]]:
-        by_turn = rewards_of(record).by_turn
+        by_turn = record_rewards(record).by_turn
         self._known |= by_turn.keys()
         self._missing -= by_turn.keys()
         for name, bound in self._mask.turn_reward.items():

@@ -36,18 +36,18 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.hermes import FORMAT, row_of
+from batch_trajectories.export.formats.hermes import FORMAT, make_row
 from batch_trajectories.export.record_order import RecordOrder, RecordReader
 from batch_trajectories.export.statistics.counts import KeyCounts, Statistics
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.files import (
     StorageError,
     make_directory,
     open_temporary,
     replace_json,
     sync_directory,
-    temporary_for,
-    training_file_of,
+    temporary_path,
+    training_path,
 )
 from batch_trajectories.records.names import (
     EXPORTS,
@@ -181,7 +181,7 @@ def route_record(
     authored: AuthoredWork | None = None,
     *,
     style: Style = _PLAIN,
-    render: Callable[[Conversation, Style], dict[str, Any]] = row_of,
+    render: Callable[[Conversation, Style], dict[str, Any]] = make_row,
 ) -> Routed:
     """Choose the file of a record and make its row; `style` is that of the run.
 
@@ -203,7 +203,7 @@ def route_record(
     if style.require_reasoning and completed and not _has_reasoning(conversation):
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
     wants_passed = style.require_passed and completed
-    if wants_passed and (why := why_not_passed(judgement_of(record))) is not None:
+    if wants_passed and (why := why_not_passed(judge_record(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
     return Routed(
         file="training" if completed else "partial",
@@ -235,7 +235,7 @@ def export_run(
     """
     exports = run_dir / EXPORTS
     paths: dict[FileName, Path] = {
-        "training": training_file_of(run_dir),
+        "training": training_path(run_dir),
         "partial": exports / "partial.jsonl",
         "rejects": exports / "rejects.jsonl",
     }
@@ -276,7 +276,7 @@ def _write_files(
 
     Temporary files are removed, also after a failure.
     """
-    temporaries = {name: temporary_for(path) for name, path in paths.items()}
+    temporaries = {name: temporary_path(path) for name, path in paths.items()}
     numbers = array("I", order.numbers())
     try:
         # Rewards that came later are left out, but not verdicts that replace a check.

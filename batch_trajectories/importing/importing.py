@@ -30,7 +30,7 @@ from batch_trajectories.dataset.source import HUB_PREFIX
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.engine.run_dir import (
     RunDir,
-    dataset_of,
+    describe_dataset,
     open_run_dir,
     read_run_json,
     write_run_json,
@@ -138,7 +138,7 @@ def import_conversations(
         _import(found, path, rules, run_dir, imported)
         scanned = scan(path, max_samples=None, rules=rules, may_be_empty=True)
         run = read_run_json(run_dir.path)
-        write_run_json(run_dir.path, run | {"dataset": dataset_of(scanned)})
+        write_run_json(run_dir.path, run | {"dataset": describe_dataset(scanned)})
     return imported, config, scanned
 
 

@@ -38,7 +38,7 @@ from batch_trajectories.records.files import (
     make_directory,
     open_temporary,
     sync_directory,
-    temporary_for,
+    temporary_path,
 )
 
 FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
@@ -164,7 +164,7 @@ def write_forks(
     forked = ForkedRows(path, left_out=Counter() if left_out is None else left_out)
     rules = replace(rules, with_forks=False)
     make_directory(path.parent, is_inside=False, parents=True)
-    temporary = temporary_for(path)
+    temporary = temporary_path(path)
     try:
         with open_temporary(temporary, path) as file:
             for record in records:

@@ -32,8 +32,8 @@ from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.shards import check_shards
 from batch_trajectories.engine.run_dir import (
     IMAGES,
-    dataset_of,
-    locked,
+    describe_dataset,
+    hold_lock,
     read_run_json,
     was_started_here,
     write_run_json,
@@ -47,7 +47,7 @@ from batch_trajectories.records.files import (
     read_json,
     replace_json,
     sync_directory,
-    training_file_of,
+    training_path,
 )
 from batch_trajectories.records.journal import read_journaled_replies
 from batch_trajectories.records.names import (
@@ -63,7 +63,7 @@ from batch_trajectories.records.names import (
     WORKSPACES,
 )
 from batch_trajectories.records.record_types import Record
-from batch_trajectories.records.records import RecordFile, lines_from, load_index, parse_record
+from batch_trajectories.records.records import RecordFile, load_index, parse_record, read_lines
 from batch_trajectories.records.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -165,7 +165,7 @@ def merge(
         _refuse_existing(into)
     make_directory(beside, is_inside=False, parents=True)
     with ExitStack() as stack:
-        stack.enter_context(locked(beside))
+        stack.enter_context(hold_lock(beside))
         ready = read_json(beside / _READY)
         if ready is not None and _put_in_place(beside, into) and ready["wanted"] == wanted:
             remove_tree(beside)
@@ -178,12 +178,12 @@ def merge(
         try:
             _refuse_existing(into)
             for path, _ in runs:
-                stack.enter_context(locked(path))
+                stack.enter_context(hold_lock(path))
                 _refuse_unfinished(path, drop=drop)
             making = beside / into.name
             # Leftovers of a killed merge.
             (beside / _READY).unlink(missing_ok=True)
-            training_file_of(making).unlink(missing_ok=True)
+            training_path(making).unlink(missing_ok=True)
             remove_tree(making)
             taken, equal = _write_run(making, runs, config, scan)
             make(making, scan, config)
@@ -211,7 +211,7 @@ def _find_merged(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> Mer
 
 
 def _refuse_existing(into: Path) -> None:
-    if into.exists() or training_file_of(into).exists():
+    if into.exists() or training_path(into).exists():
         raise RunDirError(f"{into}: it exists already; give the name of a new run by --into")
 
 
@@ -225,9 +225,9 @@ def _put_in_place(beside: Path, into: Path) -> bool:
         return into.exists()
     if into.exists():
         return False
-    training = training_file_of(made)
+    training = training_path(made)
     if training.exists():
-        training.rename(training_file_of(into))
+        training.rename(training_path(into))
     made.rename(into)
     sync_directory(into.parent)
     return True
@@ -239,7 +239,7 @@ def _write_run(
     """Write all files of the new run but its exports; return `MergeResult.taken` and `equal`."""
     for directory in (making, making / INFLIGHT, making / WORKSPACES):
         directory.mkdir(mode=0o700)
-    dataset = dataset_of(scan)
+    dataset = describe_dataset(scan)
     if dataset["source"] is not None:
         link_snapshot(scan.path, making)
         dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
@@ -287,7 +287,7 @@ def _join_lines(
         return
     with closing(AppendFile(making / name)) as joined:
         for path in paths:
-            for _, line in lines_from(path / name, 0):
+            for _, line in read_lines(path / name, 0):
                 if accept(line):
                     joined.append(line)
         joined.sync()
@@ -343,7 +343,7 @@ def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
     """The records of a run that count, in file order, with their task keys."""
     current = ((entry.offset, key) for key, entry in load_index(path).current_entries())
     upcoming = next(current, None)
-    for number, (offset, line) in enumerate(lines_from(path / RECORDS_FILE, 0), start=1):
+    for number, (offset, line) in enumerate(read_lines(path / RECORDS_FILE, 0), start=1):
         record = parse_record(line)
         if record is None:
             raise RunDirError(

@@ -23,9 +23,9 @@ from batch_trajectories.config.sandboxes import remove_leftover_containers
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot, take_snapshot
 from batch_trajectories.dataset.scan import Scan, scan, tasks
 from batch_trajectories.engine.narrowing import refuse_narrowing
-from batch_trajectories.engine.run_dir import locked, refuse_held, stale_files_of
+from batch_trajectories.engine.run_dir import find_stale_files, hold_lock, refuse_held
 from batch_trajectories.engine.run_totals import needed_samples
-from batch_trajectories.engine.stored_scan import refuse_foreign_dataset, scan_arguments, scan_of
+from batch_trajectories.engine.stored_scan import load_scan, refuse_foreign_dataset, scan_arguments
 from batch_trajectories.engine.supervisor.budget import set_aside_damaged
 from batch_trajectories.maintenance.verify import Report
 from batch_trajectories.records.failures import NO_LIMIT, Settled, is_settled
@@ -131,7 +131,7 @@ def check(
     make_again = make if read_data else None
     if repair:
         refuse_links(path)
-        with locked(path):
+        with hold_lock(path):
             report, scan = _verify(path, identity, config, make_again)
             problems = report.problems
             if problems:
@@ -187,7 +187,7 @@ def _verify(
 
     try:
         if make is None:
-            scanned = scan_of(path, identity, config)
+            scanned = load_scan(path, identity, config)
         else:
             # The saved scan has digests of itself and of the dataset; only a new one proves them.
             scanned = refuse_foreign_dataset(
@@ -234,7 +234,7 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     the next start rebuild derived files.
     """
     quarantine = path / QUARANTINE
-    for file in stale_files_of(path):
+    for file in find_stale_files(path):
         file.unlink()
     # Without an index every record is read, and unreadable ones are set aside.
     (path / RECORDS_INDEX).unlink(missing_ok=True)

@@ -22,11 +22,11 @@ import orjson
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.parts import Advance, run_in_processes
 from batch_trajectories.batch_api.verifying import check_batches
-from batch_trajectories.config.fingerprint import digest_of
+from batch_trajectories.config.fingerprint import digest_options
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import load_scan
-from batch_trajectories.engine.run_dir import stale_files_of
+from batch_trajectories.engine.run_dir import find_stale_files
 from batch_trajectories.engine.run_totals import RunTotals, compute_totals
 from batch_trajectories.engine.supervisor.budget import is_budget_line
 from batch_trajectories.maintenance.verify_exports import check_exports
@@ -69,7 +69,7 @@ from batch_trajectories.records.names import (
 )
 from batch_trajectories.records.problem import Problem
 from batch_trajectories.records.record_types import Record, decode_record
-from batch_trajectories.records.records import lines_from, read_id, track_lines
+from batch_trajectories.records.records import read_id, read_lines, track_lines
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 
 _CHECK_KEYS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
@@ -121,7 +121,7 @@ def verify(
     report.problems += _check_leftovers(path, settled)
     report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_LIMIT))
     steps = path / BATCHES_FILE
-    report.problems += _check_tail(steps, sum(1 for _ in lines_from(steps, 0)))
+    report.problems += _check_tail(steps, sum(1 for _ in read_lines(steps, 0)))
     if isinstance(scan, str) or totals is None:
         message = f"its tasks are unknown, so summary and exports cannot be checked: {scan}"
         report.problems.append(Problem("contradiction", path / RUN_FILE, None, message))
@@ -134,7 +134,7 @@ def verify(
 
 
 def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
-    if identity["digest"] != digest_of(identity["meaning"]):
+    if identity["digest"] != digest_options(identity["meaning"]):
         message = "`digest` does not match `meaning`: one of the two was edited"
         yield Problem("contradiction", path / RUN_FILE, None, message)
 
@@ -327,7 +327,7 @@ def _check_lines(
     file: Path, is_readable: Callable[[bytes], bool], message: str
 ) -> Iterator[Problem]:
     number = 0
-    for number, (_, line) in enumerate(lines_from(file, 0), start=1):
+    for number, (_, line) in enumerate(read_lines(file, 0), start=1):
         if not is_readable(line):
             yield Problem("unreadable", file, number, message)
     yield from _check_tail(file, number)
@@ -393,7 +393,7 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
     for segment in sorted(segments(path / INFLIGHT)):
         number = 0
         open_tasks = set()
-        for number, (_, line) in enumerate(lines_from(segment, 0), start=1):
+        for number, (_, line) in enumerate(read_lines(segment, 0), start=1):
             key, _, _ = key_and_order(line)
             if key is None:
                 message = "not an event; its conversation continues from before it"
@@ -407,7 +407,7 @@ def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
 
 
 def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
-    for file in stale_files_of(path):
+    for file in find_stale_files(path):
         message = "an incomplete file, left by a crash; the next start removes it"
         yield Problem("leftover", file, None, message)
     workspaces = path / WORKSPACES

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from agent.models.providers import provider_at
+from agent.models.providers import find_provider
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.config.endpoints import is_secret_name
 from batch_trajectories.config.run_config import RunConfig
@@ -133,7 +133,7 @@ def _places(
     urls = [config.base_url, *(url for e in config.endpoints.values() for url in _urls(e))]
     for url in urls:
         parts = urlsplit(url or "")
-        if url and parts.hostname not in _LOOPBACK and not provider_at(url):
+        if url and parts.hostname not in _LOOPBACK and not find_provider(url):
             yield parts.netloc, "the address of a server"
 
 

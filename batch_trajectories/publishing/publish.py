@@ -28,11 +28,11 @@ from typing import Any
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, help_for_write
 from batch_trajectories.basics.text import first_few, plural
-from batch_trajectories.config.fingerprint import digest_of, meaning_of
+from batch_trajectories.config.fingerprint import data_options, digest_options
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.dataset.scan import scan
 from batch_trajectories.dataset.source import HUB_PREFIX
-from batch_trajectories.engine.origin import FLAG, received
+from batch_trajectories.engine.origin import FLAG, describe_received
 from batch_trajectories.export.dataset.card import card
 from batch_trajectories.export.dataset.directory import export_dataset, listed_files
 from batch_trajectories.export.dataset.recipe_origin import RECIPE_MAC
@@ -186,8 +186,8 @@ def _make(stored: StoredRun, recipe: Recipe, directory: Path, choices: Choices) 
     published = publish_config(config, name=stored.path.name, with_prompts=is_whole)
     if published.files and not (stored.is_own or choices.trust_run):
         raise ConfigError(
-            f"{received(stored.path)}, so the files that its run.json names are not read; add "
-            f"{FLAG} to publish {', '.join(map(str, published.files.values()))}"
+            f"{describe_received(stored.path)}, so the files that its run.json names are not read; "
+            f"add {FLAG} to publish {', '.join(map(str, published.files.values()))}"
         )
     if not is_whole:
         check_formats(recipe)
@@ -264,7 +264,7 @@ def _digest_need(directory: Path, digest: str, needs: Collection[Need]) -> Itera
         return
     try:
         config = load_config(directory / CONFIG_FILE, {})
-        now = digest_of(meaning_of(config))
+        now = digest_options(data_options(config))
     except ConfigError as error:
         raise ConfigError(f"the config of this run cannot be published: {error}") from error
     if now != digest:

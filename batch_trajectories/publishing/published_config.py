@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic_core import to_jsonable_python
 
-from agent.models.providers import provider_at
+from agent.models.providers import find_provider
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.config.endpoints import is_secret, is_secret_name
@@ -137,7 +137,7 @@ def publish_config(config: RunConfig, *, name: str, with_prompts: bool) -> Publi
             what = "not isolated" if sandbox == "local" else "a plug-in"
             needs.append(Need("sandbox", f"the sandbox {sandbox!r}, {what}"))
     if config.base_url is not None:
-        if provider_at(config.base_url):
+        if find_provider(config.base_url):
             options["base_url"] = config.base_url
         else:
             needs.append(Need("base_url", f"the URL of a server that has {_models(config)}"))
@@ -169,7 +169,7 @@ def find_foreign_options(options: Mapping[str, Any]) -> Iterator[str]:
             case "sandbox":
                 is_usual = value in _SANDBOXES
             case "base_url":
-                is_usual = isinstance(value, str) and provider_at(value) is not None
+                is_usual = isinstance(value, str) and find_provider(value) is not None
             case "run_name":
                 is_usual = isinstance(value, str)  # a start checks it
             case "prefill_messages" | "subagents":

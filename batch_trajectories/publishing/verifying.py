@@ -25,7 +25,7 @@ from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.basics.yaml_file import YamlFileError, read_yaml
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.source import HUB_PREFIX
-from batch_trajectories.engine.run_dir import versions_of
+from batch_trajectories.engine.run_dir import package_versions
 from batch_trajectories.export.dataset.checking import find_wrong_sums
 from batch_trajectories.export.dataset.recipe_origin import active_parts
 from batch_trajectories.publishing.published_config import (
@@ -130,7 +130,7 @@ class Publication:
         facts = self.manifest.publication
         rows = sum(file.rows for file in self.row_files)
         made_by = facts.versions.get(_PROGRAM, "an unknown version")
-        here = versions_of([_PROGRAM])[_PROGRAM]
+        here = package_versions([_PROGRAM])[_PROGRAM]
         lines = [
             f"{self.directory}: as published: {plural(len(self.files) + 1, 'file')}, "
             f"{plural(rows, 'row')}, license {facts.license}",

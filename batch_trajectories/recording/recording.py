@@ -27,7 +27,11 @@ from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan, scan
 from batch_trajectories.engine.record import Provenance
 from batch_trajectories.engine.run_dir import RunDir, open_run_dir
-from batch_trajectories.engine.supervisor.budget import BudgetLog, set_aside_damaged, spent_before
+from batch_trajectories.engine.supervisor.budget import (
+    BudgetLog,
+    set_aside_damaged,
+    sum_up_earlier_starts,
+)
 from batch_trajectories.engine.supervisor.run import Outcome
 from batch_trajectories.recording.recorder import Recorder, SessionFile
 from batch_trajectories.recording.upstream import Models, Upstream
@@ -125,7 +129,9 @@ def _record(
         inflight.read(settled=settled)
         spent = Cost()
         if run_budget(config) is not None:
-            spent = spent_before((entry for _, entry in index.records()), inflight, budget_log)
+            spent = sum_up_earlier_starts(
+                (entry for _, entry in index.records()), inflight, budget_log
+            )
         stores = _Stores(
             sessions=sessions,
             records=records,

@@ -19,7 +19,7 @@ from agent.models.dialects.dialect import api_base_url
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import has_known_price
-from agent.models.providers import ONLY_RELAYED, Api, provider_at
+from agent.models.providers import ONLY_RELAYED, Api, find_provider
 from agent.setup import Setup, set_up
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.errors import ConfigError
@@ -106,7 +106,7 @@ class Models:
         if settings.api == api:
             return settings
         base_url = settings.base_url or ""
-        is_own = provider_at(base_url) is None and settings.connection.client is None
+        is_own = find_provider(base_url) is None and settings.connection.client is None
         if is_own and not ONLY_RELAYED & {api, settings.api}:
             base_url = _dialect_root(api, base_url)
         elif not {api, settings.api} <= _OPENAI:
@@ -177,7 +177,7 @@ class Upstream:
             number=0,
             workers=1,
             proven=(),
-            by_batch=False,
+            batch_wrapper=False,
             keys=None,
             clock_offset_s=0.0,
             send=self._take_worker_message,

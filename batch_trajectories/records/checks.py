@@ -206,18 +206,18 @@ UNCHECKED = Judgement(None, None)
 """The judgement of a record that was neither checked nor scored."""
 
 
-def judgement_of(record: Record, name: str | None = None) -> Judgement:
+def judge_record(record: Record, name: str | None = None) -> Judgement:
     """The result of a record's check and scores; without a check, of comparing its answer.
 
     The reward is the one with this name. Without a name it is `reward`, the number that the check
-    gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `rewards_of`. A
+    gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `record_rewards`. A
     conversation that reached a limit before its answer was compared has neither.
     """
     if name is None and not record.scores:
         if record.check is None and not (record.options or {}).get("check_expected"):
             return UNCHECKED
         return _judge_by_check(record)
-    by_name = rewards_of(record).by_name
+    by_name = record_rewards(record).by_name
     if name is not None:
         return Judgement(None, by_name.get(name))
     verdict, _, error = _judge_by_check(record)
@@ -226,7 +226,7 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
     return Judgement(verdict, reward, error if reward is None else None)
 
 
-def rewards_of(record: Record) -> Rewards:
+def record_rewards(record: Record) -> Rewards:
     """All rewards of a record by name: those of the check, then those of its scores.
 
     If several have the same name, the last counts.

@@ -401,7 +401,7 @@ def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the file at `path`; a crash leaves the whole old file or the whole new one."""
     try:
-        temporary = temporary_for(path)
+        temporary = temporary_path(path)
         try:
             with open_temporary(temporary, path) as file:
                 file.write(content)
@@ -435,7 +435,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def temporary_for(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """The path of the temporary file that will replace `path`; one per process.
 
     After a crash, the next start removes such files.
@@ -566,14 +566,14 @@ def lock_directory(directory: Path, refusal: str) -> Iterator[None]:
         os.close(fd)
 
 
-def training_file_of(run_dir: Path) -> Path:
+def training_path(run_dir: Path) -> Path:
     """The training file of a run: beside its directory."""
     return run_dir.parent / f"{run_dir.name}.jsonl"
 
 
 def is_training_file(dataset: Path, run_dir: Path) -> bool:
     """Whether a dataset lies where the training file of a run is written."""
-    training = training_file_of(run_dir)
+    training = training_path(run_dir)
     return dataset.exists() and training.exists() and training.samefile(dataset)
 
 

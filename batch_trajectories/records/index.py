@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from agent.messages.message import MAX_TOKEN_COUNT
-from batch_trajectories.records.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
+from batch_trajectories.records.checks import CHECK_FAILED, Judgement, has_passed, judge_record
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.tasks import task_key
 
@@ -185,7 +185,7 @@ class IndexFields(NamedTuple):
 def index_fields(record: Record) -> IndexFields:
     """The facts of a record that the index holds."""
     usage = record.usage or {}
-    judgement = judgement_of(record)
+    judgement = judge_record(record)
     return IndexFields(
         id=record.id,
         input_digest=record.input_digest,

@@ -26,7 +26,7 @@ from batch_trajectories.records.files import (
     set_aside,
     storage_error,
     sync_directory,
-    temporary_for,
+    temporary_path,
 )
 from batch_trajectories.records.index import (
     MARK,
@@ -295,10 +295,10 @@ def quarantine_lines(records: Path, offsets: Collection[int], quarantine: Path) 
     """Move the lines at these offsets to the quarantine; return their names, as
     `records.jsonl:7`."""
     names = []
-    replacement = temporary_for(records)
+    replacement = temporary_path(records)
     replacement.unlink(missing_ok=True)
     with closing(AppendFile(replacement)) as replacement_file:
-        for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
+        for number, (offset, line) in enumerate(read_lines(records, 0), start=1):
             if offset in offsets:
                 set_aside(quarantine, f"{records.name}.line{number}", line)
                 names.append(f"{records.name}:{number}")
@@ -310,7 +310,7 @@ def quarantine_lines(records: Path, offsets: Collection[int], quarantine: Path) 
     return names
 
 
-def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
     """Yield offset and content of each whole line from `offset` on; skip a torn last line."""
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
@@ -325,9 +325,9 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def track_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of `lines_from`, and show progress."""
+    """Yield the lines of `read_lines`, and show progress."""
     with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
-        for place, line in lines_from(path, offset):
+        for place, line in read_lines(path, offset):
             yield place, line
             work.advance(len(line))
 

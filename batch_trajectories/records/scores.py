@@ -33,12 +33,12 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.records.checks import CHECK_FAILED, judgement_of
+from batch_trajectories.records.checks import CHECK_FAILED, judge_record
 from batch_trajectories.records.files import append_line, read_object
 from batch_trajectories.records.index import ROW_BYTES, Index, IndexEntry, IndexFields, RowMaker
 from batch_trajectories.records.names import LABELS_FILE, RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import CheckResult, Label, Record, Score
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 
 LABELS = LABELS_FILE
 
@@ -115,7 +115,7 @@ def add_stored_scores(path: Path, record: Record, places: Sequence[int]) -> Reco
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each whole line with its offset. Raises `RunDirError` for a line that is no score."""
-    for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
+    for number, (offset, content) in enumerate(read_lines(path, 0), start=1):
         try:
             line = read_object(content)
             msgspec.convert(line, Score)
@@ -138,7 +138,7 @@ def later_check_keys(record: Record, result: CheckResult) -> dict[str, Any]:
 
     The record must be as it was stored, without scores that were given later.
     """
-    judgement = judgement_of(msgspec.structs.replace(record, check=result))
+    judgement = judge_record(msgspec.structs.replace(record, check=result))
     failed = judgement.error is not None
     return {
         "finished_at": record.finished_at,
@@ -149,7 +149,7 @@ def later_check_keys(record: Record, result: CheckResult) -> dict[str, Any]:
 def apply_later_checks(run_dir: Path, index: Index) -> Index:
     """The index with the last result of `check` for each record that has one."""
     checks = {}
-    for _, line in lines_from(run_dir / SCORES_FILE, 0):
+    for _, line in read_lines(run_dir / SCORES_FILE, 0):
         if _MARK in line:
             try:
                 score = read_object(line)
@@ -272,7 +272,7 @@ class Labels:
 
     def read_new_lines(self) -> None:
         """Read the lines that were added since the last call. Raises `RunDirError`."""
-        for offset, content in lines_from(self._path, self._read):
+        for offset, content in read_lines(self._path, self._read):
             self._number += 1
             line = _parse_label(content, f"{self._path}:{self._number}")
             by_reviewer = self._by_record.setdefault(line["record"], {})
@@ -296,13 +296,13 @@ class Labels:
             yield record, list(labels.values())
 
     def verdicts(self) -> Iterator[tuple[str, str]]:
-        """Yield the id of each record that has a verdict, and the verdict; see `verdict_of`."""
+        """Yield the id of each record that has a verdict, and the verdict; see `agreed_verdict`."""
         for id, record in list(self._ids.items()):
-            if (verdict := verdict_of(self.get(record))) is not None:
+            if (verdict := agreed_verdict(self.get(record))) is not None:
                 yield id, verdict
 
 
-def verdict_of(labels: Sequence[Label]) -> str | None:
+def agreed_verdict(labels: Sequence[Label]) -> str | None:
     """The verdict on which the reviewers agree, else `disputed`; None if nobody gave one."""
     verdicts = {label.verdict for label in labels if label.verdict is not None}
     return DISPUTED if len(verdicts) > 1 else next(iter(verdicts), None)

@@ -12,7 +12,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import track_progress
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.fingerprint import stored_meaning
-from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
+from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.statistics import by_model
 from batch_trajectories.records.checks import CheckSums
 from batch_trajectories.records.failures import NO_LIMIT
@@ -114,7 +114,7 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
 
 def _spending(stored: StoredRun) -> dict[str, Any]:
     """All that a run has spent, including replaced records, and what judges were paid."""
-    spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
+    spent = read_spending(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
     judges = spent_by_judges(stored.path)
     return {
         "spent_usd": spent.usd,

@@ -13,7 +13,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export.conversation.own_work import failure_kind, first_reply
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.record_types import (
     AgentFacts,
     InnerRecord,
@@ -24,7 +24,7 @@ from batch_trajectories.records.record_types import (
     StoredTurn,
     StoredUsage,
 )
-from batch_trajectories.report.facts import find_flags, row_of
+from batch_trajectories.report.facts import find_flags, make_table_row
 from batch_trajectories.report.formatting import count, dollars, moment, one_line, plain, seconds
 
 _STEP = "    "
@@ -138,7 +138,7 @@ class ConversationText(_Blocks):
         yield from self.blocks(turn)
 
     def _head(self) -> Iterator[str]:
-        record, row = self._record, row_of(self._record)
+        record, row = self._record, make_table_row(self._record)
         usage = record.usage or {}
         colour = "green" if row["status"] == "completed" else "red"
         status = self._paint(plain(row["status"]), fg=colour)
@@ -160,7 +160,7 @@ class ConversationText(_Blocks):
         if row["reward"] is not None:
             result = "passed" if row["passed"] else "not passed"
             yield f"{result}, reward {row['reward']:g}"
-        if (without := judgement_of(record).error) is not None:
+        if (without := judge_record(record).error) is not None:
             yield self._paint(plain(f"check without result: {without}"), fg="red")
         if row["rewards"]:
             named = (f"{name} {reward:g}" for name, reward in row["rewards"].items())

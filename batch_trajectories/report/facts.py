@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import USER_TURN, split_inline_reasoning
-from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import (
@@ -15,7 +15,7 @@ from batch_trajectories.export.statistics.cache_use import (
     count_cached_tokens,
     missed_turns,
 )
-from batch_trajectories.records.checks import MAIN, expected_text, judgement_of, rewards_of
+from batch_trajectories.records.checks import MAIN, expected_text, judge_record, record_rewards
 from batch_trajectories.records.record_types import (
     CutCall,
     Record,
@@ -30,7 +30,7 @@ NOT_OFFERED = "(not offered)"
 """Stands for all tools that models invented: their number has no limit."""
 
 
-def row_of(record: Record, own: AuthoredWork | None = None) -> dict[str, Any]:
+def make_table_row(record: Record, own: AuthoredWork | None = None) -> dict[str, Any]:
     """One row of the table, JSON-ready and small; `own` is `Own(record)`, if it is known.
 
     `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with kind `reported` for
@@ -41,10 +41,10 @@ def row_of(record: Record, own: AuthoredWork | None = None) -> dict[str, Any]:
     turns, replies = own.turns, own.messages
     question = _last_content(record.messages[: own.start], "user")
     usage = record.usage or {}
-    judgement = judgement_of(record)
+    judgement = judge_record(record)
     tools = _tools(record, own)
     missed = missed_turns(record)
-    leaks = leaks_of(record)
+    leaks = find_leaks(record)
     return {
         "id": record.id,
         "status": record.status,
@@ -129,7 +129,7 @@ def find_flags(record: Record) -> list[str]:
         flags.append("calls set aside")
     if record.view_compacted:
         flags.append("compacted")
-    judgement = judgement_of(record)
+    judgement = judge_record(record)
     if (passed := judgement.passed) is not None:
         flags.append("passed" if passed else "not passed")
     if judgement.error is not None:
@@ -139,7 +139,7 @@ def find_flags(record: Record) -> list[str]:
 
 def _named_rewards(record: Record) -> dict[str, float] | None:
     """All rewards by name; None if there is only the one that is shown anyway."""
-    named = rewards_of(record).by_name
+    named = record_rewards(record).by_name
     return dict(named) if named and named.keys() != {MAIN} else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.audit.verdicts import describe_check_end
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.record_types import Record, decode_record
 from batch_trajectories.records.scores import CHECK
@@ -36,7 +36,7 @@ def compare_verdicts(stored: StoredRun) -> dict[str, Any]:
             continue
         judged += 1
         own = decode_record(record.line)
-        before, now = judgement_of(own).verdict, judgement_of(record).verdict
+        before, now = judge_record(own).verdict, judge_record(record).verdict
         if before != now:
             images = [(record.image or {}).get("digest"), (score.image or {}).get("digest")]
             changed.append(

@@ -16,7 +16,7 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import plural, single_line
 from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
 from batch_trajectories.engine.run_totals import RunTotals, as_table
-from batch_trajectories.engine.supervisor.progress import describe, state_of
+from batch_trajectories.engine.supervisor.progress import describe, read_state
 from batch_trajectories.export.statistics import cache_use
 from batch_trajectories.export.statistics.cache_use import CacheUse
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS
@@ -91,7 +91,7 @@ def look(stored: StoredRun) -> Status:
         run_dir=stored.path,
         holder=holder,
         totals=stored.totals(),
-        progress=None if holder is None else state_of(stored.path, holder),
+        progress=None if holder is None else read_state(stored.path, holder),
         details=run_status(stored),
         batches=_batch_totals(stored.path),
     )
@@ -267,7 +267,7 @@ def _run(path: Path) -> dict[str, Any]:
     except RunDirError:
         return {"name": path.name, "state": "unreadable", **unknown}
     holder = read_holder(path)
-    stored = read_json(path / SUMMARY_FILE) if holder is None else state_of(path, holder)
+    stored = read_json(path / SUMMARY_FILE) if holder is None else read_state(path, holder)
     stored = stored or {}
     run = {"name": path.name, "state": "not running" if holder is None else "running"}
     counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "pending")}

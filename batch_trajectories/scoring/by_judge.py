@@ -40,7 +40,7 @@ from batch_trajectories.records.checks import EXPECTED, expected_column, parse_r
 from batch_trajectories.records.files import read_object
 from batch_trajectories.records.names import JUDGE_BUDGET_FILE, QUARANTINE, VERDICTS_FILE
 from batch_trajectories.records.record_types import Record
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.scoring.asking import JudgeCalls, RetryMessages, ask_all, stop_if_useless
 from batch_trajectories.scoring.score_file import NewScore, Scored, ScoreFile, Wanted, open_scores
@@ -351,7 +351,7 @@ def read_verdicts(run_dir: Path) -> dict[str, str]:
     and its whole prompt. Raises `RunDirError` for other lines.
     """
     replies: dict[str, str] = {}
-    for number, (_, content) in enumerate(lines_from(run_dir / _VERDICTS, 0), start=1):
+    for number, (_, content) in enumerate(read_lines(run_dir / _VERDICTS, 0), start=1):
         try:
             line = read_object(content)
             if line["reply"] is not None:

@@ -31,11 +31,11 @@ from batch_trajectories.dataset.kept_dataset import take_snapshot
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.scan import make_task, scan
 from batch_trajectories.engine.plan import make_plan, warn
-from batch_trajectories.engine.run_dir import locked, refuse_held
+from batch_trajectories.engine.run_dir import hold_lock, refuse_held
 from batch_trajectories.engine.run_totals import compute_totals
 from batch_trajectories.engine.supervisor.run import run_batch
-from batch_trajectories.records.checks import judgement_of
-from batch_trajectories.records.files import make_directory, open_temporary, temporary_for
+from batch_trajectories.records.checks import judge_record
+from batch_trajectories.records.files import make_directory, open_temporary, temporary_path
 from batch_trajectories.records.index import Index
 from batch_trajectories.records.names import CHECKS, EXPORTS, MANIFEST_FILE, SCORES_FILE
 from batch_trajectories.records.reader import open_index, read_record
@@ -161,7 +161,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         end.exit_code, end.reason = explain_exit(outcome, totals)
         if end.reason is not None:
             return end
-    with locked(stored.path):
+    with hold_lock(stored.path):
         _append_verdicts(stored, rechecks, config, end)
         end.unwritten = _write_results(stored)
     remove_tree(directory)
@@ -201,7 +201,7 @@ def _scan_new_rows(config: RunConfig) -> NewRows:
 def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, end: RecheckResult) -> int:
     """Write the rows for the workers; returns the number of rows."""
     count = 0
-    temporary = temporary_for(rows)
+    temporary = temporary_path(rows)
     with open_temporary(temporary, rows) as file:
         for record, judging in _decide_rechecks(run_dir, rechecks, doing="reading records"):
             if isinstance(judging, LeftOut):
@@ -240,7 +240,7 @@ def _append_verdicts(
                 continue
             result = msgspec.convert(checked.check, CheckResult)
             passed = result.passed if isinstance(result.passed, bool) else None
-            end.changes[judgement_of(record).verdict, passed] += 1
+            end.changes[judge_record(record).verdict, passed] += 1
             scores.append(_make_score(record, judging, checked, result))
             if len(scores) >= _SCORES_PER_APPEND:
                 file.append(scores)

@@ -19,7 +19,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import image_sandboxes
-from batch_trajectories.dataset.columns import names_of
+from batch_trajectories.dataset.columns import column_names
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot
 from batch_trajectories.dataset.lines import read_row
 from batch_trajectories.dataset.row_conversation import opening_messages
@@ -152,11 +152,11 @@ class Rechecks:
     def _recheck_workspace(
         self, record: Record, row: Mapping[str, Any], place: IndexEntry, key: bytes
     ) -> Judging | LeftOut:
-        names = [*names_of(SetupColumns)]
+        names = [*column_names(SetupColumns)]
         if self._rules.image != "ignored":
             names += image_columns(row)
         if self._config.is_inside:
-            names += [*names_of(HistoryColumns), *names_of(InsideColumns)]
+            names += [*column_names(HistoryColumns), *column_names(InsideColumns)]
         columns = {name: row[name] for name in names if row.get(name) is not None}
         columns["prompt"] = record.id
         try:

@@ -35,7 +35,7 @@ from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.records.files import AppendFile, DamagedLine, add_checksum, read_object
 from batch_trajectories.records.names import TEACHER_FILE
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 
 _TEACHERS_SHOWN = 5
 
@@ -121,7 +121,7 @@ class TeacherFigures:
         paths = [run_dir / TEACHER_FILE for run_dir in run_dirs]
         name = plain_name(teacher)
         for number, path in enumerate(paths):
-            for place, line in read_lines(path):
+            for place, line in read_figure_lines(path):
                 if line["teacher"] == name and line["error"] is None and line["top"] >= top:
                     key = bytes.fromhex(line["segment"])
                     self._places[key] = _Place(number, *place, line["top"])
@@ -150,9 +150,9 @@ def plain_name(teacher: str) -> str:
     return name if colon and kind in ("vllm", "sglang") else teacher
 
 
-def read_lines(path: Path) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+def read_figure_lines(path: Path) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield each whole line of a teacher.jsonl with its offset and length. Raises `RunDirError`."""
-    for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
+    for number, (offset, content) in enumerate(read_lines(path, 0), start=1):
         yield (offset, len(content)), _read(content, f"{path}:{number}")
 
 
@@ -192,7 +192,7 @@ def _none_found(paths: Sequence[Path], teacher: str, top: int) -> str:
     known = {
         (line["teacher"], line["top"])
         for path in paths
-        for _, line in read_lines(path)
+        for _, line in read_figure_lines(path)
         if line["error"] is None
     }
     runs = " ".join(path.parent.name for path in paths)

@@ -49,7 +49,7 @@ from batch_trajectories.scoring.score_file import Wanted
 from batch_trajectories.teacher.figures import (
     FigureFile,
     Figures,
-    read_lines,
+    read_figure_lines,
     segment_key,
     unpack_floats,
 )
@@ -244,7 +244,7 @@ class _Scoring:
 
     def _read_done(self) -> None:
         """Find the segments that have figures. Raises `ConfigError` for another tokenizer."""
-        for _, line in read_lines(self._file.path):
+        for _, line in read_figure_lines(self._file.path):
             self.known_usd += line.get("cost_usd") or 0.0
             if line["teacher"] != self._settings.name or line["error"] is not None:
                 continue

@@ -16,7 +16,7 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.engine.control import refuse_strangers, steer
 from batch_trajectories.engine.run_dir import read_holder, read_run_json
-from batch_trajectories.records.scores import score_key, verdict_of
+from batch_trajectories.records.scores import agreed_verdict, score_key
 from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view import conversation as live
 from batch_trajectories.view.conversation import (
@@ -171,7 +171,7 @@ def _add_groups(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]
 def _add_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
     labels = run.labels.look()
     of_row = [] if labels is None else labels.get(row["record"])
-    return {**row, "labels": labels_json(of_row), "verdict": verdict_of(of_row)}
+    return {**row, "labels": labels_json(of_row), "verdict": agreed_verdict(of_row)}
 
 
 def charts(state: State, query: Query, body: Any) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
     of_record = [] if now is None else now.get(score_key(found))
     return {
         "labels": labels_json(of_record),
-        "verdict": verdict_of(of_record),
+        "verdict": agreed_verdict(of_record),
         "before": before,
         "version": run.version,
     }

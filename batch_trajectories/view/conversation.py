@@ -141,9 +141,9 @@ def find_siblings(
 
 def verdict_in(labels: Labels | None, record: str) -> str | None:
     """The verdict of the reviewers of a record."""
-    from batch_trajectories.records.scores import verdict_of
+    from batch_trajectories.records.scores import agreed_verdict
 
-    return None if labels is None else verdict_of(labels.get(record))
+    return None if labels is None else agreed_verdict(labels.get(record))
 
 
 def _steps(record: Record) -> Iterator[tuple[Any, ...]]:

@@ -14,10 +14,10 @@ from batch_trajectories.records.scores import (
     DISPUTED,
     LABELS,
     Labels,
+    agreed_verdict,
     append_label,
     label_change,
     score_key,
-    verdict_of,
 )
 
 NAME_CHARS = 100
@@ -67,7 +67,7 @@ def keys_by_label(labels: Labels | None) -> dict[str, list[bytes]]:
     found: dict[str, list[bytes]] = {}
     for record, of_record in labels.by_record() if labels is not None else ():
         names = {"any"} if any(map(_says, of_record)) else set()
-        if (verdict := verdict_of(of_record)) is not None:
+        if (verdict := agreed_verdict(of_record)) is not None:
             names.add(verdict)
         for name, attribute in (("note", "note"), ("no_loss", "no_loss"), ("preferred", "over")):
             if any(getattr(label, attribute) for label in of_record):

@@ -13,7 +13,7 @@ from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
 from batch_trajectories.basics.validation import is_url
 from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
-from batch_trajectories.engine.supervisor.progress import describe, state_of
+from batch_trajectories.engine.supervisor.progress import describe, read_state
 from batch_trajectories.records.files import read_json, refuse_strange_files
 from batch_trajectories.records.names import (
     EXPORTS,
@@ -193,7 +193,7 @@ def _found(run: RunPlace) -> dict[str, Any]:
         "can_label": own,
         "can_steer": own and holder is not None,
     }
-    state = state_of(run.path, holder) if holder is not None and run.url is None else None
+    state = read_state(run.path, holder) if holder is not None and run.url is None else None
     if state is not None:
         found |= _process_facts(state)
     else:

@@ -20,7 +20,7 @@ from batch_trajectories.view.conversation import read_found
 from batch_trajectories.view.index.charts import list_choices
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, invert_choice
-from batch_trajectories.view.index.parts import cache_of, find_cache
+from batch_trajectories.view.index.parts import find_cache, make_cache
 from batch_trajectories.view.index.run_index import Maker, RunIndex
 from batch_trajectories.view.index.table import Masks, Table, count_selected
 from batch_trajectories.view.index.texts import RunTexts
@@ -165,7 +165,7 @@ class OpenRun:
                 self._facts_failed = self._facts.problem()
                 self._facts.stop()
                 self._facts = None
-            found, is_due = read_facts(cache_of(self.place.path), self.place.path)
+            found, is_due = read_facts(make_cache(self.place.path), self.place.path)
             if is_due and self._facts is None and self._facts_failed is None:
                 self._facts = Maker("facts", self.place.path)
             return found, self._facts_failed

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.export.conversation.leaks import find_leaks
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.reader import stored_records
 from tests.audit.planting import Images, harbor_task, plain_row, swe_row
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
@@ -75,17 +75,17 @@ def test_no_rewarded_cheat_is_training_data(tmp_path: Path, task_images: Images,
     records = [*stored_records(tmp_path / "trajectories" / "r")]
     for record in records:
         name = record.prompt_id.removesuffix(f"-{task_images.fix}")
-        judgement = judgement_of(record)
+        judgement = judge_record(record)
         assert judgement.reward is not None, (name, judgement.error)
         if judgement.reward > 0:
             rewarded.add(name)
-        if leaks_of(record):
+        if find_leaks(record):
             marked.add(name)
     working = {"swe-bench": {"clone"}, "swe-rebench": {"clone"}, "harbor": {"all"}}
     assert len(records) == (1 if kind == "harbor" else len(CHEATS))
     assert rewarded == working.get(kind, set())
     assert rewarded <= marked
     learnt = {row["id"] for row in lines(tmp_path / "trajectories" / "r.jsonl")}
-    assert learnt == {one.id for one in records if not judgement_of(one).reward}
+    assert learnt == {one.id for one in records if not judge_record(one).reward}
     rejects = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
     assert [one["reason"] for one in rejects] == ["leak_suspected"] * len(rewarded)

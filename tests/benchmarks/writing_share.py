@@ -26,7 +26,7 @@ import orjson
 from batch_trajectories.records.files import AppendFile
 from batch_trajectories.records.index import MARK, RowMaker, index_fields
 from batch_trajectories.records.journal import JournalWriter
-from batch_trajectories.records.records import lines_from, parse_record
+from batch_trajectories.records.records import parse_record, read_lines
 from tests.benchmarks.resume import ROOT, write_rows
 from tests.fakes.fake_endpoint import FakeEndpoint
 
@@ -80,7 +80,7 @@ def records_again(records: Path, place: Path) -> float:
 
 def index_again(records: Path, place: Path) -> tuple[float, int]:
     """CPU seconds of making and writing the index of a run's records, and how many these are."""
-    parsed = [(offset, len(line), parse_record(line)) for offset, line in lines_from(records, 0)]
+    parsed = [(offset, len(line), parse_record(line)) for offset, line in read_lines(records, 0)]
     file = AppendFile(place / "records.idx")
     maker = RowMaker()
     began = time.process_time()

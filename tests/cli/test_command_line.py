@@ -37,7 +37,7 @@ def test_every_option_of_a_run_has_one_group() -> None:
 
 def test_every_command_has_one_group_and_is_where_it_says() -> None:
     assert len(COMMANDS) == sum(map(len, COMMAND_GROUPS.values()))
-    assert {name: main.command_of(name).name for name in COMMANDS} == {
+    assert {name: main.import_command(name).name for name in COMMANDS} == {
         name: name for name in COMMANDS
     }
 
@@ -55,7 +55,7 @@ def test_help_shows_the_common_options_and_how_to_see_the_rest(
     tmp_path: Path, message: list[str], own: list[str]
 ) -> None:
     text = run(tmp_path, *message, "--help").stdout
-    command = main.command_of(message[0] if message else "run")
+    command = main.import_command(message[0] if message else "run")
     known = {param.name for param in command.get_params(click.Context(command))}
     common = ["config" if n == "config_file" else n for n in COMMON_OPTIONS if n in known]
     shown = options_in(text)
@@ -69,7 +69,7 @@ def test_help_shows_the_common_options_and_how_to_see_the_rest(
 def test_help_all_shows_every_option(tmp_path: Path, message: list[str], option: str) -> None:
     done = run(tmp_path, *message, option)
     assert done.returncode == 0, done.stderr
-    command = main.command_of(message[0] if message else "run")
+    command = main.import_command(message[0] if message else "run")
     params = command.get_params(click.Context(command))
     shown = [param for param in params if not getattr(param, "hidden", False)]
     every = {name.removeprefix("--") for param in shown for name in param.opts}
@@ -161,15 +161,15 @@ LIST_OPTIONS = ("enabled_toolsets", "disabled_toolsets", "tools", "web_allow", "
 
 @pytest.mark.parametrize("name", [*LIST_OPTIONS, "preparation_toolsets", "accept_config_change"])
 def test_a_list_that_is_given_in_parts_is_the_whole_list(name: str) -> None:
-    read = main.command_of("run").make_context("run", [f"--{name}=a=1", f"--{name}=b=2,c=3"])
+    read = main.import_command("run").make_context("run", [f"--{name}=a=1", f"--{name}=b=2,c=3"])
     given = read.params[name]
     assert (given if isinstance(given, str) else ",".join(given)) == "a=1,b=2,c=3"
-    assert main.command_of("run").make_context("run", []).params[name] in (None, ())
+    assert main.import_command("run").make_context("run", []).params[name] in (None, ())
 
 
 def test_formats_and_splits_of_an_export_can_be_given_in_parts() -> None:
     arguments = ["r", "--format=dpo", "--format=kto", "--splits=train=0.9", "--splits=test=0.1"]
-    read = main.command_of("export").make_context("export", arguments)
+    read = main.import_command("export").make_context("export", arguments)
     assert read.params["format"] == "dpo,kto"
     assert read.params["splits"] == "train=0.9,test=0.1"
 

@@ -15,7 +15,7 @@ from agent.messages.message import Message
 from agent.models.batches.calls import has_batches
 from agent.models.dialects import openai_chat
 from agent.models.model import ModelSettings, Request
-from agent.models.providers import NO_KEY, PROVIDERS, provider_at
+from agent.models.providers import NO_KEY, PROVIDERS, find_provider
 from agent.models.resolve import resolve_model, resolve_sibling
 from tests.helpers.running import run
 
@@ -66,7 +66,7 @@ def test_a_provider_s_prefix_and_its_url_mean_the_same(prefix: str) -> None:
     )
     assert by_prefix.base_url == row.base_url
     assert has_batches(by_prefix) == has_batches(by_url) == row.has_batches
-    assert provider_at(row.base_url) is row
+    assert find_provider(row.base_url) is row
 
 
 @pytest.mark.parametrize("prefix", HOSTED)

@@ -16,7 +16,7 @@ import pytest
 from agent.messages.message import Event, Message, NoteEvent, ReplyEvent, ResultEvent, SubEvent
 from batch_trajectories.api.stored_run import StoredRun, conversations_in_flight
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunDirError
-from batch_trajectories.engine.run_dir import locked
+from batch_trajectories.engine.run_dir import hold_lock
 from batch_trajectories.records.failures import WORKER_DIED, Failure, FailureFile, failures_by_class
 from batch_trajectories.records.journal import JournalWriter
 from batch_trajectories.records.tasks import task_key
@@ -160,7 +160,7 @@ def test_a_running_run_is_listed_with_its_progress(cwd: Path, tmp_path: Path) ->
     state = {"total": 9, "done": 4, "failed": {"timeout": 1}}
     for pid, expected in ((os.getpid(), [9, 4, 1, 4]), (1, [None] * 4)):
         (copy / "progress.json").write_text(json.dumps({"pid": pid, **state}))
-        with locked(copy):
+        with hold_lock(copy):
             (found,) = list_runs(tmp_path / "trajectories")
         counts = [found[key] for key in ("state", "tasks", "done", "failed", "pending")]
         assert counts == ["running", *expected], "what an earlier process left is not of this one"
@@ -182,7 +182,7 @@ def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: P
 def test_status_in_the_moment_in_which_a_start_locks_the_run(cwd: Path, tmp_path: Path) -> None:
     shutil.copytree(cwd, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "trajectories" / "r"
-    with locked(path):
+    with hold_lock(path):
         os.truncate(path / "lock", 0)
         status = run(tmp_path, "status", "r")
         verify = run(tmp_path, "verify", "r")

@@ -15,9 +15,9 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import CONFIGS, presets
 from batch_trajectories.config.agents import find_model
 from batch_trajectories.config.fingerprint import (
-    digest_of,
+    data_options,
+    digest_options,
     fill_defaults,
-    meaning_of,
     stored_meaning,
 )
 from batch_trajectories.config.loading import load_config
@@ -25,8 +25,8 @@ from batch_trajectories.config.models import set_up_models
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.engine.worker.agent_program import (
     check_agent_of_node,
+    check_agent_program,
     free_memory_mb,
-    with_checked_agent,
 )
 from tests.toolsets.test_sandbox import needs_bwrap
 
@@ -106,7 +106,7 @@ def test_files_that_another_subagent_adds_are_no_other_call(name: str) -> None:
 
 
 def test_a_run_continues_where_its_preset_knows_more() -> None:
-    meaning = meaning_of(config())
+    meaning = data_options(config())
     then = {**meaning, "agent": {**meaning["agent"], "volatile": {"fields": [], "texts": ["a"]}}}
     assert fill_defaults(then) == fill_defaults(meaning)
     other = {**meaning, "agent": {**meaning["agent"], "command": ["bash"]}}
@@ -117,9 +117,9 @@ def test_a_run_continues_where_its_agent_is_described_as_before_and_not_by_anoth
     None
 ):
     """Stored configs of earlier versions have no protocol, and lists where we have tuples."""
-    meaning = meaning_of(config())
+    meaning = data_options(config())
     assert not {"protocol", "rejects"} & meaning["agent"].keys()
-    by_acp = meaning_of(config(agent={**AGENT, "protocol": "acp", "rejects": "fetch"}))
+    by_acp = data_options(config(agent={**AGENT, "protocol": "acp", "rejects": "fetch"}))
     assert by_acp["agent"] == {**meaning["agent"], "protocol": "acp", "rejects": ["fetch"]}
 
 
@@ -203,8 +203,8 @@ def test_runs_of_before_had_no_limit_on_repeats() -> None:
     today = config()
     agent = {k: v for k, v in today.to_json()["agent"].items() if k != "continues"}
     before = {"agent": agent, "base_url": today.base_url}
-    meaning = {**meaning_of(today), "repeat_limit": 3}
-    assert meaning_of(today)["repeat_limit"] == 0
+    meaning = {**data_options(today), "repeat_limit": 3}
+    assert data_options(today)["repeat_limit"] == 0
     assert stored_meaning({"meaning": meaning, "config": before})["repeat_limit"] == 0
     own = {"meaning": meaning, "config": today.to_json()}
     assert stored_meaning(own)["repeat_limit"] == 3
@@ -278,12 +278,12 @@ def program(path: Path, version: str) -> Path:
 def test_the_version_is_read_in_the_sandbox_and_fixed_for_the_run(tmp_path: Path) -> None:
     path = program(tmp_path / "agent", "1.2.3")
     agent = {**AGENT, "command": [str(path), "{prompt}"]}
-    first = with_checked_agent(config(agent=agent))
+    first = check_agent_program(config(agent=agent))
     assert first.agent is not None
     assert first.agent.found_version == "1.2.3"
     program(path, "1.2.4")
-    second = with_checked_agent(config(agent=agent))
-    assert digest_of(meaning_of(first)) != digest_of(meaning_of(second))
+    second = check_agent_program(config(agent=agent))
+    assert digest_options(data_options(first)) != digest_options(data_options(second))
 
 
 @needs_bwrap
@@ -291,7 +291,7 @@ def test_a_version_may_be_printed_as_errors_are(tmp_path: Path) -> None:
     path = tmp_path / "agent"
     path.write_text("#!/bin/sh\necho 0.73.1 >&2\n")
     path.chmod(0o755)
-    agent = with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]})).agent
+    agent = check_agent_program(config(agent={**AGENT, "command": [str(path), "{prompt}"]})).agent
     assert agent is not None
     assert agent.found_version == "0.73.1"
 
@@ -300,7 +300,7 @@ def test_a_version_may_be_printed_as_errors_are(tmp_path: Path) -> None:
 def test_another_version_on_a_node_is_refused(tmp_path: Path) -> None:
     path = program(tmp_path / "agent", "1.2.3")
     agent = {**AGENT, "command": [str(path), "{prompt}"]}
-    driver = with_checked_agent(config(agent=agent, executor="ray"))
+    driver = check_agent_program(config(agent=agent, executor="ray"))
     assert driver.concurrency is None, "the memory of a node is not this one's"
     check_agent_of_node(driver)
     program(path, "1.2.4")
@@ -325,20 +325,20 @@ def test_an_agent_that_does_not_start_there_is_refused(
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     with pytest.raises(ConfigError) as caught:
-        with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
+        check_agent_program(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
     assert message in str(caught.value)
 
 
 def test_an_agent_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match="agent 'custom': the program 'no-such' was not found"):
-        with_checked_agent(config(agent={**AGENT, "command": ["no-such", "{prompt}"]}))
+        check_agent_program(config(agent={**AGENT, "command": ["no-such", "{prompt}"]}))
 
 
 def test_a_script_that_is_not_executable_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text("#!/usr/bin/env python3\n")
     with pytest.raises(ConfigError, match=f"'{path}' is not executable: chmod \\+x {path}"):
-        with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
+        check_agent_program(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
 
 
 def test_a_shim_is_refused_where_the_sandbox_does_not_show_what_it_calls(
@@ -351,17 +351,17 @@ def test_a_shim_is_refused_where_the_sandbox_does_not_show_what_it_calls(
     (tmp_path / "agent").chmod(0o755)
     agent = {**AGENT, "command": [str(tmp_path / "agent"), "{prompt}"], "version": []}
     with pytest.raises(ConfigError, match=f"version manager in {tmp_path}/shims, .* virtual env"):
-        with_checked_agent(config(agent=agent))
-    with_checked_agent(config(agent=agent, sandbox="local"))
+        check_agent_program(config(agent=agent))
+    check_agent_program(config(agent=agent, sandbox="local"))
 
 
 def test_no_more_agents_run_than_fit_into_memory() -> None:
     free = free_memory_mb()
     assert free is not None
     agent = {**AGENT, "version": [], "memory_mb": free}  # a second one would not fit
-    one = with_checked_agent(config(agent=agent))
+    one = check_agent_program(config(agent=agent))
     assert (one.num_workers, one.concurrency) == (1, 1)
-    given = with_checked_agent(config(agent=agent, concurrency=5))
+    given = check_agent_program(config(agent=agent, concurrency=5))
     assert (given.num_workers, given.concurrency) == (4, 5)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from agent.models.resolve import read_key
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.config.fingerprint import meaning_of, update_names
+from batch_trajectories.config.fingerprint import data_options, update_names
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.models import (
     called_models,
@@ -129,7 +129,7 @@ class TestDraw:
         setups = set_up_models(given)
         drawn = [setup_of_task(setups, given, task(n)).settings.reference for n in range(50)]
         assert drawn == [self.drawn(n) for n in range(50)]
-        assert meaning_of(given) == meaning_of(config(**GIVEN))
+        assert data_options(given) == data_options(config(**GIVEN))
 
 
 class TestBounds:
@@ -157,7 +157,7 @@ class TestBounds:
     def test_an_endpoint_that_nothing_asks_means_nothing(self) -> None:
         options = config(model="a:m", endpoints={"a": LOCAL})
         more = config(model="a:m", endpoints={"a": LOCAL, "b": {**LOCAL, "temperature": 1}})
-        assert meaning_of(options) == meaning_of(more)
+        assert data_options(options) == data_options(more)
 
     def test_two_names_of_one_endpoint_share_the_lower_limits(self) -> None:
         given = config(
@@ -262,7 +262,7 @@ def test_the_endpoint_of_a_simulated_user_is_fixed_for_the_run() -> None:
     user = {"model": "own:m"}
     first = config(model="scripted", simulated_user=user, endpoints={"own": LOCAL})
     second = config(model="scripted", simulated_user=user, endpoints={"own": other})
-    assert meaning_of(first)["endpoints"] != meaning_of(second)["endpoints"]
+    assert data_options(first)["endpoints"] != data_options(second)["endpoints"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_slash_means_the_same_as_a_colon_unless_there_is_a_base_url() -> None:
     ):
         by_slash, by_colon = config(model=slash, **more), config(model=colon, **more)
         assert by_slash == by_colon
-        assert meaning_of(by_slash) == meaning_of(by_colon)
+        assert data_options(by_slash) == data_options(by_colon)
     both = config(
         models={"openai/a": 1, "groq/openai/b": 2}, prices={"openai/a": {"input": 1, "output": 2}}
     )

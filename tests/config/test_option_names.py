@@ -14,8 +14,8 @@ from batch_runner import main
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.option_names import FIXED, FORMER, describe_unknown, rename_former
 from batch_trajectories.config.fingerprint import (
+    data_options,
     fill_defaults,
-    meaning_of,
     stored_meaning,
     update_names,
 )
@@ -31,7 +31,7 @@ def stored(**former: Any) -> dict[str, Any]:
     config = load_config(None, FLAGS)
     return {
         "config": {**config.to_json(), **former},
-        "meaning": {**meaning_of(config), **former},
+        "meaning": {**data_options(config), **former},
     }
 
 
@@ -88,7 +88,7 @@ def test_names_of_other_programs_are_accepted(tmp_path: Path) -> None:
 )
 def test_stored_runs_mean_what_they_meant(former: dict[str, Any], today: dict[str, Any]) -> None:
     run = json.loads(json.dumps(stored(**former)))
-    now = fill_defaults(meaning_of(load_config(None, {**FLAGS, **today})))
+    now = fill_defaults(data_options(load_config(None, {**FLAGS, **today})))
     assert stored_meaning(run) == json.loads(json.dumps(now))
     read = RunConfig.model_validate(update_names(run["config"], None))
     assert read.reasoning_effort == today.get("reasoning_effort")
@@ -97,7 +97,7 @@ def test_stored_runs_mean_what_they_meant(former: dict[str, Any], today: dict[st
 
 def test_a_run_with_another_value_of_what_is_fixed_now_differs() -> None:
     run = stored(plan_step_turns=7)
-    now = fill_defaults(meaning_of(load_config(None, FLAGS)))
+    now = fill_defaults(data_options(load_config(None, FLAGS)))
     differing = {name for name in now if stored_meaning(run).get(name) != now[name]}
     assert differing == {"plan_step_turns"}
     assert now["plan_step_turns"] == FIXED["plan_step_turns"] == 5

@@ -28,7 +28,7 @@ from batch_trajectories.dataset.kept_dataset import DatasetSnapshot, rows_of_sou
 from batch_trajectories.dataset.lines import TOO_LONG, columns_in
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.source import parse_source
-from batch_trajectories.engine.run_dir import stale_files_of
+from batch_trajectories.engine.run_dir import find_stale_files
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.fake_hub import REPOSITORY, REVISION, fake_hub
 from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, run, started, wait_until
@@ -526,7 +526,7 @@ class TestKeeping:
             def read(self, columns: Any) -> Any:
                 with pytest.raises(RunLocked, match="another process is starting this run"):
                     keep(tmp_path / "p.csv", tmp_path / "run")
-                for file in stale_files_of(tmp_path / "run"):
+                for file in find_stale_files(tmp_path / "run"):
                     file.unlink()
                 return super().read(columns)
 

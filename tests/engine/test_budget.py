@@ -27,7 +27,7 @@ from agent.models.prices import Reserves, estimate_cost
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.engine.messages import GrantBudget, ReclaimBudget, ReportBudget
-from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget, spent_before
+from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget, sum_up_earlier_starts
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.records.journal import Inflight
 from batch_trajectories.records.records import load_index
@@ -464,13 +464,17 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     entries = [entry for _, entry in load_index(run_dir).records()]
     budget_log = BudgetLog(run_dir, run_dir)
     inflight = Inflight(run_dir / "inflight")
-    once = spent_before(entries, inflight, budget_log)
-    assert spent_before([*entries, *entries], inflight, budget_log).tokens == 2 * once.tokens > 0
+    once = sum_up_earlier_starts(entries, inflight, budget_log)
+    assert (
+        sum_up_earlier_starts([*entries, *entries], inflight, budget_log).tokens
+        == 2 * once.tokens
+        > 0
+    )
     held = [Cost(tokens=7), Cost(tokens=10**5)]  # beside what is known, and inside what is lent
-    amount = spent_before(entries, inflight, budget_log, held=held)
+    amount = sum_up_earlier_starts(entries, inflight, budget_log, held=held)
     assert amount.tokens == once.tokens + 7 + 10**5
     budget_log.append("lent", Cost(tokens=10**6))
-    assert spent_before(entries, inflight, budget_log, held=held).tokens == 10**6
+    assert sum_up_earlier_starts(entries, inflight, budget_log, held=held).tokens == 10**6
     budget_log.close()
 
 

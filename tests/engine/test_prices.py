@@ -15,7 +15,7 @@ from agent.models.prices import add_cost, estimate_cost, has_known_price, price
 from agent.models.resolve import resolve_sibling
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.config.endpoints import PriceConfig
-from batch_trajectories.config.fingerprint import meaning_of
+from batch_trajectories.config.fingerprint import data_options
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.config.models import called_models, set_up_models
 from batch_trajectories.config.run_config import RunConfig
@@ -117,7 +117,7 @@ class TestWhoseTheyAre:
         with_prices = config(
             model="gpu:m", endpoints={"gpu": {**LOCAL, "prices": {"m": OWN}}}, prices={"m": OWN}
         )
-        assert meaning_of(plain) == meaning_of(with_prices)
+        assert data_options(plain) == data_options(with_prices)
 
     @pytest.mark.parametrize(
         ("prices", "message"),

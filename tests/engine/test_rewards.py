@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.engine.worker.reward_functions import RewardFunctions
-from batch_trajectories.records.checks import Judgement, judgement_of, parse_rewards, rewards_of
+from batch_trajectories.records.checks import Judgement, judge_record, parse_rewards, record_rewards
 from tests.helpers.exporting import worked
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, started, wait_until, write_rows
@@ -151,20 +151,20 @@ class TestRewardsOfARecord:
     def test_are_those_of_the_check_then_those_of_functions(self) -> None:
         later = {**SCORE, "rewards": {"style": 3.0, "f": 1.0}, "turn_rewards": {"f": [0, 1]}}
         record = worked(check=CHECK, scores=[FAILED, later])
-        assert rewards_of(stored(record)).by_name == {"reward": 0.25, "style": 3.0, "f": 1.0}
-        assert rewards_of(stored(record)).by_turn == {"f": [0, 1]}
-        assert judgement_of(stored(record)) == Judgement(False, 0.25)
-        assert judgement_of(stored(record), "f") == Judgement(None, 1.0)
-        assert judgement_of(stored(record), "other") == Judgement(None, None)
+        assert record_rewards(stored(record)).by_name == {"reward": 0.25, "style": 3.0, "f": 1.0}
+        assert record_rewards(stored(record)).by_turn == {"f": [0, 1]}
+        assert judge_record(stored(record)) == Judgement(False, 0.25)
+        assert judge_record(stored(record), "f") == Judgement(None, 1.0)
+        assert judge_record(stored(record), "other") == Judgement(None, None)
 
     def test_the_first_is_the_reward_of_a_record_without_one_of_that_name(self) -> None:
         first = {**SCORE, "rewards": {"f": 0.75, "g": 1.0}}
-        assert judgement_of(stored(worked(scores=[first]))) == Judgement(None, 0.75)
-        assert judgement_of(stored(worked(scores=[FAILED]))) == Judgement(None, None)
+        assert judge_record(stored(worked(scores=[first]))) == Judgement(None, 0.75)
+        assert judge_record(stored(worked(scores=[FAILED]))) == Judgement(None, None)
 
     def test_a_function_can_replace_the_reward_of_the_check(self) -> None:
         score = {**SCORE, "rewards": {"reward": 0.9}}
-        assert judgement_of(stored(worked(check=CHECK, scores=[score]))) == Judgement(False, 0.9)
+        assert judge_record(stored(worked(check=CHECK, scores=[score]))) == Judgement(False, 0.9)
 
 
 @pytest.mark.parametrize("value", [{}, {"": 1}, {"x" * 101: 1}, {"a": None}, True, 10**400])

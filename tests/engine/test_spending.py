@@ -14,7 +14,7 @@ import pytest
 from agent.messages.message import UNREADABLE
 from agent.models.dialects.dialect import DIALECTS, read_reply
 from agent.models.errors import ModelError
-from batch_trajectories.engine.run_totals import Spent, spent_by, spent_by_judges
+from batch_trajectories.engine.run_totals import Spent, read_spending, spent_by_judges
 from batch_trajectories.records.failures import NO_LIMIT
 from batch_trajectories.records.files import add_checksum, set_aside
 from tests.agent.models.by_dialect import SAMPLES
@@ -209,15 +209,15 @@ def test_damaged_lines_count_as_far_as_their_price_can_be_read(tmp_path: Path) -
     inflight.mkdir()
     segment = inflight / "worker-0-0.jsonl"
     segment.write_bytes(priced + unpriced + whole + b'"cost_usd":4.0}}\n' + priced[:-1])
-    assert spent_by(tmp_path, NO_LIMIT) == Spent(4.25, 1)
+    assert read_spending(tmp_path, NO_LIMIT) == Spent(4.25, 1)
     set_aside(quarantine, segment.name, segment.read_bytes())
     segment.unlink()
-    assert spent_by(tmp_path, NO_LIMIT) == Spent(0.25, 1)
+    assert read_spending(tmp_path, NO_LIMIT) == Spent(0.25, 1)
     record = b'{"turns":[{"cost_usd":7.0}],"inner":[{"cost_usd":1.0,"model_returned":"m"}],'
     set_aside(quarantine, "records.jsonl.line3", record + b'"cost_usd":8.0,"model_returned":"m"}}')
     set_aside(quarantine, "records.jsonl.line3", b"\0" * 20)
     set_aside(quarantine, "records.jsonl.900.torn", record + b'"cost_usd":8.0,"model_returned"')
-    assert spent_by(tmp_path, NO_LIMIT) == Spent(8.25, 2)
+    assert read_spending(tmp_path, NO_LIMIT) == Spent(8.25, 2)
 
 
 def test_what_judges_were_paid_counts_where_its_price_can_be_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine import control
-from batch_trajectories.engine.control import process_of, refuse_strangers
+from batch_trajectories.engine.control import identify_process, refuse_strangers
 from batch_trajectories.engine.messages import SetLimits
 from batch_trajectories.engine.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
@@ -72,7 +72,7 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
     progress = SimpleNamespace(say=lambda text, keep: None, steer=answers.update)
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
     pool: Any = SimpleNamespace(workers=[])
-    append_line(tmp_path / "control.jsonl", {"to": process_of({}), "do": "limits", **asked})
+    append_line(tmp_path / "control.jsonl", {"to": identify_process({}), "do": "limits", **asked})
     Steering(start, pool, limits, budget, interrupt=pytest.fail).tend()
     assert [answer["refused"] for answer in answers["answers"].values()] == [True]
     worker: Any = Told()
@@ -85,7 +85,7 @@ def test_limits_change_together_or_not_at_all(tmp_path: Path) -> None:
     answers: dict[str, Any] = {}
     progress = SimpleNamespace(say=lambda text, keep: None, steer=answers.update)
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
-    line = {"to": process_of({}), "do": "limits", "max_run_cost_usd": 9.0, "rpm": 5.0}
+    line = {"to": identify_process({}), "do": "limits", "max_run_cost_usd": 9.0, "rpm": 5.0}
     append_line(tmp_path / "control.jsonl", line)
     pool: Any = SimpleNamespace(workers=[])
     Steering(start, pool, RunLimits({}), budget, interrupt=pytest.fail).tend()

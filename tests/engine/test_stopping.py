@@ -25,8 +25,8 @@ from batch_trajectories.engine.stopping import (
     Opening,
     StoppingRule,
     chance_where_stopped,
-    outcome_of,
-    rule_of,
+    sample_outcome,
+    stopping_rule,
 )
 from batch_trajectories.export.statistics.rewards import RewardStatistics
 from tests.helpers.exporting import judged
@@ -87,7 +87,7 @@ def test_the_samples_are_those_of_a_run_one_by_one_whatever_ends_first_and_is_ki
         while to_run := rule.to_run(outcomes):
             for sample in to_run:
                 if outcomes[sample] == UNKNOWN:
-                    model = rule.model_of(outcomes, sample)
+                    model = rule.sample_model(outcomes, sample)
                     assert ran.setdefault(sample, model) == model
                     outcomes[sample] = RUNNING
             if draw.random() < 0.2:  # a kill: some of what was in flight has left no trace
@@ -95,7 +95,7 @@ def test_the_samples_are_those_of_a_run_one_by_one_whatever_ends_first_and_is_ki
                     outcomes[sample] = draw.choice((UNKNOWN, RUNNING))
                 continue
             sample = draw.choice([n for n, outcome in enumerate(outcomes) if outcome == RUNNING])
-            outcomes[sample] = outcome_of(ends[sample, ran[sample]])
+            outcomes[sample] = sample_outcome(ends[sample, ran[sample]])
         assert ran == one_by_one(rule, ends)
 
 
@@ -207,7 +207,7 @@ def test_a_cascade_has_defaults_for_its_samples() -> None:
     models = ["openai:a", "openai/b", "openai:c"]
     given = config(models=models, escalate_after="2")
     assert (given.num_samples, given.until_passed) == (6, 1)
-    assert rule_of(given) == StoppingRule(1, 0, ("openai:a", "openai:b", "openai:c"), 2)
+    assert stopping_rule(given) == StoppingRule(1, 0, ("openai:a", "openai:b", "openai:c"), 2)
     again = config(**given.to_json())
     assert again == given
 

@@ -14,7 +14,7 @@ from batch_trajectories.export.conversation.texts import conversation_texts
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.records.index import index_fields
 from batch_trajectories.report.conversation_text import ConversationText
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.helpers.builders import record_of
 from tests.helpers.exporting import exported, make_run
@@ -203,7 +203,7 @@ def test_all_texts_of_an_agent_are_searched() -> None:
 
 def test_the_table_and_the_index_count_what_the_agent_did() -> None:
     record = agents_record()
-    table_row = row_of(stored(record))
+    table_row = make_table_row(stored(record))
     assert (table_row["turns"], table_row["calls"], table_row["answer"]) == (3, 2, "Two.")
     assert table_row["flags"] == ["inner conversations"]
     assert index_fields(stored(record))[4:8] == (3, 2, 40, 20)

@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.messages import render_messages
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from tests.export.test_hermes import arguments_of
 from tests.helpers.builders import TEMP, assistant, call, ended_by, final, record_of, result, user
 from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
@@ -390,8 +390,8 @@ class TestRewards:
     )
     def test_come_from_the_check(self, check: Any, reward: Any, has_passed: Any) -> None:
         record = worked(check=check)
-        assert judgement_of(stored(record)).reward == reward
-        assert judgement_of(stored(record)).is_good(0.5) is has_passed
+        assert judge_record(stored(record)).reward == reward
+        assert judge_record(stored(record)).is_good(0.5) is has_passed
 
     @pytest.mark.parametrize(
         ("changes", "reward"),
@@ -406,7 +406,7 @@ class TestRewards:
     )
     def test_else_from_the_expected_answer(self, changes: Any, reward: Any) -> None:
         told = {"options": {"check_expected": True}, "row": {"prompt": "Go.", "expected": "7"}}
-        assert judgement_of(stored(worked(**(told | changes)))).reward == reward
+        assert judge_record(stored(worked(**(told | changes)))).reward == reward
 
     def test_are_in_the_metadata(self) -> None:
         assert json.loads(row(judged(0.25, "Hi."))["metadata"])["reward"] == 0.25

@@ -16,7 +16,7 @@ from batch_trajectories.engine.run_totals import compute_totals
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.statistics.funnel import funnel_as_text, funnel_of
+from batch_trajectories.export.statistics.funnel import compute_funnel, funnel_as_text
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.records.failures import Failure, FailureFile
 from batch_trajectories.report.page.writer import write_report
@@ -265,7 +265,7 @@ def test_every_step_adds_up(
     export_both(source, formats="openai,llamafactory,kto,raw", filters={"require_passed": True})
     stored = StoredRun(source.run_dir)
     totals = compute_totals(source.run_dir, source.scan, stored.config)
-    steps = funnel_of(source.run_dir, source.scan, totals, {})
+    steps = compute_funnel(source.run_dir, source.scan, totals, {})
     rows, tasks, completed, *more = steps["steps"]
     assert (rows["count"] - sum(rows["lost"].values())) * samples == tasks["count"]
     assert tasks["count"] - sum(tasks["lost"].values()) == completed["count"]

@@ -211,7 +211,7 @@ def test_copies_in_parquet_hold_the_marks(tmp_path: Path) -> None:
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
 def test_exactly_the_turns_of_others_are_marked(prompts: int, parents: int, own: int) -> None:
     from batch_trajectories.export.conversation.style import Style
-    from batch_trajectories.export.formats.openai import row_of
+    from batch_trajectories.export.formats.openai import make_row
 
     said = [
         part
@@ -222,6 +222,6 @@ def test_exactly_the_turns_of_others_are_marked(prompts: int, parents: int, own:
     del record["turns"][:prompts]
     for turn in record["turns"][:parents]:
         turn["inherited"] = True
-    messages = row_of(read_conversation(stored(record)), Style())["messages"]
+    messages = make_row(read_conversation(stored(record)), Style())["messages"]
     marks = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     assert marks == [0] * (prompts + parents) + [1] * own

@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.directory import export_dataset
-from batch_trajectories.export.formats.openai import row_of
+from batch_trajectories.export.formats.openai import make_row
 from batch_trajectories.export.masking import Mask, Masks
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from batch_trajectories.export.statistics.funnel import funnel_as_text
@@ -552,7 +552,7 @@ def test_exactly_the_masked_turns_are_marked(kinds: list[str], brought: int) -> 
     mask = Mask(failed_call=True, interrupted_result=True)
     conversation = Masks(mask, threshold=0.5).apply(read_conversation(stored(record)))
     good = [f"A{n}" for n, kind in enumerate(kinds) if kind == "good"]
-    assert learnt(row_of(conversation, Style())) == [*good, "End."]
+    assert learnt(make_row(conversation, Style())) == [*good, "End."]
 
 
 def test_functions_and_templates_are_looked_for_beside_the_recipe_first(tmp_path: Path) -> None:

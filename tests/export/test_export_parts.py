@@ -15,7 +15,7 @@ from agent.wires.wires import WIRES
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.rl import rows_of
+from batch_trajectories.export.formats.rl import make_rows
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.helpers.builders import record_of
 from tests.helpers.stored import ROW_FORMATS, row_in, stored
@@ -149,7 +149,7 @@ def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], 
 
 def test_token_ids_have_no_pictures() -> None:
     with pytest.raises(Rejected, match="has_images"):
-        rows_of(
+        make_rows(
             stored(record(talked(TALKS["openai_chat"], part_of("openai_chat"), in_result=True)))
         )
 

@@ -16,7 +16,7 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Turn
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
-from batch_trajectories.export.formats.openai import row_of
+from batch_trajectories.export.formats.openai import make_row
 from batch_trajectories.export.rows.files import cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates.rendering import load_template
@@ -317,14 +317,14 @@ def test_rows_together_hold_every_own_turn_once_and_whole(steps: list[tuple[str,
             messages += [assistant(f"A{number}", reasoning=reasoning), user(f"Q{number}")]
     messages.append(assistant("End.", reasoning="R"))
     conversation = read_conversation(stored(record_of(*messages)))
-    whole = row_of(conversation, Style())["messages"]
+    whole = make_row(conversation, Style())["messages"]
     own = [entry for entry in conversation.entries if isinstance(entry, Turn)]
     cuts = list(cut_by_turn(conversation, Style()))
     assert [cut.entries[-1] for cut in cuts] == [
         msgspec.structs.replace(turn, results=()) for turn in own
     ]
     for cut in cuts:
-        row = row_of(cut, Style())["messages"]
+        row = make_row(cut, Style())["messages"]
         before = whole[: len(row)]
         assert [(m["role"], m["content"]) for m in row] == [
             (m["role"], m["content"]) for m in before

@@ -10,7 +10,7 @@ import pytest
 
 from agent.messages.tokens import SampledTokens, encode_tokens, pack_ids, pack_logprobs
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.export.formats.rl import rows_of
+from batch_trajectories.export.formats.rl import make_rows
 from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
 from tests.helpers.running import ROOT
@@ -46,7 +46,7 @@ def played(
 
 def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
     record = played(FIRST, SECOND, check={"passed": True, "reward": 0.75})
-    assert rows_of(stored(record)) == [
+    assert make_rows(stored(record)) == [
         {
             "id": record["id"],
             "group_id": record["prompt_id"],
@@ -75,7 +75,7 @@ def test_a_row_holds_rewards_by_name_and_those_of_its_turns() -> None:
     drifted = (FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8]))
     check = {"passed": True, "reward": 0.75}
     record = played(*drifted, check=check, scores=[{**score, "turn_rewards": by_turn}])
-    first, second = rows_of(stored(record), "style")
+    first, second = make_rows(stored(record), "style")
     assert first["reward"] == second["reward"] == 0.25
     assert first["rewards"] == {"reward": 0.75, "style": 0.25}
     assert first["turn_rewards"] == {"format": [0.0]}
@@ -83,7 +83,7 @@ def test_a_row_holds_rewards_by_name_and_those_of_its_turns() -> None:
 
 
 def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
-    first, second = rows_of(
+    first, second = make_rows(
         stored(played(FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8])))
     )
     assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [3, 4])
@@ -94,14 +94,14 @@ def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
 
 
 def test_a_shorter_prompt_is_a_split_too() -> None:
-    assert [row["split"] for row in rows_of(stored(played(FIRST, ([1, 2, 3], [6]))))] == [
+    assert [row["split"] for row in make_rows(stored(played(FIRST, ([1, 2, 3], [6]))))] == [
         None,
         {**UNNAMED, "shared": 3, "expected": 4},
     ]
 
 
 def test_a_turn_without_ids_is_context_and_counted() -> None:
-    (row,) = rows_of(stored(played(FIRST, None, ([1, 2, 3, 4, 5, 50, 51], [6]))))
+    (row,) = make_rows(stored(played(FIRST, None, ([1, 2, 3, 4, 5, 50, 51], [6]))))
     assert row["turns"] == [1, 3]
     assert row["turns_without_ids"] == [2]
     assert row["response_ids"] == [3, 4, 5, 50, 51, 6]
@@ -111,7 +111,7 @@ def test_a_turn_without_ids_is_context_and_counted() -> None:
 def test_there_are_no_logprobs_where_one_turn_has_none() -> None:
     record = played(FIRST, SECOND)
     del record["turns"][1]["tokens"]["logprobs"]
-    (row,) = rows_of(stored(record))
+    (row,) = make_rows(stored(record))
     assert row["logprobs"] is None
     assert row["loss_mask"] == [1, 1, 0, 1]
 
@@ -119,7 +119,7 @@ def test_there_are_no_logprobs_where_one_turn_has_none() -> None:
 def test_turns_of_a_parent_are_context() -> None:
     record = played(FIRST, SECOND)
     record["turns"][0]["inherited"] = True
-    (row,) = rows_of(stored(record))
+    (row,) = make_rows(stored(record))
     assert row["prompt_ids"] == [1, 2, 3, 4, 5]
     assert (row["response_ids"], row["loss_mask"], row["turns"]) == ([6], [1], [2])
 
@@ -127,7 +127,7 @@ def test_turns_of_a_parent_are_context() -> None:
 def test_the_version_of_the_weights_wins_over_the_name_of_the_model() -> None:
     record = played(FIRST, SECOND)
     record["turns"][1]["extra"] = {"choice": {"meta_info": {"weight_version": 12}}}
-    (row,) = rows_of(stored(record))
+    (row,) = make_rows(stored(record))
     assert row["policy_versions"] == [record["turns"][0]["model"], "12"]
 
 
@@ -137,7 +137,7 @@ def test_logprobs_are_those_of_the_record_to_the_last_bit() -> None:
     record["turns"][0]["tokens"] = encode_tokens(
         SampledTokens(pack_ids([1]), pack_ids([2, 3]), packed), []
     )
-    (row,) = rows_of(stored(record))
+    (row,) = make_rows(stored(record))
     assert pack_logprobs(row["logprobs"]) == packed
     assert row["logprobs"] == [-0.100000001, -1.00000001e-07]
 
@@ -168,7 +168,7 @@ def test_the_texts_at_splits_are_in_rows_and_counted(tmp_path: Path) -> None:
     texts = {"sampled": "\n\nx", "shown": "\nx"}
     drifted = played(FIRST, ([1, 9], [6]))
     drifted["turns"][1]["tokens"]["split"] = texts
-    _, row = rows_of(stored(drifted))
+    _, row = make_rows(stored(drifted))
     assert row["split"] == {"shared": 1, "expected": 4, **texts}
     _, manifest = exported(make_run(tmp_path, drifted, played(FIRST, ([7], [8]))), formats="rl")
     (part,) = manifest["formats"]
@@ -179,7 +179,7 @@ def test_a_branch_whose_first_own_turn_is_split_counts(tmp_path: Path) -> None:
     """The segment before is its parent's, and no row of its own."""
     branch = played(FIRST, ([1, 9], [6]))
     branch["turns"][0]["inherited"] = True
-    (row,) = rows_of(stored(branch))
+    (row,) = make_rows(stored(branch))
     assert (row["segment"], row["split"]["shared"]) == (0, 1)
     (part,) = exported(make_run(tmp_path, branch), formats="rl")[1]["formats"]
     assert (part["rows"], part["split"]) == (1, 1)
@@ -201,8 +201,8 @@ def with_discarded(**changes: Any) -> JSON:
 
 def test_discarded_replies_are_samples_of_their_own() -> None:
     record = with_discarded()
-    assert len(rows_of(stored(record))) == 1
-    whole, *others = rows_of(stored(record), discarded=True)
+    assert len(make_rows(stored(record))) == 1
+    whole, *others = make_rows(stored(record), discarded=True)
     assert (whole["discarded"], whole["reward"]) == (None, 0.75)
     assert [row["discarded"] for row in others] == ["blank", "bad_arguments"]
     for number, (row, ids) in enumerate(zip(others, ([70], [80, 81]), strict=True), 1):
@@ -219,7 +219,7 @@ def test_discarded_replies_of_a_conversation_that_began_again_are_no_samples() -
     record = with_discarded()
     lost = {**record["discarded"][0], "discarded": "workspace_lost"}
     record["discarded"].insert(2, lost)
-    assert [row["discarded"] for row in rows_of(stored(record), discarded=True)] == [
+    assert [row["discarded"] for row in make_rows(stored(record), discarded=True)] == [
         None,
         "bad_arguments",
     ]
@@ -257,8 +257,8 @@ def test_conversations_of_subagents_are_trajectories_of_their_own() -> None:
     score = {"source": "m:f", "version": "1", "error": None, "rewards": {"style": 0.25}}
     check = {"passed": True, "reward": 0.75}
     record = with_subagents(check=check, scores=[{**score, "turn_rewards": {"format": [0.0, 1.0]}}])
-    assert [row.keys() & {"thread", "thread_id"} for row in rows_of(stored(record))] == [set()]
-    training_rows = rows_of(stored(record), subagents=True)
+    assert [row.keys() & {"thread", "thread_id"} for row in make_rows(stored(record))] == [set()]
+    training_rows = make_rows(stored(record), subagents=True)
     threads = [
         (row["thread"], row["thread_id"], row["segment"], row["segments"]) for row in training_rows
     ]

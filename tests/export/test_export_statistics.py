@@ -14,9 +14,9 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.statistics.funnel import funnel_of
+from batch_trajectories.export.statistics.funnel import compute_funnel
 from batch_trajectories.export.statistics.observations import compute_observation_share
-from batch_trajectories.export.statistics.run import statistics_of
+from batch_trajectories.export.statistics.run import compute_statistics
 from batch_trajectories.export.training_files import read_left_out_ids
 from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import make_run, worked
@@ -148,7 +148,7 @@ def test_json_has_the_keys_and_types_of_the_page(tmp_path: Path) -> None:
         leaves(
             {
                 **stored.statistics(),
-                "funnel": funnel_of(source.run_dir, source.scan, stored.totals(), {}),
+                "funnel": compute_funnel(source.run_dir, source.scan, stored.totals(), {}),
             },
             "",
             known,
@@ -180,13 +180,16 @@ def test_of_a_task_with_several_records_the_last_one_counts(tmp_path: Path) -> N
     source = make_run(tmp_path, worked(), worked())
     path = source.run_dir / "records.jsonl"
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
-    assert statistics_of(source.run_dir, style=Style())["records"] == 2
+    assert compute_statistics(source.run_dir, style=Style())["records"] == 2
 
 
 def test_of_a_run_with_reasoning_only_the_rest_is_not_kept(tmp_path: Path) -> None:
     source = make_run(tmp_path, worked(), record_of(user(), assistant("Yes.")))
     for require, kept in ((False, 2), (True, 1)):
-        assert statistics_of(source.run_dir, style=Style(require_reasoning=require))["kept"] == kept
+        assert (
+            compute_statistics(source.run_dir, style=Style(require_reasoning=require))["kept"]
+            == kept
+        )
 
 
 def test_what_is_kept_is_known_from_an_export_only_while_that_is_current(tmp_path: Path) -> None:
@@ -200,8 +203,8 @@ def test_what_is_kept_is_known_from_an_export_only_while_that_is_current(tmp_pat
     assert read_left_out_ids(run_dir) == frozenset({"p1"})
     statistics = StoredRun(run_dir).statistics()
     assert statistics["kept"] == 2
-    assert statistics == statistics_of(run_dir, style=Style())
-    assert statistics_of(run_dir, style=Style(), left_out=["p0", "p1"])["kept"] == 1
+    assert statistics == compute_statistics(run_dir, style=Style())
+    assert compute_statistics(run_dir, style=Style(), left_out=["p0", "p1"])["kept"] == 1
     manifest = run_dir / "exports" / "manifest.json"
     for name in ("records.jsonl", "run.json", "exports/rejects.jsonl"):
         after = manifest.stat().st_mtime_ns

@@ -17,7 +17,7 @@ from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.export.rows.format import Format, load_format, load_kind
 from batch_trajectories.export.rows.format_names import format_names
-from batch_trajectories.export.statistics.run import statistics_of
+from batch_trajectories.export.statistics.run import compute_statistics
 from batch_trajectories.export.training_files import run_style
 from batch_trajectories.records.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
@@ -256,12 +256,12 @@ def test_the_training_file_of_a_run_can_have_them_too(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 0
     (reject,) = lines(run_dir / "exports" / "rejects.jsonl")
     assert reject["detail"].endswith("; --accept_rows=unknown_tool keeps such rows")
-    assert statistics_of(run_dir, style=Style())["kept"] == 0
+    assert compute_statistics(run_dir, style=Style())["kept"] == 0
     done = run(tmp_path, **SCRIPTED, accept_rows="unknown_tool")
     assert done.returncode == 0, done.stderr
     assert len(lines(training)) == 1
     accepting = run_style({"accept_rows": ["unknown_tool"]})
-    assert statistics_of(run_dir, style=accepting)["kept"] == 1
+    assert compute_statistics(run_dir, style=accepting)["kept"] == 1
     refused = run(tmp_path, **SCRIPTED, accept_rows="unfinished")
     assert refused.returncode == 2
     assert "accept_rows" in refused.stderr

@@ -11,7 +11,7 @@ import pytest
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import Completion
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.statistics.run import as_text, statistics_of
+from batch_trajectories.export.statistics.run import as_text, compute_statistics
 from batch_trajectories.export.training_files import route_record
 from tests.helpers.builders import assistant, call, chat_reply, record_of, result, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
@@ -182,7 +182,7 @@ def test_statistics_and_the_card_count_it(tmp_path: Path) -> None:
     counts = {"assistant_turns": 3, "with_reasoning": 1, "without_reasoning": 2, "hidden": 1}
     assert manifest["statistics"]["reasoning"] == {**counts, "rows_with_any": 1}
     assert "1 more turn had some that the API hides" in (directory / "README.md").read_text()
-    statistics = statistics_of(source.run_dir, style=Style())
+    statistics = compute_statistics(source.run_dir, style=Style())
     assert "reasoning in 33.3% of 3 turns, hidden by the API in 33.3%" in list(
         as_text(statistics, {})
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.reading import find_rewarded_leaks
 from batch_trajectories.records.record_types import Record
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
@@ -55,7 +55,7 @@ def conversation(
 
 def found(*calls: Any, **more: Any) -> list[str]:
     """The reasons of a conversation with these calls."""
-    return [f"{leak.turn} {leak.reason}" for leak in leaks_of(conversation(*calls, **more))]
+    return [f"{leak.turn} {leak.reason}" for leak in find_leaks(conversation(*calls, **more))]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_stash_or_commit_of_the_conversation_is_its_own() -> None:
 
 def test_conversations_without_a_check_are_not_looked_at() -> None:
     record = stored({"messages": [], "row": {"check": CHECK}, "check": None})
-    assert leaks_of(record) == []
+    assert find_leaks(record) == []
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_rewarded_leak_that_did_not_fail_is_a_flaw(
 ) -> None:
     record = conversation("git show v2.0:a.py", results=[result], verdict=verdict)
     assert bool(find_rewarded_leaks(record)) is is_flaw
-    assert len(leaks_of(record)) == 1
+    assert len(find_leaks(record)) == 1
 
 
 def test_rows_filters_statistics_and_the_report_name_it(tmp_path: Path) -> None:

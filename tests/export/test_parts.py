@@ -22,7 +22,7 @@ from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export import training_files
 from batch_trajectories.export.conversation.row_json import SharedText, dumps_row
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.statistics.run import statistics_of
+from batch_trajectories.export.statistics.run import compute_statistics
 from batch_trajectories.maintenance import verify
 from batch_trajectories.records import reader
 from batch_trajectories.records.files import StorageError
@@ -62,10 +62,10 @@ def test_statistics_are_the_same_in_parts(
     tmp_path: Path, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = groups(tmp_path)
-    whole = statistics_of(path, style=Style(), samples=samples)
+    whole = compute_statistics(path, style=Style(), samples=samples)
     assert whole["failed_scores"] == 8
     use_processes(monkeypatch, 3)
-    assert statistics_of(path, style=Style(), samples=samples) == whole
+    assert compute_statistics(path, style=Style(), samples=samples) == whole
 
 
 def test_training_files_are_the_same_in_parts(
@@ -161,7 +161,7 @@ def test_damage_is_found_in_every_part(tmp_path: Path, monkeypatch: pytest.Monke
         records.seek(places[6] + 10)
         records.write(b"!")
     with pytest.raises(UnreadableRecord, match="the record"):
-        statistics_of(path, style=Style())
+        compute_statistics(path, style=Style())
     report = verify.Report()
     index, counted = verify._check_records(path, report, len)
     assert report.records == len(index) == counted == 7

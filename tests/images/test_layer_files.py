@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.dataset.row_workspace import RowSetup
-from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, start_of
+from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, find_start
 from batch_trajectories.engine.worker.diffs.making import make_diff
 from tests.fakes.fake_images import make_repository
 from tests.images.conftest import CALC
@@ -153,7 +153,7 @@ def test_what_is_known_of_an_image_holds_for_unchanged_workspaces_only(
             if before is not None:
                 await out(sandbox, before)
             await begin_diff(context, is_needed=False, known=known)
-            return start_of(tmp_path / name) is not None, (tmp_path / name / "upper").exists()
+            return find_start(tmp_path / name) is not None, (tmp_path / name / "upper").exists()
         finally:
             await sandbox.stop()
 

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from batch_trajectories.engine.worker.diffs import plain
-from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, changes_of
+from batch_trajectories.engine.worker.diffs.changes import Known, begin_diff, find_changes
 from batch_trajectories.engine.worker.diffs.diffs import Diffs, Openings
 from batch_trajectories.engine.worker.diffs.making import make_diff
-from batch_trajectories.engine.worker.diffs.plain import EMPTY_TREE, Blob, Differ, Objects, plain_of
+from batch_trajectories.engine.worker.diffs.plain import (
+    EMPTY_TREE,
+    Blob,
+    Differ,
+    Objects,
+    make_plain,
+)
 from tests.fakes.fake_images import make_repository
 from tests.images.test_image_sandbox import out, sandbox_in
 from toolsets.context import ToolContext
@@ -115,8 +121,8 @@ def test_which_diffs_are_made_of_contents(
             for context in contexts:
                 await done_in(context, SET_UP)
             await done_in(worked, f"cd {TOP}; {(PLAIN | OTHERS)[name]}")
-            changes, nested = await changes_of(worked, fresh, TOP, None, Known())
-            found = await plain_of(changes, Differ(fresh, TOP, nested))
+            changes, nested = await find_changes(worked, fresh, TOP, None, Known())
+            found = await make_plain(changes, Differ(fresh, TOP, nested))
             monkeypatch.setattr(BwrapImageSandbox, "memory_dir", None)
             return found and found.patch, await make_diff(worked, general, None)
         finally:

@@ -25,7 +25,7 @@ from batch_trajectories.config.models import set_up_models, setup_of_task
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.toolsets import build_catalog
 from batch_trajectories.dataset.row_fork import read_fork
-from batch_trajectories.engine.run_dir import locked, read_run_json
+from batch_trajectories.engine.run_dir import hold_lock, read_run_json
 from batch_trajectories.maintenance.fork import (
     NotForkable,
     events_until,
@@ -33,7 +33,7 @@ from batch_trajectories.maintenance.fork import (
     inherited_cost,
 )
 from batch_trajectories.records.tasks import Task
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from tests.agent.test_properties import CALM, Scene, Stage, record_of, scenes, stage, terms_of
 from tests.faults.oracle import judge_run_dir
 from tests.helpers.answering import JSON, answering
@@ -168,7 +168,7 @@ def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path:
     for line in lines(tmp_path / "trajectories" / "b.jsonl"):
         assert (line["num_turns"], line["num_tool_calls"], line["api_calls"]) == (2, 1, 2)
     for record in done_records:
-        row = row_of(stored(record))
+        row = make_table_row(stored(record))
         own = [turn for turn in record["turns"] if "inherited" not in turn]
         assert (row["turns"], row["calls"], row["reasoned"]) == (2, 1, 2)
         started_at = own[0]["started_at"]
@@ -190,7 +190,7 @@ def test_the_dataset_of_a_run_that_resumes_is_not_replaced(tmp_path: Path) -> No
     with finished_parent(tmp_path):
         assert run(tmp_path, *FORK).returncode == 0
         rows = (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes()
-        with locked(tmp_path / "trajectories" / "b"):
+        with hold_lock(tmp_path / "trajectories" / "b"):
             refused = run(tmp_path, "fork", "r", "--at_turn=1", "--n=1", "--run_name=b", "--fresh")
     assert "another process is working on this run" in refused.stderr
     assert (tmp_path / "trajectories" / "b.fork.jsonl").read_bytes() == rows
@@ -464,7 +464,7 @@ def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": script})
     parent = run(tmp_path, **SCRIPTED, max_reasks=1)
     assert parent.returncode == 0, parent.stderr
-    assert row_of(stored(records(tmp_path, "r")[0]))["flags"] == [
+    assert make_table_row(stored(records(tmp_path, "r")[0]))["flags"] == [
         "notes",
         "discarded replies",
     ]
@@ -472,7 +472,7 @@ def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
         name = f"b{turn}"
         done = run(tmp_path, "fork", "r", f"--at_turn={turn}", "--n=1", run_name=name)
         assert done.returncode == 0, done.stderr
-        assert row_of(stored(records(tmp_path, name)[0]))["flags"] == flags
+        assert make_table_row(stored(records(tmp_path, name)[0]))["flags"] == flags
 
 
 def until(events: list[Event], turn: int) -> list[Event]:

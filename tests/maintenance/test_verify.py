@@ -18,7 +18,7 @@ import pytest
 from batch_trajectories.api.results import write_results
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.engine.run_dir import locked, read_run_json
+from batch_trajectories.engine.run_dir import hold_lock, read_run_json
 from batch_trajectories.maintenance.upkeep import VerifyResult, check
 from batch_trajectories.records.files import add_checksum, read_object
 from batch_trajectories.records.index import ROW_BYTES, make_mark
@@ -508,7 +508,7 @@ def test_the_exit_code_says_what_verify_found(path: Path) -> None:
     assert done.returncode == 6
     problem = json.loads(done.stdout)["problems"][0]
     assert (problem["file"], problem["line"]) == ("trajectories/r/records.jsonl", 5)
-    with locked(path):
+    with hold_lock(path):
         for flags in ([], ["--repair"]):
             refused = run(cwd, "verify", "r", *flags)
             assert refused.returncode == 5

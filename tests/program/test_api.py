@@ -21,7 +21,7 @@ from batch_runner import RunConfig, open_run, run
 from batch_trajectories.api.start import explain_exit
 from batch_trajectories.basics.errors import ConfigError, DatasetError, RunDirError, RunLocked
 from batch_trajectories.basics.process import hide_environment, restore_settings
-from batch_trajectories.engine.run_dir import locked
+from batch_trajectories.engine.run_dir import hold_lock
 from batch_trajectories.engine.supervisor.run import Outcome
 from tests.helpers.answering import JSON, answering
 from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, started, wait_until, write_rows
@@ -132,7 +132,7 @@ class TestRun:
         with pytest.raises(ConfigError, match="has no task 'p9'"):
             run(config, only=["p9"], progress=False)
         run(config, progress=False)
-        with locked(config.run_dir), pytest.raises(RunLocked):
+        with hold_lock(config.run_dir), pytest.raises(RunLocked):
             run(config, progress=False)
         with pytest.raises(ConfigError, match="max_turns"):
             run(config.model_copy(update={"max_turns": 3}), progress=False)

@@ -16,9 +16,9 @@ from agent.options import AgentOptions
 from batch_runner import main
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.export.statistics.rewards import RewardStatistics
-from batch_trajectories.records.checks import Checks, CheckSums, describe, has_passed, judgement_of
+from batch_trajectories.records.checks import Checks, CheckSums, describe, has_passed, judge_record
 from batch_trajectories.records.index import MARK, Index, RowMaker, index_fields
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.scoring.by_judge import load_prompt
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import assistant, call
@@ -126,7 +126,7 @@ class TestSums:
         record = worked(check=check, input_digest="d", tool_calls=[], cost_usd=None, attempt=1)
         fields = index_fields(stored(record))
         index = Index(MARK + RowMaker().rows(fields, 0, 9))
-        assert has_passed(verdict, reward) is judgement_of(stored(record)).passed is passed
+        assert has_passed(verdict, reward) is judge_record(stored(record)).passed is passed
         assert [index.entry(2).passed, *index.passed([2]), fields.passed] == [passed] * 3
         sums = CheckSums()
         sums.add(verdict, reward)
@@ -374,7 +374,7 @@ class TestTheReport:
         record = worked(**(known | {"view_compacted": False, "tool_calls": []} | changes))
         record |= {"cost_usd": None, "finished_at": 1.0, "error": None}
         record.setdefault("status_reason", None)
-        row = row_of(stored(record))
+        row = make_table_row(stored(record))
         assert (row["passed"], row["reward"]) == (passed, reward)
         assert row["flags"] == [flag] * bool(flag)
 
@@ -426,15 +426,15 @@ class TestACheckThatFailedItself:
 
     def test_is_not_stood_for_by_other_rewards_or_answers(self) -> None:
         score = {"source": "s", "version": None, "rewards": {"style": 0.7}, "error": None}
-        assert judgement_of(stored(self.failed("A", scores=[score]))) == (
+        assert judge_record(stored(self.failed("A", scores=[score]))) == (
             None,
             None,
             "it timed out",
         )
         own = {"source": "s", "version": None, "rewards": {"reward": 0.7}, "error": None}
-        assert judgement_of(stored(self.failed("A", scores=[own]))) == (None, 0.7, None)
+        assert judge_record(stored(self.failed("A", scores=[own]))) == (None, 0.7, None)
         compared: Any = {"options": {"check_expected": True}, "row": {"expected": "A"}}
-        assert judgement_of(stored(self.failed("A", **compared))).passed is None
+        assert judge_record(stored(self.failed("A", **compared))).passed is None
 
     def test_has_its_place_in_the_index(self) -> None:
         record = self.failed("A", attempt=1)
@@ -557,7 +557,7 @@ class TestTarget:
 
     def test_records_are_judged_filtered_and_shown_by_it(self, tmp_path: Path) -> None:
         record = stored(right("4", row=ONLY_TARGET))
-        assert judgement_of(record).passed is True
+        assert judge_record(record).passed is True
         assert "known to be right:\n<expected>\n4\n" in load_prompt(None).question(record)
         source = make_run(tmp_path, right("4"), right("5"), prompts=[ONLY_TARGET] * 2)
         filters = {"answer": {"match": "exact"}}

@@ -13,7 +13,7 @@ from batch_trajectories.api.results import write_results
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.statistics.funnel import funnel_as_text
 from batch_trajectories.report.comparison import as_text, compare
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.view.index.facts import make_facts
 from batch_trajectories.view.runs import Places, run_json
 from tests.helpers.exporting import make_run, worked
@@ -74,7 +74,7 @@ def test_all_screens_count_a_run_alike(
     assert statistics["rows"] == totals.statuses
     assert statistics["checks"] == summary["checks"]
 
-    rows = [row_of(record) for record in stored.last_records()]
+    rows = [make_table_row(record) for record in stored.last_records()]
     table = stored.to_arrow().to_pylist()
     for verdict, count in ((True, checks.passed), (False, checks.failed)):
         assert sum(row["passed"] is verdict for row in rows) == count

@@ -15,7 +15,7 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.report.facts import row_of, seconds_at_work
+from batch_trajectories.report.facts import make_table_row, seconds_at_work
 from batch_trajectories.report.page.writer import embed_json, training_form, write_report
 from tests.helpers.running import ROOT, SCRIPTED, lines, run, write_rows
 from tests.helpers.stored import stored
@@ -274,7 +274,9 @@ def test_a_place_that_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) 
 
 
 def test_a_row_counts_what_the_model_did(run_dir: Path) -> None:
-    by_id = {record["id"]: row_of(stored(record)) for record in lines(run_dir / "records.jsonl")}
+    by_id = {
+        record["id"]: make_table_row(stored(record)) for record in lines(run_dir / "records.jsonl")
+    }
     row = by_id["plain"]
     assert (row["status"], row["turns"], row["reasoned"]) == ("completed", 2, 1)
     assert (row["calls"], row["failed_calls"]) == (1, 1)

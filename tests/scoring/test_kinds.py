@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.engine.run_dir import locked
+from batch_trajectories.engine.run_dir import hold_lock
 from tests.audit.planting import MUL, Images, harbor_task, swe_row
 from tests.fakes.agent_endpoint import AgentEndpoint
 from tests.helpers.running import (
@@ -215,7 +215,7 @@ def test_what_is_not_judged_is_named(tmp_path: Path) -> None:
     assert "its kept workspace cannot be read" in said
     assert verdicts_of(tmp_path)["p1"] is False, "the last verdict stays"
     assert "no such run" in judged(tmp_path, "another", code=2)
-    with locked(tmp_path / "trajectories" / "r"):
+    with hold_lock(tmp_path / "trajectories" / "r"):
         assert "another process is working on this run" in judged(tmp_path, code=5)
 
 

@@ -11,7 +11,7 @@ from batch_trajectories.audit.audited import make_config_without_model
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot
 from batch_trajectories.dataset.scan import scan
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.reader import open_index, stored_records
 from batch_trajectories.records.record_types import CheckResult, Record, Score
 from batch_trajectories.records.records import RecordFile
@@ -173,7 +173,7 @@ def test_index_and_records_have_the_last_verdict(tmp_path: Path) -> None:
     with open_index(tmp_path) as (index, _):
         assert [entry.passed for _, entry in index.current_entries()] == [False, True]
     records = list(stored_records(tmp_path))
-    assert [judgement_of(record).passed for record in records] == [False, True]
+    assert [judge_record(record).passed for record in records] == [False, True]
     assert records[0].as_dict()["check"] == FAILED
     judge(tmp_path, first, {"error": "it timed out"})
     with open_index(tmp_path) as (index, _):
@@ -189,4 +189,4 @@ def test_a_record_that_came_later_has_its_own_verdict(tmp_path: Path) -> None:
     write_records(tmp_path, stored({"id": "a", "check": PASSED, "finished_at": 7.5}))
     with open_index(tmp_path) as (index, _):
         assert [entry.passed for _, entry in index.current_entries()] == [True]
-    assert [judgement_of(record).passed for record in stored_records(tmp_path)] == [True]
+    assert [judge_record(record).passed for record in stored_records(tmp_path)] == [True]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.config.fingerprint import fill_defaults, meaning_of
+from batch_trajectories.config.fingerprint import data_options, fill_defaults
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
@@ -146,7 +146,7 @@ def test_any_option_may_be_missing(tmp_path: Path) -> None:
         "simulated_user": user,
     }
     config = RunConfig.model_validate(options)
-    meaning = json.loads(json.dumps(meaning_of(config)))
+    meaning = json.loads(json.dumps(data_options(config)))
     given = {"model": "scripted", "subagents": [agent], "simulated_user": user}
     given["mcp"] = meaning["mcp"]
     assert fill_defaults(given) == fill_defaults(meaning)

@@ -19,7 +19,7 @@ import yaml
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.listings import tools_as_text
-from batch_trajectories.config.fingerprint import meaning_of
+from batch_trajectories.config.fingerprint import data_options
 from batch_trajectories.config.loading import load_config
 from batch_trajectories.engine.plan import make_plan
 from run_agent import AIAgent
@@ -35,7 +35,7 @@ from tests.helpers.running import (
     workers_of,
     write_rows,
 )
-from toolsets.catalog.registry import tools_of
+from toolsets.catalog.registry import collect_tools
 from toolsets.context import ToolContext
 from toolsets.mcp.mcp_settings import McpError, McpServer, expand, read_servers
 from toolsets.mcp.servers import McpServers, list_servers, make_check
@@ -80,7 +80,7 @@ class Toolboxes:
     def __init__(self, root: Path, servers: McpServers, timeout_s: float) -> None:
         self._root = root
         self._timeout_s = timeout_s
-        self._tools = tools_of(servers.toolsets())
+        self._tools = collect_tools(servers.toolsets())
         self.open: dict[str, Toolbox] = {}
 
     def of(self, task: str) -> Toolbox:
@@ -538,7 +538,7 @@ def test_the_tools_of_servers_are_part_of_the_run_s_fingerprint(tmp_path: Path) 
 
     def meaning(*more: str) -> Any:
         configured(tmp_path, {"raw": {"command": [*RAW, *more], "env": {"A": more[0]}}})
-        return meaning_of(make_plan(load_config(tmp_path / "run.yaml", {})).config)["mcp"]["raw"]
+        return data_options(make_plan(load_config(tmp_path / "run.yaml", {})).config)["mcp"]["raw"]
 
     first = meaning("{workspace}")
     assert first == meaning("{workspace}"), "a path that is new each time does not count"

@@ -24,7 +24,7 @@ from tests.toolsets.test_sandbox import (
     needs_bwrap,
     workspace,
 )
-from toolsets.catalog.registry import TOOLSETS, tools_of
+from toolsets.catalog.registry import TOOLSETS, collect_tools
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.cgroup import make_group, refusals_here
@@ -38,7 +38,7 @@ from toolsets.workspace.workspace import Workspace
 __all__ = ["alive", "workspace"]  # fixtures
 
 LOST = "its state (variables, functions, current directory) is lost; files are kept"
-TOOLS = tools_of(list(TOOLSETS.values()))
+TOOLS = collect_tools(list(TOOLSETS.values()))
 
 
 class Task:

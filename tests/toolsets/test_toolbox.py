@@ -20,7 +20,7 @@ import pytest
 from batch_trajectories.basics.errors import HostError, ToolError
 from batch_trajectories.records.files import StorageError
 from tests.helpers.running import PATIENCE_S
-from toolsets.catalog.registry import TOOLSETS, tools_of
+from toolsets.catalog.registry import TOOLSETS, collect_tools
 from toolsets.context import ToolContext
 from toolsets.function_threads import FunctionThreads
 from toolsets.sandbox.base import Limits
@@ -88,7 +88,9 @@ def test_unknown_tool_names_the_ones_there_are(context: ToolContext) -> None:
 
 
 def test_bad_arguments_are_explained(context: ToolContext) -> None:
-    result = call(Toolbox(tools_of([TOOLSETS["file"]]), context), "read_file", '{"start_line": 0}')
+    result = call(
+        Toolbox(collect_tools([TOOLSETS["file"]]), context), "read_file", '{"start_line": 0}'
+    )
     assert result.is_error
     assert result.content.startswith("Error: invalid arguments for read_file: path: Field required")
 
@@ -444,7 +446,7 @@ def test_details_that_json_cannot_hold_do_not_reach_the_record(context: ToolCont
 
 
 def test_schemas_and_traits_are_those_of_the_tools(context: ToolContext) -> None:
-    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), context)
+    toolbox = Toolbox(collect_tools(list(TOOLSETS.values())), context)
     assert toolbox.names == sorted(toolbox.names)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == toolbox.names
     assert toolbox.is_idempotent("read_file")
@@ -467,7 +469,7 @@ def test_closing_removes_the_workspace_only_if_asked(tmp_path: Path, remove: boo
     async def task() -> None:
         workspace = Workspace(tmp_path / "ws")
         context = ToolContext(workspace, make_sandbox("local", workspace, Limits()))
-        toolbox = Toolbox(tools_of(list(TOOLSETS.values())), context)
+        toolbox = Toolbox(collect_tools(list(TOOLSETS.values())), context)
         await toolbox.call("terminal", '{"command": "mkdir -p a/b; touch a/b/c; chmod 500 a/b"}')
         assert (tmp_path / "ws" / "a" / "b" / "c").exists()
         await toolbox.close(remove_workspace=remove)

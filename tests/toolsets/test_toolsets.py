@@ -19,8 +19,8 @@ from toolsets.catalog.registry import (
     Toolset,
     UnavailableToolset,
     UnknownToolset,
+    collect_tools,
     resolve_toolsets,
-    tools_of,
 )
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
@@ -49,7 +49,7 @@ class InOneLoop(Toolbox):
 def sandboxed(request: pytest.FixtureRequest, root: Path) -> Iterator[Toolbox]:
     workspace = Workspace(root)
     context = ToolContext(workspace, make_sandbox(request.param, workspace, Limits(timeout_s=20)))
-    toolbox = InOneLoop(tools_of(list(TOOLSETS.values())), context)
+    toolbox = InOneLoop(collect_tools(list(TOOLSETS.values())), context)
     with asyncio.Runner() as toolbox.runner:
         yield toolbox
         toolbox.runner.run(toolbox.close(remove_workspace=False))
@@ -57,7 +57,7 @@ def sandboxed(request: pytest.FixtureRequest, root: Path) -> Iterator[Toolbox]:
 
 @pytest.fixture
 def files(root: Path) -> Toolbox:
-    return Toolbox(tools_of([TOOLSETS["file"]]), ToolContext(Workspace(root)))
+    return Toolbox(collect_tools([TOOLSETS["file"]]), ToolContext(Workspace(root)))
 
 
 def call(toolbox: Toolbox, name: str, **arguments: Any) -> ToolResult:
@@ -235,7 +235,7 @@ def test_python_shows_syntax_errors_and_exit_codes(sandboxed: Toolbox) -> None:
 
 
 def test_commands_without_a_sandbox_are_refused(root: Path) -> None:
-    toolbox = Toolbox(tools_of([TOOLSETS["terminal"]]), ToolContext(Workspace(root)))
+    toolbox = Toolbox(collect_tools([TOOLSETS["terminal"]]), ToolContext(Workspace(root)))
     result = call(toolbox, "terminal", command="true")
     assert result.content == "Error executing terminal: this task has no sandbox to run commands in"
 
@@ -277,7 +277,7 @@ def test_selection_of_toolsets(
 ) -> None:
     resolved = resolve_toolsets(enabled, disabled, known=KNOWN)
     assert [toolset.name for toolset in resolved] == toolsets
-    assert "".join(tool.name for tool in tools_of(resolved)) == tools
+    assert "".join(tool.name for tool in collect_tools(resolved)) == tools
 
 
 def test_unknown_toolsets_are_named_with_the_known_ones() -> None:
@@ -355,7 +355,7 @@ AIAgent("scripted", enabled_toolsets="web")
 def test_two_tools_of_one_name_in_different_toolsets_are_an_error() -> None:
     other = Toolset("other", "", (named("a", "another"),), needs_sandbox=False)
     with pytest.raises(ValueError, match="toolsets base and other both have a tool 'a'"):
-        tools_of([KNOWN["base"], other])
+        collect_tools([KNOWN["base"], other])
 
 
 def test_toolsets_that_run_commands_say_so() -> None:

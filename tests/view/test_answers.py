@@ -13,7 +13,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.scores import Labels
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.view import api
 from tests.helpers.running import wait_until
 from tests.view.conftest import ROWS
@@ -23,7 +23,7 @@ RUN = "/runs/r"
 
 
 def facts_of(runs: Path) -> list[dict[str, Any]]:
-    return [row_of(record, AuthoredWork(record)) for record in stored_records(runs / "r")]
+    return [make_table_row(record, AuthoredWork(record)) for record in stored_records(runs / "r")]
 
 
 def test_the_list_has_the_run(viewer: Viewer) -> None:

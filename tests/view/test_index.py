@@ -19,7 +19,7 @@ from batch_trajectories.records.scores import score_key
 from batch_trajectories.view.conversation import _opening
 from batch_trajectories.view.index import parts, run_index
 from batch_trajectories.view.index.filters import read_filters
-from batch_trajectories.view.index.parts import extend, merge, open_part, origin_of, parts_in
+from batch_trajectories.view.index.parts import extend, find_origin, merge, open_part, parts_in
 from batch_trajectories.view.index.table import Table
 from batch_trajectories.view.runs import RunPlace
 from batch_trajectories.view.state import OpenRun
@@ -237,7 +237,7 @@ def test_garbage_is_an_error_and_nothing_else(copied: Path, looking: Viewer) -> 
 def test_an_index_of_many_parts_is_that_of_one(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    origin = origin_of(copied)
+    origin = find_origin(copied)
     assert origin is not None
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for cache in (whole, cut):

@@ -189,7 +189,7 @@ def resolve_toolsets(
     return tuple(chosen)
 
 
-def tools_of(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
+def collect_tools(toolsets: Sequence[Toolset]) -> tuple[Tool, ...]:
     """Return the tools of some toolsets, each once, sorted by name.
 
     Raises `ValueError` if two different tools have the same name.

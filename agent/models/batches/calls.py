@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.models.batches.base import Batches
 from agent.models.dialects.dialect import get_dialect, read_own_reply
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.providers import NO_KEY, provider_at
+from agent.models.providers import NO_KEY, find_provider
 from agent.models.resolve import SCRIPTED
 from batch_trajectories.basics import exact_json
 
@@ -26,7 +26,7 @@ def has_batches(settings: ModelSettings) -> bool:
         return is_async(client) and not is_cloud_client(connection)
     if settings.api == SCRIPTED:
         return False
-    known = provider_at(settings.base_url or "")
+    known = find_provider(settings.base_url or "")
     return known is None or known.has_batches
 
 

@@ -25,7 +25,7 @@ from agent.messages.tokens import (
 )
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import get_object
-from agent.models.providers import provider_at
+from agent.models.providers import find_provider
 from batch_trajectories.basics import exact_json
 
 FIELDS = (
@@ -63,7 +63,7 @@ def _server(settings: ModelSettings) -> str:
 def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
     """The fields that ask for tokens; known providers get only the fields of OpenAI's API."""
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 0}
-    if provider_at(settings.base_url or "") is not None:
+    if find_provider(settings.base_url or "") is not None:
         return fields
     server = _server(settings)
     if server != _SGLANG:

@@ -71,7 +71,7 @@ class RunBudget:
         budget_log: BudgetLog,
         shared: SharedLimits | None = None,
     ) -> None:
-        """`spent` is what earlier starts have spent; see `spent_before`.
+        """`spent` is what earlier starts have spent; see `sum_up_earlier_starts`.
 
         With `shared`, the budget is that of several runs. Raises what `SharedLimits.join` raises.
         """
@@ -122,7 +122,7 @@ class RunBudget:
                 continue
             payable = [need for need in share.needs if self._left.covers(need)]
             if payable:
-                self._grant_to(worker, share, payable[0], len(workers))
+                self._grant(worker, share, payable[0], len(workers))
             else:
                 unpaid += share.needs
         if self._shared is not None:
@@ -142,7 +142,7 @@ class RunBudget:
         if self._shared is not None and not self._shared.is_used_up:
             return None
         assert self.budget is not None
-        least = min(needs, key=_by_dollars)
+        least = min(needs, key=_claim_size)
         spent = self.budget - (self._left if self._shared is None else self._shared.left)
         parts = []
         if self.budget.usd:
@@ -202,7 +202,7 @@ class RunBudget:
         if unpaid and shared.is_refused:
             self._is_short = True
             returned, self._left = self._left, Cost()
-        need = min(unpaid, key=_by_dollars, default=None)
+        need = min(unpaid, key=_claim_size, default=None)
         shared.ask(need, returned=returned, waits=bool(self._needs_of_all(workers)))
 
     def _needs_of_all(self, workers: Sequence[WorkerHandle]) -> list[Cost]:
@@ -214,9 +214,7 @@ class RunBudget:
             return []
         return [] if any(self._left.covers(need) for need in needs) else needs
 
-    def _grant_to(
-        self, worker: WorkerHandle, share: _WorkerShare, need: Cost, workers: int
-    ) -> None:
+    def _grant(self, worker: WorkerHandle, share: _WorkerShare, need: Cost, workers: int) -> None:
         parts = _GRANTS_PER_SHARE * workers
         part = Cost(self._left.usd / parts, self._left.tokens // parts)
         grant = Cost(
@@ -293,7 +291,7 @@ def _read_line(text: bytes) -> dict[str, Any] | None:
     return line if is_complete else None
 
 
-def spent_before(
+def sum_up_earlier_starts(
     records: Iterable[IndexEntry],
     inflight: Inflight,
     budget_log: BudgetLog,
@@ -312,16 +310,16 @@ def spent_before(
         spent += Cost(entry.cost_usd or 0.0, tokens)
     for key in inflight.tasks():
         for event in inflight.events(key):
-            spent += _spent_by(event)
+            spent += _event_cost(event)
     lent = budget_log.balance
     return Cost(max(spent.usd, lent.usd), max(spent.tokens, lent.tokens))
 
 
-def _by_dollars(need: Cost) -> tuple[float, int]:
+def _claim_size(need: Cost) -> tuple[float, int]:
     return need.usd, need.tokens
 
 
-def _spent_by(event: Event) -> Cost:
+def _event_cost(event: Event) -> Cost:
     if (reply := reply_in(event)) is None:
         return Cost()
     usage = reply["usage"] or {"input_tokens": None, "output_tokens": None}

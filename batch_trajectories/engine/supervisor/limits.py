@@ -379,7 +379,7 @@ class Limiter:
                 self._is_cut = False
                 self._limit = max(self._limit, min(self._refused_at, float(self._ceiling)))
             return
-        is_sure = self._recent.share_of(self._limit) >= self._by_chance + _FULL
+        is_sure = self._recent.smoothed_share(self._limit) >= self._by_chance + _FULL
         self._is_sure = self._is_sure or is_sure
         if retry_after_s is not None and is_sure:
             pause_s = min(retry_after_s, MAX_COOL_DOWN_S)
@@ -427,7 +427,7 @@ class _MovingShare:
         """Share of the calls so far, the last ones counting most; 0 before the first."""
         return self._sum / self._weight if self._weight else 0.0
 
-    def share_of(self, calls: float) -> float:
+    def smoothed_share(self, calls: float) -> float:
         """Share as if there were at least `calls` calls: those in flight may still be answered."""
         return self._sum / max(self._weight, 1 - math.pow(1 - 1 / _RECENT_CALLS, calls))
 

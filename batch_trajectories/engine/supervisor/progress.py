@@ -28,7 +28,7 @@ from batch_trajectories.basics.console import (
 )
 from batch_trajectories.basics.text import single_line
 from batch_trajectories.records.failures import Failure
-from batch_trajectories.records.files import read_json, temporary_for
+from batch_trajectories.records.files import read_json, temporary_path
 from batch_trajectories.records.names import FAILURES_FILE
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ class Progress:
     def _write(self, state: Mapping[str, Any]) -> None:
         # Not synced: after a power loss the run it describes is over.
         assert self._file is not None
-        temporary = temporary_for(self._file)
+        temporary = temporary_path(self._file)
         try:
             temporary.write_bytes(orjson.dumps(state))
             temporary.replace(self._file)
@@ -304,7 +304,7 @@ class Progress:
                 temporary.unlink(missing_ok=True)
 
 
-def state_of(run_dir: Path, holder: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_state(run_dir: Path, holder: Mapping[str, Any]) -> dict[str, Any] | None:
     """The last state that the process `holder` wrote; None if it wrote none yet.
 
     An earlier start that was killed or steered may have left the file.

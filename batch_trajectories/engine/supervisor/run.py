@@ -43,7 +43,7 @@ from batch_trajectories.engine.supervisor.budget import (
     BudgetLog,
     RunBudget,
     set_aside_damaged,
-    spent_before,
+    sum_up_earlier_starts,
 )
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.progress import Progress
@@ -156,15 +156,15 @@ def _work(
         _report_damage(stores, run_dir, progress)
         for row in plan.scan.bad_rows:
             stores.failures.append_bad_row(plan.scan.path, row)
-        state = _state_of(plan, run_dir, only, stores)
+        state = _load_state(plan, run_dir, only, stores)
         _show_ended(state, progress)
         is_new = plan.config.batch_api
-        plan = _with_earlier_batches(plan, run_dir, stores, state, progress)
+        plan = _continue_batches(plan, run_dir, stores, state, progress)
         with ExitStack() as services:
             start = _open_start(services, plan, run_dir, stores, state, progress, is_new=is_new)
             supervisor = Supervisor(start, why_rejected=why_rejected)
             del state, start  # frees the memory of the index
-            with _signals_to(supervisor) as received:
+            with _forward_signals(supervisor) as received:
                 stopped_by = supervisor.run()
         _remove_leftovers(plan.config, run_dir, supervisor)
     if supervisor.was_stopped_by_person:  # `stop RUN` ends a run as Ctrl-C does
@@ -263,7 +263,7 @@ def _show_ended(state: RunState, progress: Progress) -> None:
     )
 
 
-def _with_earlier_batches(
+def _continue_batches(
     plan: Plan, run_dir: RunDir, stores: _Stores, state: RunState, progress: Progress
 ) -> Plan:
     """Return the plan with `batch_api` on if earlier starts have open batches to wait for."""
@@ -351,12 +351,12 @@ def _shared_limits(config: RunConfig, run_dir: RunDir, progress: Progress) -> Sh
     return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts, say=progress.say)
 
 
-def _tasks_with(scan: Scan, keys: Container[bytes]) -> Iterator[Task]:
+def _find_tasks(scan: Scan, keys: Container[bytes]) -> Iterator[Task]:
     return tasks(scan, [number for number in range(scan.tasks) if scan.key(number) in keys])
 
 
 def _queue(plan: Plan, state: RunState, failures: FailureFile) -> TaskQueue:
-    find = partial(_tasks_with, plan.scan)
+    find = partial(_find_tasks, plan.scan)
     if state.opening is None:
         return TaskQueue(tasks(plan.scan, state.remaining), failures.deaths, find=find)
     first = state.opening.begin(state.remaining)
@@ -374,7 +374,9 @@ class EarlierBatches(Protocol):
         """Void jobs that were never sent; return the amounts reserved for their calls."""
         ...
 
-    def held_in(self, run_dir: Path, settled: Container[bytes], /) -> dict[bytes, dict[str, Cost]]:
+    def load_reserved(
+        self, run_dir: Path, settled: Container[bytes], /
+    ) -> dict[bytes, dict[str, Cost]]:
         """Return amounts that are reserved for calls without an answer, by task and call."""
         ...
 
@@ -418,7 +420,7 @@ class RunState(NamedTuple):
     """Opens the samples that follow from how others end; None if all tasks remain."""
 
 
-def _state_of(
+def _load_state(
     plan: Plan, run_dir: RunDir, only: Collection[bytes] | None, stores: _Stores
 ) -> RunState:
     """Match records and tasks, remove leftovers of settled tasks, and read the journals."""
@@ -433,15 +435,20 @@ def _state_of(
     if run_budget(config) is not None:
         amounts = [amount for by_call in reserved.values() for amount in by_call.values()]
         stored = (entry for _, entry in index.records())
-        spent = spent_before(stored, inflight, stores.budget_log, held=amounts)
+        spent = sum_up_earlier_starts(stored, inflight, stores.budget_log, held=amounts)
     rows, _ = index.match(scan.keys)
     samples = opening = None
     if config.until_passed is not None:
-        from batch_trajectories.engine.stopping import ModelBudgets, Opening, rule_of, samples_of
+        from batch_trajectories.engine.stopping import (
+            ModelBudgets,
+            Opening,
+            read_samples,
+            stopping_rule,
+        )
 
-        samples = samples_of(run_dir.path, config, scan, index, rows, begun={*inflight.tasks()})
+        samples = read_samples(run_dir.path, config, scan, index, rows, begun={*inflight.tasks()})
         budgets = ModelBudgets(config.model_budgets or {}, run_dir.path)
-        opening = Opening(rule_of(config), scan, samples.outcomes, only=only, budgets=budgets)
+        opening = Opening(stopping_rule(config), scan, samples.outcomes, only=only, budgets=budgets)
     remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()
@@ -487,7 +494,7 @@ def _free_unsent_calls(
         stores.budget_log.append("returned", sum(freed, Cost()))
     if run_budget(config) is None:
         return {}
-    return stores.earlier.held_in(run_dir.path, settled)
+    return stores.earlier.load_reserved(run_dir.path, settled)
 
 
 def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSetup:
@@ -539,7 +546,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
 
 
 @contextmanager
-def _signals_to(supervisor: Supervisor) -> Iterator[list[int]]:
+def _forward_signals(supervisor: Supervisor) -> Iterator[list[int]]:
     """Turn SIGINT, SIGTERM and SIGHUP into an orderly stop; yields the list of received signals.
 
     Works only in the main thread; elsewhere the caller handles signals.

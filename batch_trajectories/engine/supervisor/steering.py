@@ -10,14 +10,14 @@ from typing import Any
 
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.engine.control import process_of
+from batch_trajectories.engine.control import identify_process
 from batch_trajectories.engine.messages import CancelTask
 from batch_trajectories.engine.supervisor.budget import RunBudget
 from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.worker_pool import Start, WorkerPool
 from batch_trajectories.records.files import DamagedLine, read_json, read_object
 from batch_trajectories.records.names import CONTROL_FILE, LOCK_FILE
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Steering:
         """`interrupt` stops the run in order."""
         self._interrupt = interrupt
         self._path = start.run_dir.path / CONTROL_FILE
-        self._me = process_of(read_json(start.run_dir.path / LOCK_FILE) or {})
+        self._me = identify_process(read_json(start.run_dir.path / LOCK_FILE) or {})
         self._start, self._pool, self._limits, self._budget = start, pool, limits, budget
         self._read = 0
         self._answers: dict[str, dict[str, Any]] = {}
@@ -62,7 +62,7 @@ class Steering:
             return
         if status.st_size == self._read or status.st_uid != os.geteuid():
             return
-        for offset, content in lines_from(self._path, self._read):
+        for offset, content in read_lines(self._path, self._read):
             self._read = offset + len(content)
             try:
                 line = read_object(content)

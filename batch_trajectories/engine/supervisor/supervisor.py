@@ -433,13 +433,13 @@ class Supervisor:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
         with self._stopping_if_unreadable():
-            while worker := self._pool.with_room(self._progress.left):
+            while worker := self._pool.find_room(self._progress.left):
                 if (task := self._queue.next()) is None:
                     break
-                assignments.setdefault(worker, []).append(self._assign_to(worker, task))
+                assignments.setdefault(worker, []).append(self._assign_task(worker, task))
             for worker in self._pool.idle():
                 if suspect := self._queue.next_suspect():
-                    assignments[worker] = [self._assign_to(worker, suspect)]
+                    assignments[worker] = [self._assign_task(worker, suspect)]
                     worker.isolated = True
         size = self._start.config.batch_size
         for worker, assigned in assignments.items():
@@ -456,7 +456,7 @@ class Supervisor:
             self.is_dataset_changed = isinstance(error, DatasetChanged)
             self._stop(str(error))
 
-    def _assign_to(self, worker: WorkerHandle, task: Task) -> Assignment:
+    def _assign_task(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Assign a task to a worker; return its message. Raises `StorageError`."""
         attempt = self._start.failures.attempts[task.key] + 1
         # Only once: a worker that dies may have received the answer and settled its cost.

@@ -236,7 +236,7 @@ class WorkerPool:
         worker.reap()
         return True
 
-    def with_room(self, left: int) -> WorkerHandle | None:
+    def find_room(self, left: int) -> WorkerHandle | None:
         """The worker with the most room while `left` tasks have not ended, None if all are full."""
         # Near the end each worker gets only its share, so no worker idles beside a full one.
         share = -(-left // self._config.num_workers)

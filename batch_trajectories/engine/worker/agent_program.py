@@ -74,7 +74,7 @@ def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
 
 def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
     """Note what the program at `path` needs; return its path after following its links."""
-    if environment := _environment_of(path):
+    if environment := _find_environment(path):
         # A link to the interpreter is followed only for what it needs: by its own place the
         # interpreter finds the packages.
         binds.append(environment)
@@ -84,7 +84,7 @@ def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
         return path
     real = path.resolve()
     directories.append(str(real.parent))
-    if environment := _environment_of(real):
+    if environment := _find_environment(real):
         return _add(real, binds, directories)
     if packages := _npm_root(real):
         binds.append(packages)
@@ -97,7 +97,7 @@ def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
     return real
 
 
-def _environment_of(path: Path) -> Path | None:
+def _find_environment(path: Path) -> Path | None:
     """The virtual environment that holds a file."""
     return next((above for above in path.parents if (above / "pyvenv.cfg").is_file()), None)
 
@@ -141,7 +141,7 @@ VERSION_TIMEOUT_S = 180.0
 _SHOWN = 300
 
 
-def with_checked_agent(config: RunConfig) -> RunConfig:
+def check_agent_program(config: RunConfig) -> RunConfig:
     """Run the agent's program for its version, and set how many conversations fit into memory.
 
     Nodes of a cluster have their own memory, which is not looked at.
@@ -177,7 +177,7 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
 
 def check_agent_of_node(config: RunConfig) -> None:
     """Raise `ConfigError` if this node lacks the agent, or has another version of it."""
-    here = with_checked_agent(config).agent
+    here = check_agent_program(config).agent
     if (
         here is not None
         and config.agent is not None
@@ -211,7 +211,7 @@ def read_agent_version(agent: CommandAgent, config: RunConfig) -> str:
                 extras=sandbox_extras(installed),
             )
             try:
-                path = f"PATH={path_of(installed)}"
+                path = f"PATH={search_path(installed)}"
                 argv = ["env", f"HOME={HOME}", path, installed.path, *arguments]
                 return printed_version(agent, await sandbox.exec(argv))
             finally:
@@ -269,7 +269,7 @@ def sandbox_extras(
     return Extras(binds, home)
 
 
-def path_of(installed: Installed) -> str:
+def search_path(installed: Installed) -> str:
     """The PATH of an agent."""
     system = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin")
     return ":".join(dict.fromkeys((*installed.directories, *system)))

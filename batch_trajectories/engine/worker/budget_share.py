@@ -38,7 +38,7 @@ class WorkerBudget:
         self._is_short = self._is_stopping = self._will_report = False
         self._grants = 0
 
-    def worst_case_of(self, claim: CostEstimate) -> Cost:
+    def bound_cost(self, claim: CostEstimate) -> Cost:
         """The most that a call can use of the budget."""
         usd = claim.usd if self._budget.usd else 0.0
         tokens = claim.tokens if self._budget.tokens else 0

@@ -114,7 +114,7 @@ class CallLimiter:
             tokens = claimed.likely_input_tokens + self._mean_reply_tokens
         worst_case = Cost()
         if claimed is not None and self._budget.is_kept:
-            worst_case = self._budget.worst_case_of(claimed)
+            worst_case = self._budget.bound_cost(claimed)
         await self._take_turn(tokens)
         if self._budget.is_kept and not self._budget.try_to_reserve(worst_case):
             # Give up the turn while waiting for budget: others can use it, or a pause may begin.
@@ -130,7 +130,7 @@ class CallLimiter:
     async def _reserve(self, worst_case: Cost, claim: Callable[[], CostEstimate]) -> Cost:
         """Wait for the worst case of a call, which may rise meanwhile; return it."""
         await self._budget.reserve(worst_case)
-        while not worst_case.covers(now := self._budget.worst_case_of(claim())):
+        while not worst_case.covers(now := self._budget.bound_cost(claim())):
             self._budget.release(worst_case)
             worst_case = now
             await self._budget.reserve(worst_case)

@@ -116,13 +116,13 @@ class Calls:
             self._collected = find_feature("batch_api_calls")(send)
         self._loads = dict.fromkeys(limits, Load())
         self.pool = ModelPool(
-            key_of=self._key_of,
+            key_of=self._find_key,
             on_retry=on_retry,
             gate_of=lambda settings: self._limiters[settings.endpoint],
             say=say,
             share=Share(workers, conversations),
         )
-        self._report_on()
+        self._report_messages()
 
     @property
     def proven(self) -> frozenset[str]:
@@ -186,7 +186,7 @@ class Calls:
             case SetKey() if self._keys is not None:
                 self._keys.on_key(message)
 
-    def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
+    def batch_wrapper(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
         """Return what wraps the models of a task whose calls are collected; else a no-op."""
         if self._collected is None:
             return lambda model: model
@@ -202,9 +202,9 @@ class Calls:
             limiter.stop()
         self._budget.stop()
 
-    def _key_of(self, settings: ModelSettings) -> str | RenewableKey:
+    def _find_key(self, settings: ModelSettings) -> str | RenewableKey:
         if settings.connection.key_command and self._keys is not None:
-            return self._keys.of(settings.connection)
+            return self._keys.find_key(settings.connection)
         return read_key(settings)
 
     def _limiter(self, endpoint: str, limits: EndpointLimits) -> CallLimiter:
@@ -235,9 +235,9 @@ class Calls:
         finally:
             await self.pool.close()
 
-    def _report_on(self) -> None:
+    def _report_messages(self) -> None:
         self.report()
-        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_on)
+        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_messages)
 
     def report(self) -> None:
         """Report the load of each endpoint to the parent, if it has changed."""
@@ -287,15 +287,15 @@ class ParentKeys:
         self._send = send
         self._keys: dict[str, ParentKey] = {}
 
-    def of(self, connection: Connection) -> ParentKey:
+    def find_key(self, connection: Connection) -> ParentKey:
         """The key of an endpoint with a `key_command`."""
-        return self._of(connection.command_id)
+        return self._find_key(connection.command_id)
 
     def on_key(self, message: SetKey) -> None:
         """Take the key that the parent has, or the reason why it has none."""
-        self._of(message.command).set(message.number, message.problem, message.key)
+        self._find_key(message.command).set(message.number, message.problem, message.key)
 
-    def _of(self, command: str) -> ParentKey:
+    def _find_key(self, command: str) -> ParentKey:
         if (key := self._keys.get(command)) is None:
             key = self._keys[command] = ParentKey(command, self._send)
         return key

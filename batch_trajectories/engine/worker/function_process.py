@@ -31,7 +31,7 @@ from batch_trajectories.basics.text import clip, valid_utf8
 from batch_trajectories.records.checks import parse_rewards
 from toolsets.catalog.custom import CustomToolError, import_function
 
-_SHOWN = 1000
+_MAX_CHARS = 1000
 _VERSION_CHARS = 16
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     except CustomToolError as error:
         _send(replies, {"error": str(error)})
         return
-    _send(replies, {"version": version_of(function)})
+    _send(replies, {"version": digest_source(function)})
     name = reference.rpartition(":")[2].rpartition(".")[2]
 
     def ask(request: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _check_arguments(function: Callable[..., Any], reference: str) -> None:
         return  # code in C need not say what it takes
 
 
-def version_of(function: Callable[..., Any]) -> str:
+def digest_source(function: Callable[..., Any]) -> str:
     """A digest of the file that defines a function, so a changed function has another version."""
     module = sys.modules.get(getattr(inspect.unwrap(function), "__module__", ""))
     file = getattr(module, "__file__", None)
@@ -100,7 +100,7 @@ def _call(
         if inspect.isawaitable(result):
             import asyncio  # takes longer than most functions
 
-            result = asyncio.run(_result_of(result))
+            result = asyncio.run(_wait_result(result))
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         if (message := machine_failure(error)) is not None:
             return {"machine": message}
@@ -108,17 +108,20 @@ def _call(
     try:
         return {**parse_rewards(result, name=name, turns=turns).to_json(), "error": None}
     except ValueError as error:
-        return {"rewards": None, "error": f"what it returned {clip(str(error), max_chars=_SHOWN)}"}
+        return {
+            "rewards": None,
+            "error": f"what it returned {clip(str(error), max_chars=_MAX_CHARS)}",
+        }
 
 
-async def _result_of(awaitable: Any) -> Any:
+async def _wait_result(awaitable: Any) -> Any:
     return await awaitable
 
 
 def _describe(error: BaseException) -> str:
     """Type and message of an error, and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    message = clip(valid_utf8(f"{type(error).__name__}: {error}"), max_chars=_SHOWN)
+    message = clip(valid_utf8(f"{type(error).__name__}: {error}"), max_chars=_MAX_CHARS)
     return f"{message} ({Path(last.filename).name}:{last.lineno})"
 
 
@@ -139,7 +142,7 @@ class ImagePath(PurePosixPath):
 
     def read_bytes(self) -> bytes:
         """The content of a regular file. Raises `OSError`."""
-        return base64.b64decode(self._asked("read")["content"])
+        return base64.b64decode(self._request("read")["content"])
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """The content of a text file. Raises `OSError` and `UnicodeDecodeError`."""
@@ -148,14 +151,14 @@ class ImagePath(PurePosixPath):
     def is_file(self) -> bool:
         """Whether the path is a regular file that the conversation's user can read."""
         with contextlib.suppress(OSError):
-            self._asked("probe")
+            self._request("probe")
             return True
         return False
 
     def is_dir(self) -> bool:
         """Whether the path is a directory that the conversation's user can read."""
         with contextlib.suppress(OSError):
-            self._asked("listing")
+            self._request("listing")
             return True
         return False
 
@@ -165,12 +168,12 @@ class ImagePath(PurePosixPath):
 
     def iterdir(self) -> Iterator[ImagePath]:
         """The paths in a directory, sorted by name. Raises `OSError`."""
-        for name in self._asked("listing")["names"]:
+        for name in self._request("listing")["names"]:
             yield self / name.rpartition("/")[2]
 
     def rglob(self, pattern: str) -> Iterator[ImagePath]:
         """The paths beneath a directory that match a pattern without `**`. Raises `OSError`."""
-        for name in self._asked("walk")["names"]:
+        for name in self._request("walk")["names"]:
             if (path := self / name).match(pattern):
                 yield path
 
@@ -180,7 +183,7 @@ class ImagePath(PurePosixPath):
             f"{self} is inside an image: use its read_text, read_bytes, iterdir or rglob"
         )
 
-    def _asked(self, op: str) -> dict[str, Any]:
+    def _request(self, op: str) -> dict[str, Any]:
         reply = ImagePath.ask({"op": op, "path": str(self)})
         if "missing" in reply:
             raise FileNotFoundError(reply["missing"])

@@ -77,7 +77,7 @@ def outcomes(patterns: Iterable[str], output: str) -> dict[str, str]:
     return {_plain(name): status for _, name, status in lines}
 
 
-def statuses_of(tests: Outcomes, by_test: Mapping[str, str]) -> dict[str, str]:
+def test_statuses(tests: Outcomes, by_test: Mapping[str, str]) -> dict[str, str]:
     """The status of each test that is named."""
     named, key = (tests.must_pass, _plain) if tests.expected is None else (tests.expected, _exact)
     ran = {key(name): status for name, status in by_test.items()}
@@ -87,7 +87,7 @@ def statuses_of(tests: Outcomes, by_test: Mapping[str, str]) -> dict[str, str]:
 def wrong_outcomes(tests: Outcomes, by_test: Mapping[str, str]) -> dict[str, str]:
     """The tests that did not end as they should, with the status they have."""
     if tests.expected is None:
-        statuses = statuses_of(tests, by_test)
+        statuses = test_statuses(tests, by_test)
         return {name: got for name, got in statuses.items() if got not in tests.passed}
     expected = {_exact(name): status for name, status in tests.expected.items()}
     ran = {_exact(name): status for name, status in by_test.items()}
@@ -164,7 +164,7 @@ async def run_check(
     """
     context = await open_as(prepare_as)
     try:
-        result = unjudged("")
+        result = make_unjudged("")
         try:
             await _prepare(context, check, "u+rwx" if prepare_as == check.user else "a+rwx")
             if prepare_as != check.user:
@@ -186,7 +186,7 @@ async def run_check(
         await require_sandbox(context).stop()
 
 
-def unjudged(error: str) -> dict[str, Any]:
+def make_unjudged(error: str) -> dict[str, Any]:
     """The result of a check that gave none, and why."""
     return {
         "passed": None,
@@ -251,7 +251,7 @@ async def _judge_command(
     if result.exit_code == _NOT_FOUND and result.stderr == _NO_SHELL:
         raise CheckFailed(f"`check`: {result.stderr.strip()}")
     passed = result.exit_code == 0
-    return {"passed": passed, "reward": float(passed), **_printed(result.stdout, turns)}
+    return {"passed": passed, "reward": float(passed), **_read_printed(result.stdout, turns)}
 
 
 async def _read_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
@@ -276,7 +276,7 @@ async def _read_tests(context: ToolContext, check: Check, result: ExecResult) ->
     wrong = wrong_outcomes(tests, found)
     if tests.log is None and result.truncated and MISSING in wrong.values():
         raise CheckFailed("`check.tests`: the output is too long to be kept; print it to a `log`")
-    statuses = Counter(statuses_of(tests, found).values())
+    statuses = Counter(test_statuses(tests, found).values())
     return {
         **shown,
         "passed": not wrong,
@@ -308,7 +308,7 @@ async def _read_reward_files(
             shown = f"`check.reward_file`: {path} {error}"
             raise CheckFailed(f"{shown} (exit code {result.exit_code})") from error
         reward = rewards.by_name.get(MAIN, next(iter(rewards.by_name.values())))
-        return {"passed": reward >= 1, "reward": reward, **_by_name(rewards)}
+        return {"passed": reward >= 1, "reward": reward, **_named_rewards(rewards)}
     names = " or ".join(check.reward_files)
     raise CheckFailed(
         f"`check.reward_file`: the command did not write {names}; {_describe_result(result)}"
@@ -338,7 +338,7 @@ def _rewards(content: bytes, *, is_json: bool, turns: int | None) -> Rewards:
     return rewards
 
 
-def _printed(stdout: str, turns: int | None) -> dict[str, Any]:
+def _read_printed(stdout: str, turns: int | None) -> dict[str, Any]:
     """The keys of a result that a JSON object in the last line gives. Raises `CheckFailed`."""
     last = stdout.strip().rpartition("\n")[2]
     try:
@@ -352,10 +352,10 @@ def _printed(stdout: str, turns: int | None) -> dict[str, Any]:
     if rewards is None:
         return {}
     main = {MAIN: rewards.by_name[MAIN]} if MAIN in rewards.by_name else {}
-    return main | _by_name(rewards)
+    return main | _named_rewards(rewards)
 
 
-def _by_name(rewards: Rewards) -> dict[str, Any]:
+def _named_rewards(rewards: Rewards) -> dict[str, Any]:
     """The keys of a result with rewards besides the one named `reward`."""
     found = rewards.to_json()
     return found if rewards.by_turn or rewards.by_name.keys() != {MAIN} else {}
@@ -432,7 +432,7 @@ async def judge(
             raise CheckFailed(f"`check`: {why}")
         return place | await run_check(check, open_as, turns, prepare_as=prepare_as)
     except CheckFailed as error:
-        return unjudged(str(error)) | place
+        return make_unjudged(str(error)) | place
     finally:
         await spaces.remove_judged(row, check, fresh_root(root))
 
@@ -481,14 +481,14 @@ async def _copy_artifact(
     closed = [name for name, state in tree.items() if state.is_unreadable]
     if closed and not all(_is_excluded(name, exclude) for name in closed):
         raise CheckFailed(f"`check.artifacts`: {path}/{closed[0]}: the directory cannot be read")
-    size = _size_of(states, path, limit)
+    size = _read_size(states, path, limit)
     await run_command(judged, ["rm", "-rf", "--", path])
     await run_command(judged, ["mkdir", "-p", "--", path])
     await asyncio.to_thread(target.copy_from, source, path, states)
     return size
 
 
-def _size_of(states: dict[str, FileState], path: str, limit: int) -> int:
+def _read_size(states: dict[str, FileState], path: str, limit: int) -> int:
     size = sum(state.size for state in states.values() if state.kind == "file")
     for name, state in states.items():
         if "\ufffd" in name or state.has_odd_target:

@@ -148,7 +148,7 @@ class Rebuilder:
         seconds = sum(
             result["duration_s"]
             for _, repeatable in self._steps()
-            if repeatable is not None and self._tool_of(repeatable) is not None
+            if repeatable is not None and self._find_tool(repeatable) is not None
             for result in [repeatable.result]
         )
         if seconds > self._max_s:
@@ -169,7 +169,7 @@ class Rebuilder:
                         context = await self._opened(resumed=True)
                         toolbox = self._toolbox(context)
                     continue
-                if self._tool_of(repeatable) is None:
+                if self._find_tool(repeatable) is None:
                     continue
                 self.check_stop()
                 result = repeatable.result
@@ -223,7 +223,7 @@ class Rebuilder:
         results = (repeatable.result for _, repeatable in self._steps() if repeatable is not None)
         return any(result["message"]["name"] in self._commands() for result in results)
 
-    def _tool_of(self, repeatable: _Repeatable) -> Tool | None:
+    def _find_tool(self, repeatable: _Repeatable) -> Tool | None:
         """The tool of a call that has to run again; None if it had no effect.
 
         Raises `_Impossible` for a call that must not run again, or whose effects are not known.

@@ -64,7 +64,7 @@ def _checked(place: str) -> str:
             raise ConfigError(
                 f"--reward: {place}: its import took more than {_START_TIMEOUT_S:g} s"
             ) from error
-        output_end = _end_of(errors.fileno())
+        output_end = _read_end(errors.fileno())
     if not done.stdout:
         raise ConfigError(
             f"--reward: {place}: its import ended the process ({_how(done.returncode)}){output_end}"
@@ -216,7 +216,7 @@ class _Process:
     async def describe_end(self) -> str:
         """The end of the process, and the last lines that it printed."""
         code = await self._process.wait()
-        output_end = _end_of(self._errors)
+        output_end = _read_end(self._errors)
         await self.kill()
         return f"it ended its process ({_how(code)}){output_end}"
 
@@ -240,7 +240,7 @@ def _how(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-def _end_of(errors: int) -> str:
+def _read_end(errors: int) -> str:
     size = os.fstat(errors).st_size
     text = os.pread(errors, _SHOWN, max(0, size - _SHOWN)).decode(errors="replace").strip()
     return f": {clip(text, max_chars=_SHOWN)}" if text else ""

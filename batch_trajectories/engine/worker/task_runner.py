@@ -307,19 +307,19 @@ class TaskRunner:
         work.diff = await self._spaces.diff(work.context, work.row)
         if work.row.check is None:
             return
-        from batch_trajectories.engine.worker.judging import judge, unjudged
+        from batch_trajectories.engine.worker.judging import judge, make_unjudged
 
-        turns = self._turns_of(work)
+        turns = self._count_turns(work)
         try:
             work.check = await judge(self._spaces, work.context, work.row, turns, work.diff)
         except SetupFailed as error:
             if work.assignment.attempt < self._config.max_attempts:
                 raise
-            work.check = unjudged(str(error))
+            work.check = make_unjudged(str(error))
         if work.check is not None and (why := work.check.get("error")) is not None:
             log.warning("%s: its check gave no reward: %s", work.task.id, why)
 
-    def _turns_of(self, work: Work) -> int | None:
+    def _count_turns(self, work: Work) -> int | None:
         """The turns of this run's model; None if an agent's calls decide later what they are."""
         if work.row.agent is not None:
             return None
@@ -363,7 +363,7 @@ class TaskRunner:
         work.context, kept, why_new = prepared
 
         until_kept = self._persistence(task)
-        by_batch = self._calls.by_batch(task.key, assignment)
+        by_batch = self._calls.batch_wrapper(task.key, assignment)
 
         def gated(model: Model) -> StoppableModel:
             return StoppableModel(self._stops, by_batch(model), until_kept)
@@ -372,7 +372,7 @@ class TaskRunner:
         home = AgentServices(
             setup, work.context, pool, timeout_s, wrap_model=gated, wait_until_persisted=until_kept
         )
-        journal = self._journal_of(task, assignment)
+        journal = self._make_journal(task, assignment)
         if row.fork is not None and trajectory.forked is None:
             from batch_trajectories.engine.worker.replay import replay, replayable
 
@@ -395,7 +395,7 @@ class TaskRunner:
         conversation = ConversationRunner(
             trajectory=trajectory,
             spec=row.spec,
-            model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
+            model=home.model(self._find_script(task), start=replies_played(trajectory, setup)),
             toolbox=home.toolbox(),
             journal=journal,
             services=home,
@@ -404,7 +404,7 @@ class TaskRunner:
             records_starts=until_kept is None,
             has_start_events=assignment.knows_begun,
             rebuild=rebuild,
-            conversation=self._id_of(task),
+            conversation=self._conversation_id(task),
         )
         return await conversation.run(taken_up=is_taken_up)
 
@@ -422,13 +422,13 @@ class TaskRunner:
                 row=work.row,
                 context=work.context,
                 trajectory=work.trajectory,
-                journal=self._journal_of(work.task, work.assignment),
+                journal=self._make_journal(work.task, work.assignment),
                 kept=self._persistence(work.task),
-                conversation=self._id_of(work.task),
+                conversation=self._conversation_id(work.task),
             )
         )
 
-    def _id_of(self, task: Task) -> str:
+    def _conversation_id(self, task: Task) -> str:
         return task_conversation_id(self._setup.run_key, task.key)
 
     def _persistence(self, task: Task) -> WaitUntilPersisted:
@@ -436,7 +436,7 @@ class TaskRunner:
         kept_by = self._journal.wait_persisted
         return None if kept_by is None else partial(kept_by, task.key)
 
-    def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
+    def _make_journal(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
         """Appends events of a task to the journal; from any thread, where that keeps them."""
         positions = itertools.count(len(assignment.events))
         in_order = threading.Lock()  # a kill must leave no gap
@@ -481,7 +481,7 @@ class TaskRunner:
             ):
                 self._stops.say(message)
 
-    def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
+    def _find_script(self, task: Task) -> Sequence[ScriptedTurn]:
         """The script of model "scripted"; other models ignore a column of this name."""
         if self._setup.api != SCRIPTED:
             return ()

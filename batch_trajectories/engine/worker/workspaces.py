@@ -92,7 +92,7 @@ class Workspaces:
         workspace = Workspace(self._setup.run_dir / WORKSPACES / key.hex())
         return ToolContext(
             workspace,
-            self._sandbox_for(workspace, row) if self._images is None else None,
+            self._make_sandbox(workspace, row) if self._images is None else None,
             web=self._web,
             browsers=self._browsers,
             resumed=resumed,
@@ -132,7 +132,7 @@ class Workspaces:
 
         assert self._images is not None
         images = self._images
-        spec, limits = self._spec_of(row), self._limits(row)
+        spec, limits = self._image_spec(row), self._limits(row)
         root = context.workspace.root
 
         def begun() -> tuple[ImageSandbox, bool, bool]:
@@ -168,13 +168,13 @@ class Workspaces:
         digests = self._digests if self._images is None else self._images.digests
         if not digests:
             return None
-        spec = self._spec_of(row) if check is None else self._spec_of_check(row, check)
+        spec = self._image_spec(row) if check is None else self._spec_of_check(row, check)
         reference = spec.reference
         if (digest := digests.get(reference)) is None:
             return None
         return {"reference": reference, "digest": digest}
 
-    async def for_agent(
+    async def make_agent_sandbox(
         self,
         context: ToolContext,
         row: RowTask,
@@ -193,7 +193,7 @@ class Workspaces:
             settings = self._settings(row)
             kind = self._setup.config.sandbox
             return make_sandbox(kind, Workspace(root), limits, settings, extras=extras), None
-        inside = await self._images.sandbox(root, limits, self._spec_of(row), extras)
+        inside = await self._images.sandbox(root, limits, self._image_spec(row), extras)
         await make_ready(inside)
         return inside, inside.user_home or await home_of_user(inside)
 
@@ -204,7 +204,7 @@ class Workspaces:
         if self._images is None:
             return context
         root = context.workspace.root
-        spec = replace(self._spec_of(row), starts_entrypoint=starts_entrypoint)
+        spec = replace(self._image_spec(row), starts_entrypoint=starts_entrypoint)
         sandbox = await self._sandbox_in_image(root, row, spec)
         await make_ready(sandbox)
         return self._inside(context, sandbox, root)
@@ -218,7 +218,7 @@ class Workspaces:
         """Whether commands of a row may reach the network."""
         if self._images is None:
             return self._setup.config.network
-        return self._spec_of(row).network
+        return self._image_spec(row).network
 
     async def diff(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
         """The changes of the conversation to its image's repository; None without a repository.
@@ -261,7 +261,7 @@ class Workspaces:
             return None
         base = None if setup is None or with_history else setup.base_commit
         image = cast("ImageSandbox", require_sandbox(context)).image_digest
-        return repr((image, self._spec_of(row), base))
+        return repr((image, self._image_spec(row), base))
 
     @asynccontextmanager
     async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
@@ -295,7 +295,7 @@ class Workspaces:
         limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
         if self._images is None:
             workspace = Workspace(root)
-            sandbox = self._sandbox_for(workspace, row, limits)
+            sandbox = self._make_sandbox(workspace, row, limits)
             return replace(context, workspace=workspace, sandbox=sandbox, held={})
         spec = self._spec_of_check(row, check)
         sandbox = await self._sandbox_in_image(
@@ -324,7 +324,7 @@ class Workspaces:
         self, context: ToolContext, row: RowTask, root: Path, *, with_history: bool
     ) -> ToolContext:
         """A fresh workspace: the image, set up as the row says. Raises `SetupFailed`."""
-        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        sandbox = await self._sandbox_in_image(root, row, self._image_spec(row))
         fresh = self._inside(context, sandbox, root)
         try:
             await asyncio.to_thread(remove_all, root, sandbox)
@@ -350,7 +350,7 @@ class Workspaces:
         if setup.base_commit is None or can_change or not sandbox.shares_bases:
             await _set_up(context, setup)
             return
-        spec = self._spec_of(row)
+        spec = self._image_spec(row)
         begins = (self._setup.start, sandbox.image_digest, spec, replace(setup, check=None))
         name = hashlib.sha256(repr(begins).encode()).hexdigest()
         async with self._waiting[name]:
@@ -378,7 +378,7 @@ class Workspaces:
         assert self._images is not None
         return await self._images.sandbox(root, limits or self._limits(row), spec)
 
-    def _spec_of(self, row: RowTask) -> ImageSpec:
+    def _image_spec(self, row: RowTask) -> ImageSpec:
         from toolsets.sandbox.base import ImageSpec
 
         config = self._setup.config
@@ -387,7 +387,7 @@ class Workspaces:
         return replace(spec, workdir=spec.workdir or config.workdir)
 
     def _spec_of_check(self, row: RowTask, check: Check) -> ImageSpec:
-        spec = check.image_spec or self._spec_of(row)
+        spec = check.image_spec or self._image_spec(row)
         return replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
@@ -395,10 +395,10 @@ class Workspaces:
         if image not in self._problems:
             async with self._waiting[image]:
                 if image not in self._problems:
-                    self._problems[image] = await asyncio.to_thread(self._look_at, image)
+                    self._problems[image] = await asyncio.to_thread(self._inspect_image, image)
         return self._problems[image]
 
-    def _look_at(self, image: str) -> str | None:
+    def _inspect_image(self, image: str) -> str | None:
         from batch_trajectories.config.sandboxes import check_image_digest, image_digest
 
         config = self._setup.config
@@ -410,7 +410,7 @@ class Workspaces:
             return str(error)
         return digest and check_image_digest(self._digests, image, digest)
 
-    def _sandbox_for(
+    def _make_sandbox(
         self, workspace: Workspace, row: RowTask, limits: Limits | None = None
     ) -> Sandbox | None:
         kind = self._setup.provenance.sandbox

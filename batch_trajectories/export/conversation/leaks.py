@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch_trajectories.basics.text import clip
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.record_types import Record, StoredMessage
 
 Reason = Literal["other_commits", "project_download", "checker_files"]
@@ -88,7 +88,7 @@ class Leak(NamedTuple):
     """The suspicious part of the call's arguments."""
 
 
-def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
+def find_leaks(record: Record, *, ended_well: bool = False) -> list[Leak]:
     """The suspicious calls of a conversation with a check, in their order.
 
     With `ended_well` only calls whose result is no error; commands must have exit code 0.
@@ -111,9 +111,9 @@ def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
 
 def rewarded_leak(record: Record) -> Leak | None:
     """The first suspicious call that ended well, if the conversation has a reward above 0."""
-    if not (judgement_of(record).reward or 0) > 0:
+    if not (judge_record(record).reward or 0) > 0:
         return None
-    return next(iter(leaks_of(record, ended_well=True)), None)
+    return next(iter(find_leaks(record, ended_well=True)), None)
 
 
 def _has_failed(result: StoredMessage) -> bool:

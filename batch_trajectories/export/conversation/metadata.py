@@ -142,9 +142,9 @@ def record_metadata(
     if record.check is not None or record.scores or record.options:
         metadata |= reward_facts(record)
     if record.check is not None:
-        from batch_trajectories.export.conversation.leaks import leaks_of
+        from batch_trajectories.export.conversation.leaks import find_leaks
 
-        if leaks := leaks_of(record):
+        if leaks := find_leaks(record):
             metadata["leak_suspected"] = [leak._asdict() for leak in leaks]
     if record.diff is not None:
         with suppress(Rejected):

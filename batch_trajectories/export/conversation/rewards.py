@@ -10,21 +10,21 @@ from batch_trajectories.records.checks import (
     MAIN,
     THRESHOLD,
     Judgement,
-    judgement_of,
-    rewards_of,
+    judge_record,
+    record_rewards,
 )
 from batch_trajectories.records.record_types import Record
 
 
-def reward_of(record: Record, name: str | None = None) -> float | None:
-    """The reward of a record with this name; None: the reward that `judgement_of` gives."""
-    return judgement_of(record, name).reward
+def training_reward(record: Record, name: str | None = None) -> float | None:
+    """The reward of a record with this name; None: the reward that `judge_record` gives."""
+    return judge_record(record, name).reward
 
 
 def judgement_with_reward(record: Record, name: str | None) -> Judgement:
     """The judgement of a record with the reward of this name; None: the usual reward."""
-    judgement = judgement_of(record)
-    return judgement if name is None else judgement._replace(reward=reward_of(record, name))
+    judgement = judge_record(record)
+    return judgement if name is None else judgement._replace(reward=training_reward(record, name))
 
 
 def why_not_passed(judgement: Judgement) -> Rejected | None:
@@ -46,11 +46,11 @@ def reward_facts(record: Record) -> dict[str, Any]:
     """
     check = record.check
     if not record.scores and (check is None or check.rewards is None):
-        reward = reward_of(record)
+        reward = training_reward(record)
         return {} if reward is None else {"reward": reward}
-    named, by_turn = rewards_of(record)
+    named, by_turn = record_rewards(record)
     facts: dict[str, Any] = {}
-    if (reward := reward_of(record)) is not None:
+    if (reward := training_reward(record)) is not None:
         facts["reward"] = reward
     if named.keys() - {MAIN}:
         facts["rewards"] = dict(named)

@@ -19,9 +19,9 @@ import orjson
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.process import rare_garbage_collection
-from batch_trajectories.engine.run_dir import read_run_json, versions_of
+from batch_trajectories.engine.run_dir import package_versions, read_run_json
 from batch_trajectories.export.conversation.reading import read_conversation
-from batch_trajectories.export.conversation.rewards import reward_of
+from batch_trajectories.export.conversation.rewards import training_reward
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected, Rejection
@@ -435,7 +435,7 @@ class _DatasetWriter:
 
 def _reward_key(name: str | None, candidate: Candidate) -> float:
     """A sort key: highest reward first, candidates without a reward last."""
-    reward = reward_of(candidate.record, name)
+    reward = training_reward(candidate.record, name)
     return float("inf") if reward is None else -reward
 
 
@@ -446,4 +446,4 @@ def _versions(recipe: Recipe) -> dict[str, str]:
         names.append("rensa")
     if recipe.filters.secrets == "all":
         names.append("detect-secrets")
-    return versions_of(names)
+    return package_versions(names)

@@ -37,7 +37,7 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
-from batch_trajectories.export.dataset.card import card, name_of
+from batch_trajectories.export.dataset.card import card, model_name
 from batch_trajectories.export.dataset.earlier import (
     all_parts,
     parts_that_stay,
@@ -313,7 +313,7 @@ def _write_dataset(
         manifest["parity"] = parity
     others = []
     for part in manifest["formats"]:
-        for path, content in _side_files(part, name_of(manifest), recipe):
+        for path, content in _side_files(part, model_name(manifest), recipe):
             others.append(_write(target, path, _dump_indented(content)))
     others.append(_write(target, _CARD, card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
@@ -417,7 +417,7 @@ def upload(
             folder_path=directory,
             allow_patterns=_upload_paths(directory, manifest),
             delete_patterns="*" if replaces else None,
-            commit_message=f"Dataset of run {name_of(manifest)}",
+            commit_message=f"Dataset of run {model_name(manifest)}",
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.engine.origin import is_own, mac_of
+from batch_trajectories.engine.origin import compute_mac, is_own
 
 RECIPE_MAC = "recipe_mac"
 """The key in a manifest of the MAC of its recipe."""
@@ -41,7 +41,7 @@ def active_parts(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def recipe_mac(recipe: Mapping[str, Any]) -> dict[str, str]:
     """The entry of a manifest that proves who wrote its recipe; {} without active parts."""
-    mac = mac_of(_content(recipe)) if active_parts(recipe) else None
+    mac = compute_mac(_content(recipe)) if active_parts(recipe) else None
     return {} if mac is None else {RECIPE_MAC: mac}
 
 

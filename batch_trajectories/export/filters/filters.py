@@ -13,10 +13,10 @@ from agent.loop.answers import matches
 from agent.options import Match
 from batch_trajectories.basics.errors import ConfigError, missing_extra
 from batch_trajectories.export.conversation.ending import find_answer
-from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.metadata import view_counts
 from batch_trajectories.export.conversation.own_work import AuthoredWork, interrupted_calls
-from batch_trajectories.export.conversation.rewards import judgement_with_reward, reward_of
+from batch_trajectories.export.conversation.rewards import judgement_with_reward, training_reward
 from batch_trajectories.export.conversation.texts import conversation_texts
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.conversation.validity import Rejection
@@ -30,7 +30,7 @@ from batch_trajectories.records.checks import (
     has_passed_later_check,
 )
 from batch_trajectories.records.record_types import Record, StoredError
-from batch_trajectories.records.scores import verdict_of
+from batch_trajectories.records.scores import agreed_verdict
 from toolsets.catalog.custom import CustomToolError, import_function
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class RecordFilters:
         wanted = self._filters.label
         if wanted is None:
             return None
-        verdict = verdict_of(record.labels)
+        verdict = agreed_verdict(record.labels)
         rejecting = [label.who for label in record.labels if label.verdict == "reject"]
         is_out = verdict != "keep" if wanted == "keep" else rejecting
         if not is_out:
@@ -256,7 +256,7 @@ class RecordFilters:
         if filters.shortened_views == "reject" and record.view_compacted:
             seen = view_counts(record).get("view_compacted", 0)
             yield Rejection("shortened_views", f"{seen} replies did not see the whole conversation")
-        if filters.leak_suspected == "reject" and (leaks := leaks_of(record)):
+        if filters.leak_suspected == "reject" and (leaks := find_leaks(record)):
             leak = leaks[0]
             yield Rejection("leak_suspected", f"turn {leak.turn}: {leak.reason}: {leak.evidence}")
         if (limit := filters.max_interrupted_calls) is not None:
@@ -283,10 +283,10 @@ class RecordFilters:
         if self._is_outside(reward, highest=filters.max_reward):
             yield Rejection("max_reward", detail)
         for name, least in filters.min_rewards.items():
-            if self._is_outside(given := reward_of(record, name), least=least):
+            if self._is_outside(given := training_reward(record, name), least=least):
                 yield Rejection("min_rewards", _describe_reward(name, given))
         for name, highest in filters.max_rewards.items():
-            if self._is_outside(given := reward_of(record, name), highest=highest):
+            if self._is_outside(given := training_reward(record, name), highest=highest):
                 yield Rejection("max_rewards", _describe_reward(name, given))
         if isinstance(filters.require_passed, str):
             is_good = judgement.is_good(self._threshold)

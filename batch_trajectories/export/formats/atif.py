@@ -52,7 +52,7 @@ _EXPORTED_KEYS = frozenset(("schema_version", "steps", "subagent_trajectories"))
 _TOTALS = "The totals of tokens and cost include those of all inner conversations."
 
 
-def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+def make_row(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn are never split. Raises Rejected."""
     style.tolerance.refuse(conversation.flaws)
     record = conversation.record
@@ -284,7 +284,7 @@ def _drop_unknown(members: Mapping[str, Any]) -> dict[str, Any]:
 FORMAT = RowFormat(
     name="atif",
     card="One ATIF-v1.8 document per line; not meant for `load_dataset`.",
-    row_of=row_of,
+    row_of=make_row,
     reasoning=frozenset(("field",)),
     holds=COMMON_FLAWS | TAG_FLAWS,
     # Nothing tokenizes its documents. Placeholders of parts are not what the model saw, and a call

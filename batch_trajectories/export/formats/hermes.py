@@ -52,7 +52,7 @@ _NO_REASONING = "<think>\n</think>\n"
 """Begins a turn without reasoning, so that every turn begins with a think block."""
 
 
-def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+def make_row(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The row of a conversation, with a system prompt if the style wants it. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
@@ -182,7 +182,7 @@ FORMAT = RowFormat(
         "api_calls": "int64",
         **COMMON_COLUMNS,
     },
-    row_of=row_of,
+    row_of=make_row,
     reasoning=frozenset(("inline",)),
     # Calls are text, so arguments that are not an object become a string.
     holds=COMMON_FLAWS | NON_OBJECT_ARGUMENTS,

@@ -11,8 +11,8 @@ from batch_trajectories.export.conversation.tolerance import COMMON_FLAWS, TAG_F
 from batch_trajectories.export.conversation.validity import Reason, Rejection
 from batch_trajectories.export.rows.files import Candidate, CustomFormat
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
-from batch_trajectories.records.checks import judgement_of
-from batch_trajectories.records.scores import verdict_of
+from batch_trajectories.records.checks import judge_record
+from batch_trajectories.records.scores import agreed_verdict
 
 if TYPE_CHECKING:
     from batch_trajectories.export.rows.recipe import Preference
@@ -22,8 +22,8 @@ def is_good(sample: Sample, preference: Preference, reward_name: str | None) -> 
     """Whether a sample is good by its reward or by its reviewers; None if reviewers do not say."""
     record = sample.conversation.record
     if preference.by == "label":
-        return {"keep": True, "reject": False}.get(verdict_of(record.labels) or "")
-    return bool(judgement_of(record, reward_name).is_good(preference.threshold))
+        return {"keep": True, "reject": False}.get(agreed_verdict(record.labels) or "")
+    return bool(judge_record(record, reward_name).is_good(preference.threshold))
 
 
 def kto_row(sample: Sample, *, is_good: bool) -> dict[str, Any]:

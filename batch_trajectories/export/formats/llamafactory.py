@@ -38,7 +38,7 @@ _TAGS = {
 }
 
 
-def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+def make_row(conversation: Conversation, style: Style) -> dict[str, Any]:
     """One row of `conversations`, `tools` (blank without any) and the common columns.
 
     Raises Rejected, also for a conversation that does not end with the model's words.
@@ -115,7 +115,7 @@ FORMAT = RowFormat(
     "names one dataset per split.",
     trainers={"LLaMA-Factory": ("llamafactory",)},
     columns={"id": "string", "conversations": "turns", **COMMON_COLUMNS},
-    row_of=row_of,
+    row_of=make_row,
     reasoning=frozenset(("inline",)),
     # Its loader finds calls and results in the text by their tags, so it cannot hold any.
     has_turns=True,

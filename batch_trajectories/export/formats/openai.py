@@ -12,7 +12,7 @@ from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.export.rows.messages import render_messages, tools_column
 
 
-def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+def make_row(conversation: Conversation, style: Style) -> dict[str, Any]:
     """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
         "id": conversation.record.id,
@@ -35,7 +35,7 @@ FORMAT = RowFormat(
         "ms-swift, OpenRLHF, Unsloth, NeMo AutoModel": ("openai",),
     },
     columns={"id": "string", "messages": "messages", **COMMON_COLUMNS},
-    row_of=row_of,
+    row_of=make_row,
     reasoning=frozenset(("field", "inline")),
     holds=COMMON_FLAWS | TAG_FLAWS,
     marks_loss=True,

@@ -12,7 +12,7 @@ from typing import Any
 
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
-from batch_trajectories.export.conversation.rewards import reward_of
+from batch_trajectories.export.conversation.rewards import training_reward
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
@@ -25,7 +25,7 @@ DATA_SOURCE = "data_source"
 """The column of the dataset that names the source of a prompt; without it, the run is named."""
 
 
-def row_of(
+def make_row(
     records: Sequence[Record], *, index: int, run: str, reward_name: str | None
 ) -> dict[str, Any]:
     """The row of a prompt, from the records of its samples.
@@ -35,7 +35,7 @@ def row_of(
     """
     first = records[0]
     row = first.row
-    rewards = [reward_of(record, reward_name) for record in records]
+    rewards = [training_reward(record, reward_name) for record in records]
     known = [reward for reward in rewards if reward is not None]
     expected = row.get(expected_column(row))
     return {
@@ -96,7 +96,9 @@ class _PromptFiles(FormatFiles):
         records = [candidate.record for candidate in candidates]
         try:
             reward_name = self.export.recipe.reward_name
-            row = row_of(records, index=self._rows, run=candidates[0].run, reward_name=reward_name)
+            row = make_row(
+                records, index=self._rows, run=candidates[0].run, reward_name=reward_name
+            )
         except Rejected as rejected:
             for candidate in candidates:
                 yield self.reject(candidate, rejected.as_rejection())

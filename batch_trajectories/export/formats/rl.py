@@ -29,7 +29,7 @@ from batch_trajectories.export.conversation.reading import (
     find_part_flaws,
     find_rewarded_leaks,
 )
-from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
+from batch_trajectories.export.conversation.rewards import reward_facts, training_reward
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
@@ -110,9 +110,9 @@ class SampledSegment(NamedTuple):
 def sampled_segments(
     record: Record, *, subagents: bool = False, discarded: bool = False
 ) -> Iterator[SampledSegment]:
-    """The segments of the rows that `rows_of` gives with the same options.
+    """The segments of the rows that `make_rows` gives with the same options.
 
-    Raises Rejected as `rows_of` does.
+    Raises Rejected as `make_rows` does.
     """
     STRICT.refuse(find_part_flaws(record.messages))
     try:
@@ -191,7 +191,7 @@ class Teacher:
         self._figures.close()
 
 
-def rows_of(
+def make_rows(
     record: Record,
     reward_name: str | None = None,
     *,
@@ -321,7 +321,7 @@ def _thread_rows(
             "loss_mask": segment.mask,
             "logprobs": segment.logprobs,
             **({} if teacher is None else teacher.columns(segment)),
-            "reward": reward_of(record, reward_name),
+            "reward": training_reward(record, reward_name),
             **_more_rewards(record, segment, is_main=is_main),
             "status": record.status,
             "finish_reasons": [turn.finish_reason for turn in segment.turns],
@@ -428,7 +428,7 @@ class TokenFiles(CandidateFiles):
         record, recipe = candidate.record, self.export.recipe
         recipe.style.tolerance.refuse(find_leaked_calls(record.messages, record.tools))
         recipe.style.tolerance.refuse(find_rewarded_leaks(record))
-        rows = rows_of(
+        rows = make_rows(
             record,
             recipe.reward_name,
             subagents=recipe.subagents,

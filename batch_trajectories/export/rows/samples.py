@@ -16,7 +16,7 @@ from batch_trajectories.export.conversation.turns import Conversation, Turn, Use
 from batch_trajectories.export.conversation.validity import Reason, Rejected, Rejection
 from batch_trajectories.export.rows.files import Candidate, CandidateFiles, Export
 from batch_trajectories.export.rows.messages import render_messages, tools_column
-from batch_trajectories.records.checks import judgement_of
+from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.record_types import Tools
 
 
@@ -43,7 +43,7 @@ def make_sample(candidate: Candidate, style: Style, *, needs_reward: bool = True
     """Make a sample of a conversation. Raises Rejected if it has no reward but needs one."""
     conversation = apply_style(candidate.parsed, style)
     name = style.reward_name
-    _, reward, error = judgement_of(conversation.record, name)
+    _, reward, error = judge_record(conversation.record, name)
     if error is not None and needs_reward:
         raise Rejected(Reason.CHECK_FAILED, f"its check gave no result: {error}")
     if reward is None and needs_reward:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from batch_trajectories.records.checks import THRESHOLD, judgement_of
+from batch_trajectories.records.checks import THRESHOLD, judge_record
 from batch_trajectories.records.record_types import Record
-from batch_trajectories.records.scores import DISPUTED, verdict_of
+from batch_trajectories.records.scores import DISPUTED, agreed_verdict
 
 _CHECK = "check"
 _NOT_KEPT = "not kept"
@@ -33,7 +33,7 @@ class Agreement:
         """Count one record."""
         if not record.labels:
             return
-        if (verdict := verdict_of(record.labels)) is not None:
+        if (verdict := agreed_verdict(record.labels)) is not None:
             self._verdicts[verdict] += 1
         given = {label.who: label.verdict for label in record.labels if label.verdict is not None}
         self._reviewers.update(given.keys())
@@ -69,7 +69,7 @@ class Agreement:
 
 
 def _judges(record: Record) -> Iterator[tuple[str, bool]]:
-    if record.check is not None and (verdict := judgement_of(record).verdict) is not None:
+    if record.check is not None and (verdict := judge_record(record).verdict) is not None:
         yield _CHECK, verdict
     for score in record.scores or ():
         reward = next(iter((score.rewards or {}).values()), None)

@@ -16,7 +16,7 @@ from agent.messages.message import MAX_TOKEN_COUNT
 from batch_trajectories.basics.text import mask_values
 from batch_trajectories.export.conversation.own_work import AuthoredWork, WorkCounts
 from batch_trajectories.export.conversation.turns import tool_names
-from batch_trajectories.records.checks import UNCHECKED, CheckSums, judgement_of
+from batch_trajectories.records.checks import UNCHECKED, CheckSums, judge_record
 from batch_trajectories.records.record_types import Record
 
 # Counts of many things, one by one.
@@ -130,7 +130,7 @@ class Statistics:
         """Count one record; of its messages only those of `own`."""
         turns, counts = len(authored.turns), authored.counts
         self._statuses[record.status] += 1
-        judgement = judgement_of(record)
+        judgement = judge_record(record)
         if judgement is not UNCHECKED:
             failed = judgement.error is not None
             self._checks.add(judgement.verdict, judgement.reward, check_failed=failed)

@@ -18,11 +18,11 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.engine.run_totals import RunTotals
 from batch_trajectories.export.statistics.counts import Reasons
-from batch_trajectories.records.files import training_file_of
+from batch_trajectories.records.files import training_path
 from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 
 
-def funnel_of(
+def compute_funnel(
     run_dir: Path, scan: Scan, totals: RunTotals, dataset: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The funnel of a run, JSON-ready; `dataset` is the key of this name in run.json.
@@ -122,7 +122,7 @@ def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]
     early = manifest["partial"] - wrong
     lost = {**_left_out_of_all(manifest), "wrong_answer": wrong, "ended early": early}
     rows = manifest["exported"]
-    path = training_file_of(run_dir).name
+    path = training_path(run_dir).name
     yield _export(
         "hermes", path=path, manifest=manifest, totals=totals, lost=lost, rows=rows, used=rows
     )

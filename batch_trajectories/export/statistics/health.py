@@ -14,12 +14,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from agent.models.scripted import API as SCRIPTED
-from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import CacheUse, PriceOf
 from batch_trajectories.export.statistics.counts import KeyCounts
-from batch_trajectories.records.checks import ended_by_wrong_answer, judgement_of
+from batch_trajectories.records.checks import ended_by_wrong_answer, judge_record
 from batch_trajectories.records.record_types import Record, StoredMessage
 
 
@@ -154,11 +154,11 @@ class Health:
             self._count(name, id, found, of=counts.results)
         self._add_calls(record, authored)
         self.caches.add(record)
-        judgement = judgement_of(record)
+        judgement = judge_record(record)
         if judgement.reward is not None:
             self._add_reward(record, judgement.reward)
         if (check := record.check) is not None:
-            self._count("leak_suspected", id, bool(leaks_of(record)))
+            self._count("leak_suspected", id, bool(find_leaks(record)))
             self._count("failed_checks", id, judgement.error is not None)
             if check.duration_s is not None and check.error is None:
                 self._check_s.append(check.duration_s)

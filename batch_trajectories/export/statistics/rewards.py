@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.export.statistics import by_model
 from batch_trajectories.export.statistics.by_model import ByModel
-from batch_trajectories.records.checks import judgement_of, rewards_of
+from batch_trajectories.records.checks import judge_record, record_rewards
 from batch_trajectories.records.record_types import Record
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class RewardStatistics:
 
     def add(self, record: Record) -> None:
         """Count one record."""
-        is_good = judgement_of(record).passed
+        is_good = judge_record(record).passed
         self._by_model.add(record, is_good)
-        named, by_turn = rewards_of(record)
+        named, by_turn = record_rewards(record)
         for name, rewards in by_turn.items():
             for reward in rewards:
                 if reward is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
-from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
+from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import why_not_passed
@@ -28,7 +28,7 @@ from batch_trajectories.export.statistics.counts import Statistics, reason_lines
 from batch_trajectories.export.statistics.health import Health, health_as_text
 from batch_trajectories.export.statistics.observations import compute_observation_share
 from batch_trajectories.export.statistics.rewards import RewardStatistics
-from batch_trajectories.records.checks import Checks, describe, judgement_of
+from batch_trajectories.records.checks import Checks, describe, judge_record
 from batch_trajectories.records.failures import NO_LIMIT, stored_failures
 from batch_trajectories.records.reader import RecordPart, process_records
 from batch_trajectories.records.record_types import Record
@@ -157,7 +157,7 @@ class RunStatistics:
             return False
         if self._left_out is not None:
             return record.id not in self._left_out
-        if self._style.require_passed and why_not_passed(judgement_of(record)) is not None:
+        if self._style.require_passed and why_not_passed(judge_record(record)) is not None:
             return False
         try:
             conversation = read_conversation(record, authored)
@@ -197,7 +197,7 @@ class RunStatistics:
         }
 
 
-def statistics_of(
+def compute_statistics(
     run_dir: Path,
     *,
     style: Style,
@@ -224,7 +224,7 @@ def statistics_of(
     for other in others:
         statistics.merge(other)
     statistics.health.add_failures(stored_failures(run_dir))
-    spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
+    spent, judges = read_spending(run_dir, max_attempts), spent_by_judges(run_dir)
     figures = statistics.to_json(price_of)
     figures["cost_usd"] |= {
         "spent_in_all": spent.usd,

@@ -22,7 +22,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, RunDirError, help_for_write
 from batch_trajectories.dataset.source import HUB_PREFIX
-from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
+from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
@@ -42,7 +42,7 @@ from batch_trajectories.records.files import (
 from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 from batch_trajectories.records.reader import RecordPart, process_records
 from batch_trajectories.records.record_types import Record, Tools
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.report.page.frame import frame_page, joined, read_part
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class _Part:
         for record, own in given:
             self.rewards.add(record)
             self.health.add(record, own)
-        rows = [row_of(record, own) for record, own in given]
+        rows = [make_table_row(record, own) for record, own in given]
         for row, form in zip(rows, forms, strict=True):
             row["exported"] = form["file"]
         self.columns = [*rows[-1], "chunk", "place"]
@@ -428,7 +428,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "funnel": funnel,
         "signs": [sign.to_json() for sign in signs],
         "errors": failures_by_class(stored.path),
-        "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
+        "spent": read_spending(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
         "judges": spent_by_judges(stored.path)._asdict(),
     }
 

@@ -16,7 +16,7 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.records.tasks import task_key
-from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.report.page.writer import training_form
 
 FORMAT = 3
@@ -92,7 +92,7 @@ def column_values(record: Record, place: LinePlace, style: Style) -> dict[str, A
     """The columns of one record."""
     own = AuthoredWork(record)
     form = training_form(record, own, style=style, key_of=len)
-    row = row_of(record, own)
+    row = make_table_row(record, own)
     tools, failures, rewards = row.pop("tools"), row.pop("failures"), row.pop("rewards")
     return {
         **row,

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.engine.run_totals import spent_by, spent_by_judges
+from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS, Health, problems_in
 from batch_trajectories.export.statistics.rewards import RewardStatistics
@@ -68,7 +68,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
         "signs": [sign.to_json() for sign in signs],
         "funnel_unknown": why,
         "errors": failures_by_class(run_dir),
-        "spent": spent_by(run_dir, config.get("max_attempts", NO_LIMIT))._asdict(),
+        "spent": read_spending(run_dir, config.get("max_attempts", NO_LIMIT))._asdict(),
         "judges": spent_by_judges(run_dir)._asdict(),
         "rewards": whole.rewards.to_json(),
         "health": problems_in(health),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batch_trajectories.basics.console import show
 from batch_trajectories.basics.errors import RunError, RunLocked, stop_on_machine_failure
-from batch_trajectories.view.index.parts import cache_of, extend, origin_of
+from batch_trajectories.view.index.parts import extend, find_origin, make_cache
 
 _NICE = 10
 """Whoever looks at what is there already is served first."""
@@ -22,25 +22,25 @@ _NICE = 10
 
 def rows(run_dir: Path) -> None:
     """Make the index of a run."""
-    origin = origin_of(run_dir)
+    origin = find_origin(run_dir)
     if origin is not None:
-        extend(run_dir, cache_of(run_dir), origin)
+        extend(run_dir, make_cache(run_dir), origin)
 
 
 def texts(run_dir: Path) -> None:
     """Make its text index."""
     from batch_trajectories.view.index.texts import extend_texts
 
-    origin = origin_of(run_dir)
+    origin = find_origin(run_dir)
     if origin is not None:
-        extend_texts(run_dir, cache_of(run_dir), origin)
+        extend_texts(run_dir, make_cache(run_dir), origin)
 
 
 def facts(run_dir: Path) -> None:
     """Read the whole run for what is known of it."""
     from batch_trajectories.view.index.facts import make_facts
 
-    make_facts(run_dir, cache_of(run_dir))
+    make_facts(run_dir, make_cache(run_dir))
 
 
 def compare_runs(first: Path, second: Path) -> None:

@@ -27,7 +27,7 @@ from batch_trajectories.export.training_files import run_style
 from batch_trajectories.records.files import DamagedLine, lock_directory, make_directory
 from batch_trajectories.records.names import RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import decode_record
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 from batch_trajectories.records.scores import Scores
 from batch_trajectories.view.index.columns import (
     FORMAT,
@@ -75,7 +75,7 @@ class Origin(NamedTuple):
         return f"texts-{FORMAT}-{self.device:x}-{self.inode:x}"
 
 
-def origin_of(run_dir: Path) -> Origin | None:
+def find_origin(run_dir: Path) -> Origin | None:
     """What the index of a run is made of now; None without records."""
     try:
         status = (run_dir / RECORDS_FILE).stat()
@@ -88,7 +88,7 @@ def origin_of(run_dir: Path) -> Origin | None:
     return Origin(status.st_dev, status.st_ino, scores)
 
 
-def cache_of(run_dir: Path) -> Path:
+def make_cache(run_dir: Path) -> Path:
     """The directory for the indexes of a run, created if need be.
 
     Below the user's cache, or the directory for temporary files where that cannot be written.
@@ -221,7 +221,7 @@ class _RowsMaker:
         """Make the part of one range."""
         values: list[dict[str, Any]] = []
         unreadable = 0
-        for offset, line in lines_from(self._records, begin):
+        for offset, line in read_lines(self._records, begin):
             if offset >= end:
                 break
             try:

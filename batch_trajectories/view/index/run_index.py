@@ -18,10 +18,10 @@ from batch_trajectories.basics.errors import RunDirError, RunError, RunLocked
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.view.index.parts import (
     Origin,
-    cache_of,
     extend,
+    find_origin,
+    make_cache,
     missing_in,
-    origin_of,
     parts_in,
     remove_old,
     split_ranges,
@@ -122,7 +122,7 @@ class RunIndex:
         Raises `RunDirError` if the run is gone. `State.open` refuses files that are not plain.
         """
         with self._lock:
-            origin = origin_of(self.run_dir)
+            origin = find_origin(self.run_dir)
             if origin is None:
                 self.table, self._shown, self.is_complete = Table([]), None, True
                 return self.table
@@ -132,7 +132,7 @@ class RunIndex:
                     self._failed_at = (origin, self.of_bytes)
                 self._maker.stop()
                 self._maker = None
-            cache = cache_of(self.run_dir)
+            cache = make_cache(self.run_dir)
             self._bring(cache, origin)
             shown = self._choose(cache, origin)
             directory = cache / shown.name

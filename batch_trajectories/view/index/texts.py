@@ -21,14 +21,14 @@ from batch_trajectories.basics.parts import Advance, run_in_processes
 from batch_trajectories.records.files import DamagedLine, lock_directory, make_directory
 from batch_trajectories.records.names import RECORDS_FILE
 from batch_trajectories.records.record_types import Record, StoredConversation, decode_record
-from batch_trajectories.records.records import lines_from
+from batch_trajectories.records.records import read_lines
 from batch_trajectories.view.index.filters import BadFilter, Choice, in_offsets
 from batch_trajectories.view.index.parts import (
     IndexPart,
     Origin,
-    cache_of,
+    find_origin,
+    make_cache,
     missing_in,
-    origin_of,
     parts_in,
     split_ranges,
 )
@@ -90,7 +90,7 @@ def _write_texts(records: Path, directory: Path, begin: int, end: int) -> None:
             )
             database.execute("begin")
             batch: list[tuple[int, str]] = []
-            for offset, line in lines_from(records, begin):
+            for offset, line in read_lines(records, begin):
                 if offset >= end:
                     break
                 try:
@@ -215,12 +215,12 @@ class RunTexts:
             return self.state
 
     def _refresh(self) -> list[IndexPart] | None:
-        origin = origin_of(self._run_dir)
+        origin = find_origin(self._run_dir)
         if origin is None:
             return None
         records = self._run_dir / RECORDS_FILE
         size = records.stat().st_size
-        parts = parts_in(cache_of(self._run_dir) / origin.name_of_texts, "text")
+        parts = parts_in(make_cache(self._run_dir) / origin.name_of_texts, "text")
         ranges = split_ranges(records, missing_in(parts, size), RANGE_BYTES)
         error = None if self.state is None else self.state["error"]
         if self._maker is not None and self._maker.is_over():

@@ -11,7 +11,7 @@ from agent.messages.message import OUT_OF_PLACE, Event, reply_in
 from agent.state.trajectory import Trajectory
 from batch_trajectories.api.stored_run import conversations_in_flight
 from batch_trajectories.config.endpoints import Cost
-from batch_trajectories.engine.supervisor.budget import BudgetLog, spent_before
+from batch_trajectories.engine.supervisor.budget import BudgetLog, sum_up_earlier_starts
 from batch_trajectories.maintenance.fork import NotForkable, events_until
 from batch_trajectories.records.journal import (
     Inflight,
@@ -63,7 +63,7 @@ def test_calls_of_agents_count_as_replies_and_are_paid(tmp_path: Path) -> None:
     journals.read(settled=())
     assert journals.paid_usd == 0.5
     log = BudgetLog(tmp_path, tmp_path / "quarantine")
-    assert spent_before([], journals, log) == Cost(0.5, 30)
+    assert sum_up_earlier_starts([], journals, log) == Cost(0.5, 30)
 
 
 def test_calls_behind_a_gap_are_paid_and_not_used(tmp_path: Path) -> None:

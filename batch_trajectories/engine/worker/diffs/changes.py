@@ -77,7 +77,7 @@ def _remember(context: ToolContext, top: str | None, then: Callable[[], object] 
         then()
 
 
-def start_of(root: Path) -> tuple[str, str] | None:
+def find_start(root: Path) -> tuple[str, str] | None:
     """The directory of the repository that held the workspace at its start, and its mark then."""
     try:
         top, _, mark = (root / _START).read_text().partition("\0")
@@ -91,7 +91,7 @@ def is_unchanged(context: ToolContext) -> bool:
 
     No process of the conversation may run. False without a repository.
     """
-    if (start := start_of(context.workspace.root)) is None:
+    if (start := find_start(context.workspace.root)) is None:
         return False
     top, mark = start
     return bool(mark) and image_sandbox(context).layer_mark(top) == mark
@@ -130,7 +130,7 @@ class Changes(NamedTuple):
     """Places of the files before; None if only the sandbox knows them."""
 
 
-async def changes_of(
+async def find_changes(
     worked: ToolContext, fresh: ToolContext, top: str, setup: RowSetup | None, known: Known
 ) -> tuple[Changes, list[str]]:
     """The changes of a conversation beneath `top`, and the repositories within the fresh one.
@@ -155,7 +155,7 @@ async def changes_of(
 def changes_of_layers(
     ends: Sequence[Path], begins: Sequence[Path], top: str, setup: RowSetup | None
 ) -> Changes:
-    """Find the changes by comparing layers; see `changes_of`. Raises `NotComparable`."""
+    """Find the changes by comparing layers; see `find_changes`. Raises `NotComparable`."""
     found = differences(ends, begins, top)
     return _sort_changes(top, found.ended, found.begun, setup, found.files, found.before)
 

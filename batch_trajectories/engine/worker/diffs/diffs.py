@@ -15,13 +15,13 @@ from batch_trajectories.engine.worker.diffs.changes import (
     Known,
     changes_of_layers,
     find_nested,
+    find_start,
     find_top,
     is_unchanged,
-    start_of,
 )
 from batch_trajectories.engine.worker.diffs.git import DiffError, image_sandbox
 from batch_trajectories.engine.worker.diffs.making import empty_diff, make_diff, no_diff, recorded
-from batch_trajectories.engine.worker.diffs.plain import Differ, Differs, Plain, plain_of
+from batch_trajectories.engine.worker.diffs.plain import Differ, Differs, Plain, make_plain
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.sandbox.layer_files import NotComparable
@@ -103,7 +103,7 @@ class Diffs:
 
         with suppress(SetupFailed, ToolError):
             async with self._differs.using(opening.made_of, make) as differ:
-                return None if differ is None else await plain_of(changes, differ)
+                return None if differ is None else await make_plain(changes, differ)
         return None
 
 
@@ -114,7 +114,7 @@ def _look(
 
     None where there is no repository.
     """
-    if (start := start_of(worked.workspace.root)) is None:
+    if (start := find_start(worked.workspace.root)) is None:
         return None
     top, _ = start
     layers = image_sandbox(worked).layers

@@ -15,7 +15,7 @@ from typing import Any, cast
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.dataset.row_workspace import RowSetup
-from batch_trajectories.engine.worker.diffs.changes import Changes, Known, changes_of, find_top
+from batch_trajectories.engine.worker.diffs.changes import Changes, Known, find_changes, find_top
 from batch_trajectories.engine.worker.diffs.git import (
     AT_STORE,
     AT_TOP,
@@ -27,7 +27,7 @@ from batch_trajectories.engine.worker.diffs.git import (
     run,
     uppermost,
 )
-from batch_trajectories.engine.worker.diffs.plain import Differ, Plain, plain_of
+from batch_trajectories.engine.worker.diffs.plain import Differ, Plain, make_plain
 from toolsets.context import ToolContext
 from toolsets.sandbox.image_files import FileSource, FileState, ImageFiles
 
@@ -119,12 +119,12 @@ async def make_diff(
             raise DiffError("a fresh copy of the image has no repository")
         if top == "/":
             raise DiffError("the repository is the whole image")
-        changes, nested = await changes_of(worked, fresh, top, setup, known)
-        plain = plain or await plain_of(changes, Differ(fresh, top, nested))
+        changes, nested = await find_changes(worked, fresh, top, setup, known)
+        plain = plain or await make_plain(changes, Differ(fresh, top, nested))
         if plain is None:
             return recorded(await _make_in_copy(changes, nested, fresh))
         await _remove(fresh, changes)
-        carried = _without(changes.changed, plain.ignored)
+        carried = _remove_paths(changes.changed, plain.ignored)
         await _copy_changes(changes.source, cast("ImageFiles", fresh.workspace), top, carried)
         return recorded(plain.patch)
     except ToolError as error:
@@ -173,8 +173,8 @@ async def _make_in_copy(changes: Changes, nested: Sequence[str], fresh: ToolCont
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
     await _copy_changes(source, files, top, {path: changed[path] for path in rules})
     if new := changed.keys() - had:
-        changed = _without(changed, await _ignored(fresh, new, top, store, _IGNORED_LATER))
-    await _copy_changes(source, files, top, _without(changed, rules))
+        changed = _remove_paths(changed, await _ignored(fresh, new, top, store, _IGNORED_LATER))
+    await _copy_changes(source, files, top, _remove_paths(changed, rules))
     await run(sandbox, _END, top, store, *nested, stdin=listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
     for part, some in enumerate(kept):
@@ -188,7 +188,7 @@ async def _remove(fresh: ToolContext, changes: Changes) -> None:
         await run(image_sandbox(fresh), _REMOVE, changes.top, *some)
 
 
-def _without(states: Mapping[str, FileState], paths: Set[str]) -> dict[str, FileState]:
+def _remove_paths(states: Mapping[str, FileState], paths: Set[str]) -> dict[str, FileState]:
     return {path: state for path, state in states.items() if path not in paths}
 
 

@@ -234,7 +234,7 @@ def _objects(sides: Callable[[], Sides | None]) -> tuple[Objects, tuple[str, str
     return objects, (objects.add_tree(read.begun), objects.add_tree(read.ended))
 
 
-async def plain_of(changes: Changes, differ: Differ) -> Plain | None:
+async def make_plain(changes: Changes, differ: Differ) -> Plain | None:
     """The diff made from the contents of files; None where git has to see the files."""
     try:
         return await _make_plain(changes, differ)
