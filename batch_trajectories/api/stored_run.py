@@ -108,8 +108,8 @@ class StoredRun:
         refuse_lost_records(path)
         if not self.is_own and (link := find_outward_link(path)) is not None:
             raise RunDirError(
-                f"{describe_received(path)}, and {link} is a link to a file outside of it, which is "
-                "not read; put the file itself there, or remove the link"
+                f"{describe_received(path)}, and {link} is a link to a file outside of it, which "
+                "is not read; put the file itself there, or remove the link"
             )
 
     def __repr__(self) -> str:

@@ -198,6 +198,6 @@ def _refuse_strange_rows(stored: StoredRun) -> None:
         name for name in ("only_sound", "rows") if name in config and name not in harmless
     ]:
         raise ConfigError(
-            f"{describe_received(stored.path)}, so its {named[0]}={config[named[0]]!r} is not read; "
-            "give --dataset_file with the rows as they are in the run directory"
+            f"{describe_received(stored.path)}, so its {named[0]}={config[named[0]]!r} is not "
+            "read; give --dataset_file with the rows as they are in the run directory"
         )

@@ -177,7 +177,7 @@ class Upstream:
             number=0,
             workers=1,
             proven=(),
-            batch_wrapper=False,
+            by_batch=False,
             keys=None,
             clock_offset_s=0.0,
             send=self._take_worker_message,
