@@ -37,7 +37,11 @@ from batch_trajectories.records.checks import printed_rewards
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.running import ROOT, lines, write_rows
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The blocks of guides are run one after the other by `tests/test_guides.py`.
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "guides"),
+]
 
 NOT_RUN_HERE = {
     # how a line begins: why it is not read by this program

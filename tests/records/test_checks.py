@@ -258,7 +258,7 @@ class TestScored:
         assert stats["rewards"]["pass_at"]["1"] == 50.0
         output = run(scored, "stats", "r").stdout
         assert re.search(r"^passed +4$", output, re.MULTILINE)
-        assert re.search(r"left out +4  not_passed$", output, re.MULTILINE)
+        assert re.search(r"of these +4  not_passed$", output, re.MULTILINE)
 
     @pytest.mark.slow
     def test_is_forked_and_exported_alike(self, scored: Path) -> None:
