@@ -421,7 +421,9 @@ def test_money_and_requests_are_limited(tmp_path: Path) -> None:
 
 
 class TestFaults:
-    @pytest.mark.parametrize("status", [429, 500, 503])
+    @pytest.mark.parametrize(
+        "status", [429, *(pytest.param(code, marks=pytest.mark.slow) for code in (500, 503))]
+    )
     @pytest.mark.parametrize("kind", KINDS)
     def test_of_the_server_are_retried(self, tmp_path: Path, status: int, kind: Kind) -> None:
         source = make(tmp_path, 4)
