@@ -149,14 +149,6 @@ def test_every_option_has_a_sentence_of_help() -> None:
         assert field.description, name
 
 
-def test_the_readme_names_every_exit_code_of_the_errors() -> None:
-    from batch_trajectories.basics import errors
-
-    codes = {e.exit_code for e in vars(errors).values() if hasattr(e, "exit_code")}
-    for code in codes:
-        assert re.search(rf"\b{code}\s", README.split("Exit codes:")[1])
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_demo_is_what_the_readme_says(tmp_path: Path, workers: int) -> None:
     """26 tasks, all ended; one early, one rejected; with any number of workers."""
