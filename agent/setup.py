@@ -74,6 +74,15 @@ class Setup:
         toolsets = tuple(toolset for toolset in self.toolsets if toolset.name in names)
         return replace(self, toolsets=toolsets, tools=collect_tools(toolsets))
 
+    def leave_out_toolset(self, name: str) -> Setup:
+        """A copy in which neither conversations nor subagents have the toolset called `name`."""
+        subagents = {}
+        for agent, own in self.subagents.items():
+            rest = tuple(toolset for toolset in own.toolsets if toolset.name != name)
+            subagents[agent] = replace(own, toolsets=rest, tools=collect_tools(rest))
+        others = [other for other in self.toolset_names() if other != name]
+        return replace(self.select_toolsets(others), subagents=subagents)
+
     def sandboxed_toolsets(self) -> list[str]:
         """The names of the toolsets that run commands, toolsets of subagents included."""
         return sorted({toolset.name for toolset in self.all_toolsets() if toolset.needs_sandbox})

@@ -90,6 +90,30 @@ def assert_nothing_is_left(cwd: Path) -> None:
     assert str(cwd) not in mounts
 
 
+def test_python_is_not_offered_in_an_image_without_it(tmp_path: Path, images: Path) -> None:
+    call = using("python", code="1 + 1")
+    write_rows(tmp_path / "p.jsonl", row("with", "python:1", call), row("without", "shell:1", call))
+    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    offered = {
+        name: (
+            record["toolsets"],
+            "python" in {tool["function"]["name"] for tool in record["tools"]},
+        )
+        for name, record in found.items()
+    }
+    assert offered == {
+        "with": (["file", "python", "terminal"], True),
+        "without": (["file", "terminal"], False),
+    }
+    with_it, without = (found[name]["messages"][-2]["content"] for name in ("with", "without"))
+    assert json.loads(with_it)["value"] == "2"
+    assert "python" in without
+    log = (tmp_path / "trajectories/r/run.log").read_text()
+    assert log.count("shell:1 has no python3") == 1
+
+
 def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:
     """The records of `FIXES` and of a row without an image, whose checks are as they should."""
     write_rows(cwd / "p.jsonl", *FIXES, row("lost", "missing:1"))

@@ -156,6 +156,8 @@ class Sandbox(ABC):
     """All files that outlive a sandbox are in the workspace's directory."""
     takes_extras: ClassVar[bool] = False
     """The sandbox can provide `Extras`, so agents that are commands can run in it."""
+    has_own_python: ClassVar[bool] = False
+    """Python cells run in the sandbox's own `python3`, not in a fork of this program."""
     has_own_loopback: ClassVar[bool] = False
     """The sandbox's 127.0.0.1 is not this machine's, even if it has a network."""
 

@@ -101,11 +101,6 @@ class ServedSandbox(Sandbox):
         return None
 
     @property
-    def has_own_python(self) -> bool:
-        """Whether cells run in the `python3` of the sandbox, not in a fork of the server."""
-        return False
-
-    @property
     def is_continued(self) -> bool:
         """Whether commands of an earlier sandbox may be why this one does not start."""
         return False

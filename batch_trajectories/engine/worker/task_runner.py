@@ -73,6 +73,8 @@ class Work:
     row: RowTask
     trajectory: Trajectory
     context: ToolContext
+    setup: Setup
+    """Model and tools of the conversation."""
     end: Finish = field(default=Finish("failed"))
     diff: dict[str, Any] | None = None
     check: dict[str, Any] | None = None
@@ -214,7 +216,14 @@ class TaskRunner:
         close_calls(trajectory, "failed", lambda event: None)
         context = self._spaces.open(task.key, row, resumed=False)
         record = self._record(
-            Work(task=task, assignment=assignment, row=row, trajectory=trajectory, context=context),
+            Work(
+                task=task,
+                assignment=assignment,
+                row=row,
+                trajectory=trajectory,
+                context=context,
+                setup=setup_of_task(self._setups, self._config, task),
+            ),
             failure,
         )
         return _finished(task, record, failure)
@@ -231,7 +240,12 @@ class TaskRunner:
         self._trajectories[task.key] = trajectory
         context = self._spaces.open(task.key, row, resumed=resumed)
         work = Work(
-            task=task, assignment=assignment, row=row, trajectory=trajectory, context=context
+            task=task,
+            assignment=assignment,
+            row=row,
+            trajectory=trajectory,
+            context=context,
+            setup=setup_of_task(self._setups, self._config, task),
         )
         failure = None
         try:
@@ -331,7 +345,7 @@ class TaskRunner:
             work.trajectory,
             end=work.end,
             spec=work.row.spec,
-            setup=setup_of_task(self._setups, self._config, work.task),
+            setup=work.setup,
             failure=failure,
             check=work.check,
             diff=work.diff,
@@ -345,8 +359,10 @@ class TaskRunner:
 
     async def _converse(self, work: Work, prepared: PreparedWorkspace) -> Finish:
         task, assignment, row, trajectory = work.task, work.assignment, work.row, work.trajectory
-        setup = setup_of_task(self._setups, self._config, task)
         rebuild = None
+        if work.setup.uses("python") and not await self._spaces.has_python(prepared.context, row):
+            work.setup = work.setup.leave_out_toolset("python")
+        setup = work.setup
         if _has_begun(assignment):
             from batch_trajectories.engine.worker.rebuild import Rebuilder  # only resumes need it
 
@@ -418,7 +434,7 @@ class TaskRunner:
             AgentTask(
                 key=work.task.key,
                 agent=work.row.agent,
-                setup=setup_of_task(self._setups, self._config, work.task),
+                setup=work.setup,
                 row=work.row,
                 context=work.context,
                 trajectory=work.trajectory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import secrets
 from collections import defaultdict
@@ -34,7 +35,7 @@ from batch_trajectories.records.files import storage_error
 from batch_trajectories.records.names import RETAINED_WORKSPACES, WORKSPACES
 from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
-from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox
+from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox, SandboxError
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.workspace.removal import remove_tree
@@ -62,6 +63,13 @@ class PreparedWorkspace(NamedTuple):
     """Why not, if there was an earlier one."""
 
 
+log = logging.getLogger(__name__)
+
+_ASK_PYTHON = ("python3", "-I", "-S", "-c", "import sys; sys.exit(sys.version_info < (3, 8))")
+_WITHOUT_PYTHON = (1, 126, 127)
+"""Exit codes of an older Python, of one that cannot be executed, and of none."""
+
+
 class Workspaces:
     """Opens the workspaces of one worker's tasks."""
 
@@ -82,6 +90,8 @@ class Workspaces:
 
             self._images = RunImages(setup)
             self._diffs = Diffs()
+        self._has_python: dict[str, bool] = {}
+        """Whether images have a `python3`, by digest or else by reference."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -173,6 +183,32 @@ class Workspaces:
         if (digest := digests.get(reference)) is None:
             return None
         return {"reference": reference, "digest": digest}
+
+    async def has_python(self, context: ToolContext, row: RowTask) -> bool:
+        """Whether the tool `python` can run: in an image, by the image's `python3` (3.8 or later).
+
+        Each image is asked once.
+        """
+        sandbox = context.sandbox
+        if sandbox is None or not sandbox.has_own_python:
+            return True
+        image = self.image(row)
+        name = row.image.reference if row.image else self._setup.config.docker_image or ""
+        key = image["digest"] if image else name
+        if key not in self._has_python:
+            try:
+                code = (await sandbox.exec(_ASK_PYTHON)).exit_code
+            except SandboxError:
+                return True  # it failed as a whole: the model's first call says how
+            if code not in (0, *_WITHOUT_PYTHON):
+                return True
+            self._has_python[key] = code == 0
+            if code:
+                log.warning(
+                    "%s has no python3 (3.8 or later): the tool python is not offered in it",
+                    name,
+                )
+        return self._has_python[key]
 
     async def make_agent_sandbox(
         self,
