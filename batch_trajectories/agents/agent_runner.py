@@ -63,7 +63,7 @@ from toolsets.workspace.removal import remove_tree
 def failure_hints(
     agent: CommandAgent, config: RunConfig, *, refused: str | None, has_called: bool
 ) -> str:
-    """Return the text to add to the reason of a failure; "" if nothing is known.
+    """Return the known causes of a failure, to begin its reason; "" if nothing is known.
 
     `refused` is the reason for which the gateway refused the last request, None if it refused none.
     `has_called` tells whether a call was answered.
@@ -78,7 +78,7 @@ def failure_hints(
             f"it starts in a workspace of its own: name the whole path {path} in `command`"
             for path in _relative_programs(agent)
         ]
-    return "".join(f"; {hint}" for hint in hints)
+    return "".join(f"{hint}; " for hint in hints)
 
 
 def _hidden_files(agent: CommandAgent, config: RunConfig) -> list[Path]:
@@ -228,13 +228,13 @@ class AgentRunner:
         try:
             return ran.end or _ending(task, gateway.relay, ran.result, ran.before), ran.agent
         except AgentFailed as error:
-            more = failure_hints(
+            causes = failure_hints(
                 task.agent,
                 self._config,
                 refused=gateway.relay.refused,
                 has_called=_last_reply(task) is not None,
             )
-            raise AgentFailed(f"{error}{more}") from error
+            raise AgentFailed(f"{causes}{error}") from error
 
     def _gateway(self, task: AgentTask) -> Gateway:
         options = task.row.spec.options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def _read(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
-        return parse_json(value)
+        given = parse_json(value)
+        return resolve_programs(given, Path()) if isinstance(given, dict) else given
     path, _ = preset_or_path(value, "agents")
     # Imported only for a named agent: --help needs no YAML.
     from batch_trajectories.basics.yaml_file import read_yaml
@@ -65,12 +67,25 @@ def _read(value: Any) -> Any:
 
 
 def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Find the `programs` of an agent that was read from a file in `directory`: there first."""
+    """Find the `programs` of an agent that was read from a file in `directory`: there first.
+
+    A word of its commands that is one of these paths, as it stands there, means the same file.
+    """
     programs = loaded.get("programs")
     if not isinstance(programs, list):
         return dict(loaded)
-    placed = [resolve_beside(p, directory) if isinstance(p, str) else p for p in programs]
-    return {**loaded, "programs": placed}
+    placed = {p: resolve_beside(p, directory) for p in programs if isinstance(p, str)}
+    files = {p: Path(path) for p, path in placed.items() if Path(path).exists()}
+    whole = {normpath(p): str(file.absolute()) for p, file in files.items()}
+    in_place = [placed[p] if isinstance(p, str) else p for p in programs]
+    resolved: dict[str, Any] = {**loaded, "programs": in_place}
+    for key in ("command", "continues", "version"):
+        if isinstance(words := loaded.get(key), list):
+            resolved[key] = [
+                whole.get(normpath(word), word) if isinstance(word, str) and word else word
+                for word in words
+            ]
+    return resolved
 
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:

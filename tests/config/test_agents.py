@@ -365,6 +365,27 @@ def test_no_more_agents_run_than_fit_into_memory() -> None:
     assert (given.num_workers, given.concurrency) == (4, 5)
 
 
+@pytest.mark.parametrize("word", ["agent.py", "./agent.py"])
+def test_a_relative_path_means_the_same_in_command_and_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    script = tmp_path / "agents" / "agent.py"
+    script.parent.mkdir()
+    script.touch()
+    given = {"command": ["python3", word, "{prompt}"], "programs": ["agent.py"]}
+    agent = AGENT | given | {"version": ["python3", word, "-V"]}
+    (script.parent / "mine.yaml").write_text(json.dumps(agent))
+    monkeypatch.chdir(tmp_path)
+    read = config(agent="agents/mine.yaml").agent
+    assert read is not None
+    assert read.command == ("python3", str(script), "{prompt}")
+    assert read.version_command == ("python3", str(script), "-V")
+    monkeypatch.chdir(script.parent)
+    inline = config(agent=json.dumps({"name": "mine", **agent})).agent
+    assert inline is not None
+    assert inline.command == read.command
+
+
 @pytest.mark.parametrize("is_in_config", [False, True], ids=["agent_file", "config_file"])
 def test_programs_are_looked_for_beside_the_file_that_names_them_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_config: bool

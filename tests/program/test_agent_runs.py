@@ -533,8 +533,8 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "unknown model, and only the status is printed": (
         lambda: posting("chat/completions", {"model": "other", "messages": []}),
-        "HTTP Error 400: Bad Request; the gateway refused a request of it: the agent asks for "
-        "model 'other', which this run does not have; add it to `aliases`",
+        "the gateway refused a request of it: the agent asks for model 'other', which this run "
+        "does not have; add it to `aliases`",
     ),
     "another API": (
         lambda: posting("messages", {"model": "m", "messages": []}),
