@@ -36,6 +36,7 @@ from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
 from batch_trajectories.engine.features import find_feature
+from batch_trajectories.engine.file_systems import find_network_type
 from batch_trajectories.engine.run_dir import (
     check_training_file,
     look_at_place,
@@ -369,6 +370,12 @@ def _shares(plan: Plan) -> str:
 
 def warn(plan: Plan, say: Callable[[str], object]) -> None:
     """Say what a careful user would want to know before the first call."""
+    if (kind := find_network_type(plan.config.run_dir)) is not None:
+        say(
+            f"warning: {plan.config.run_dir} is on a file system of type {kind}: it is slow, and "
+            "its locks and order of writes may not hold on other machines; better give "
+            "--output_dir on a disk of this machine, and --mirror=URL for what must outlive it"
+        )
     for base_url in dict.fromkeys(
         url for settings in called_models(plan.setups) for url in settings.urls
     ):

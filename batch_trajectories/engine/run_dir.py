@@ -58,6 +58,7 @@ from batch_trajectories.dataset.kept_dataset import (
 )
 from batch_trajectories.dataset.scan import Scan
 from batch_trajectories.dataset.scan_cache import save_scan
+from batch_trajectories.engine.file_systems import describe_lock_error, explain_missing_locks
 from batch_trajectories.engine.narrowing import NARROWING, refuse_narrowing
 from batch_trajectories.engine.origin import MAC, compute_mac, is_own
 from batch_trajectories.engine.run_json_shape import find_faults
@@ -131,7 +132,10 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def lock(path: Path) -> int:
-    """Take the lock of a run and return its descriptor. Raises `RunLocked`."""
+    """Take the lock of a run and return its descriptor.
+
+    Raises `RunLocked`, and `RunDirError` if the file system keeps no locks.
+    """
     while True:
         fd = open_no_follow(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
@@ -149,12 +153,26 @@ def _is_locked_by(fd: int, path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _is_locked(path, _holder(fd)) from None
+    except OSError as error:
+        if (why := describe_lock_error(error)) is not None:
+            raise _without_locks(path, why) from error
+        raise
     if not is_same_file(fd, path / LOCK_FILE):
         return False
+    if (why := explain_missing_locks(fd, path / LOCK_FILE)) is not None:
+        raise _without_locks(path, why)
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     os.ftruncate(fd, 0)
     os.pwrite(fd, orjson.dumps(me), 0)
     return True
+
+
+def _without_locks(path: Path, why: str) -> RunDirError:
+    return RunDirError(
+        f"{path}: its file system keeps no locks ({why}), so a second process could work on the "
+        "same run. Give --output_dir on a disk of this machine, and --mirror=URL for what must "
+        "outlive it"
+    )
 
 
 def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
