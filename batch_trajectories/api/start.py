@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.plan import Plan, make_plan, refuse_bad_rows, warn
 from batch_trajectories.engine.run_dir import RunDir, open_run_dir, was_started_here
-from batch_trajectories.engine.run_totals import RunTotals
+from batch_trajectories.engine.run_totals import RunTotals, as_html, describe_counts
 from batch_trajectories.engine.supervisor.run import Outcome, run_batch
 from batch_trajectories.records.files import (
     list_directory,
@@ -62,29 +61,12 @@ class RunEnd:
 
     def __repr__(self) -> str:
         """Return one line: path, exit code and counts."""
-        return f"<RunEnd {str(self.path)!r}: exit {self.exit_code}; {self._counts()}>"
+        return f"<RunEnd {str(self.path)!r}: exit {self.exit_code}; {describe_counts(self.totals)}>"
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
-        checks = self.totals.checks
-        cost = f"${self.totals.spent_usd:,.4f}"
-        if self.totals.spent_unknown:
-            cost = f"{cost}, and an unknown part" if self.totals.spent_usd else "unknown"
-        rows = {
-            "run": str(self.path),
-            "conversations": self._counts(),
-            "passed": f"{checks.passed:,} of {checks.passed + checks.failed:,} judged",
-            "cost": cost,
-            "training file": str(self.training_file),
-            **({} if self.reason is None else {"reason": self.reason}),
-        }
-        cells = (f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
-        return f"<table>{''.join(cells)}</table>"
-
-    def _counts(self) -> str:
-        totals = self.totals
-        counts = {"done": totals.done, "failed": totals.failed, "pending": totals.pending}
-        return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
+        more = {} if self.reason is None else {"reason": self.reason}
+        return as_html(self.path, self.totals, more)
 
 
 def run(

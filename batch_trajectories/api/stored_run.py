@@ -26,7 +26,12 @@ from batch_trajectories.engine.run_dir import (
     runs_in,
     was_started_here,
 )
-from batch_trajectories.engine.run_totals import RunTotals, compute_totals, stopping_rule
+from batch_trajectories.engine.run_totals import (
+    RunTotals,
+    as_html,
+    compute_totals,
+    stopping_rule,
+)
 from batch_trajectories.engine.stored_scan import load_scan
 from batch_trajectories.records.failures import stored_failures
 from batch_trajectories.records.files import StorageError, find_outward_link, refuse_strange_files
@@ -121,6 +126,12 @@ class StoredRun:
         model = self.identity["config"].get("model")
         state = "" if (holder := self.holder) is None else f", running (process {holder['pid']})"
         return f"<StoredRun {str(self.path)!r}: {counts or 'no records'}; model {model}{state}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks. Raises `RunError` if the run cannot be read."""
+        holder = self.holder
+        state = {} if holder is None else {"state": f"running, process {holder['pid']}"}
+        return as_html(self.path, self.totals(), {"model": str(self.config.model), **state})
 
     @cached_property
     def config(self) -> RunConfig:

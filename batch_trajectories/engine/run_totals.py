@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,7 @@ from batch_trajectories.records.failures import (
     load_failed_attempts,
     why_tasks_failed,
 )
-from batch_trajectories.records.files import list_directory, read_json
+from batch_trajectories.records.files import list_directory, read_json, training_path
 from batch_trajectories.records.index import Ending, Index
 from batch_trajectories.records.journal import (
     Journaled,
@@ -407,6 +408,30 @@ def as_table(totals: RunTotals) -> str:
     if totals.gone:
         lines.append(f"{plural(totals.gone, 'record')} of rows that are no longer in the dataset")
     return "\n".join(lines)
+
+
+def as_html(path: Path, totals: RunTotals, more: Mapping[str, str]) -> str:
+    """The totals of the run in `path` as an HTML table, for notebooks; `more` are further rows."""
+    checks = totals.checks
+    judged = checks.passed + checks.failed
+    rows = {
+        "run": str(path),
+        "conversations": describe_counts(totals),
+        "passed": f"{checks.passed:,} of {judged:,} judged" if judged else "not judged",
+        "cost": _dollars(totals.spent_usd, totals.spent_unknown, "records and replies"),
+        "training file": str(training_path(path)),
+        **more,
+    }
+    cells = (
+        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"
+
+
+def describe_counts(totals: RunTotals) -> str:
+    """The tasks by how they stand: "12 done, 3 pending"."""
+    counts = {"done": totals.done, "failed": totals.failed, "pending": totals.pending}
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
 
 
 def _describe_samples(totals: RunTotals) -> str:

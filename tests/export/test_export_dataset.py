@@ -810,7 +810,8 @@ class TestDirectory:
         recipe = Recipe(formats=("hermes",))
         manifest = export_dataset(source, recipe, tmp_path / "out")
         assert list(find_problems(source, tmp_path / "out")) == []
-        assert derive_manifest(source, recipe) == manifest
+        assert derive_manifest(source, recipe, earlier=manifest["earlier"]) == manifest
+        assert (tmp_path / "out" / "raw" / "train.jsonl").exists()
 
 
 class TestCheck:

@@ -104,7 +104,9 @@ class TestRun:
         assert repr(ended) == f"<RunEnd {str(config.run_dir)!r}: exit 1; 1 failed>"
         table = ended._repr_html_()
         assert "<td>1 failed</td>" in table
-        assert "<td>0 of 0 judged</td>" in table
+        assert "<td>not judged</td>" in table
+        stored = open_run(config.run_dir)
+        assert "<td>1 failed</td>" in stored._repr_html_()
 
     def test_the_budget_is_exit_code_3(self, tmp_path: Path) -> None:
         totals = run(scripted(tmp_path), progress=False).totals

@@ -57,7 +57,7 @@ async def work(name, root, command):
 MCP = """
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.mcp.mcp_settings import McpServer
-from toolsets.catalog.registry import tools_of
+from toolsets.catalog.registry import collect_tools
 from toolsets.context import ToolContext
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
@@ -66,7 +66,7 @@ async def work(root, *argv):
     Path(root).mkdir()
     servers = McpServers(await list_servers({"raw": McpServer(command=argv, per_task=True)}))
     servers.open()
-    toolbox = Toolbox(tools_of(servers.toolsets()), ToolContext(Workspace(Path(root))))
+    toolbox = Toolbox(collect_tools(servers.toolsets()), ToolContext(Workspace(Path(root))))
     told = await toolbox.call("raw__pids", "{}")  # it starts a child, which it leaves behind
     assert not told.is_error, told.content
     await toolbox.close(remove_workspace=True)

@@ -111,6 +111,7 @@ class _FinishedManifest(BaseModel):
 
 class _UnfinishedManifest(BaseModel):
     paths: list[str]
+    earlier: list[_Earlier] = []
 
 
 def export_dataset(
@@ -136,12 +137,16 @@ def export_dataset(
                 _refuse_other_runs(directory, before, source)
             old = paths_in(before) if before else set()
             is_whole = before is not None and not before.get("unfinished")
-            stay = parts_that_stay(before, written_folders(recipe)) if is_whole and before else []
+            stay = (
+                []
+                if before is None or replace
+                else parts_that_stay(before, written_folders(recipe))
+            )
             with Staging(directory) as staging:
-                manifest = _write_dataset(source, recipe, staging, earlier=() if replace else stay)
+                manifest = _write_dataset(source, recipe, staging, earlier=stay)
                 if is_whole and before and not replace:
                     _refuse_no_rows(directory, before, manifest)
-                _write_manifest(directory, unfinished_manifest({*old, *staging.paths()}))
+                _write_manifest(directory, unfinished_manifest({*old, *staging.paths()}, stay))
                 staging.publish()
                 gone = old - set(staging.paths()) - paths_in(manifest)
                 _remove(directory, gone)
@@ -199,13 +204,19 @@ def say_removed(directory: Path | str, gone: Collection[str]) -> None:
         )
 
 
-def unfinished_manifest(paths: Iterable[str]) -> dict[str, Any]:
-    """The manifest of a dataset while its files are replaced; `paths` has old and new files."""
+def unfinished_manifest(
+    paths: Iterable[str], earlier: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The manifest of a dataset while its files are replaced.
+
+    `paths` has old and new files, `earlier` what describes those that stay.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "dataset",
         "unfinished": True,
         "paths": sorted(paths),
+        "earlier": [*earlier],
     }
 
 
@@ -484,12 +495,16 @@ def _read_remote(bucket: Bucket) -> bytes | None:
 
 
 def _send(bucket: Bucket, directory: Path, old: set[str]) -> None:
-    listed = paths_in(read_manifest(directory))
+    manifest = read_manifest(directory)
+    listed = paths_in(manifest)
     gone = old - listed
     paths = {path for path in listed if (directory / path).exists()}
     total = sum((directory / path).stat().st_size for path in paths)
     with LongWork(f"sending {bucket.url}", total=total, unit="B") as work:
-        bucket.upload(MANIFEST_FILE, orjson.dumps(unfinished_manifest(old | listed)))
+        bucket.upload(
+            MANIFEST_FILE,
+            orjson.dumps(unfinished_manifest(old | listed, manifest.get("earlier", ()))),
+        )
         for path in sorted(paths):
             bucket.upload(path, directory / path)
             work.advance((directory / path).stat().st_size)

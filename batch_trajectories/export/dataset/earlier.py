@@ -25,10 +25,12 @@ def written_folders(recipe: Recipe) -> set[str]:
 def parts_that_stay(manifest: Mapping[str, Any], written: set[str]) -> list[dict[str, Any]]:
     """What `earlier` is to have after an export into the directories `written`.
 
-    `manifest` is the finished manifest of the export before.
+    `manifest` is that of the export before. If it was interrupted, its own files are not whole, but
+    those of the exports before it are.
     """
     stay = []
-    for one in (manifest, *manifest.get("earlier", ())):
+    own = () if manifest.get("unfinished") else (manifest,)
+    for one in (*own, *manifest.get("earlier", ())):
         formats = []
         for part in one["formats"]:
             if files := [file for file in part["files"] if _folder(file) not in written]:
