@@ -39,7 +39,6 @@ class Toolbox:
         if len(self._tools) != len(tools):
             raise ValueError("two tools have the same name")
         self._context = context
-        self._call_timeout_s = call_timeout_s
         self._timeouts = CallTimeouts(call_timeout_s)
         self._before_call = before_call
         self.late_calls: list[Future[ToolResult]] = []
@@ -106,7 +105,7 @@ class Toolbox:
             if tool.quick:
                 return run()
             try:
-                return await call_in_thread(run, timeout_s=self._call_timeout_s)
+                return await call_in_thread(run, timeout_s=self._timeouts.timeout_s)
             except LateCall as error:
                 self.late_calls.append(error.future)
                 return self._timeout_result(tool)
@@ -174,7 +173,7 @@ class Toolbox:
         return self._failed(text, failure, exception=kind)
 
     def _timeout_result(self, tool: Tool) -> ToolResult:
-        text = f"Error executing {tool.name}: no result within {self._call_timeout_s:g} s"
+        text = f"Error executing {tool.name}: no result within {self._timeouts.timeout_s:g} s"
         return self._failed(text, "timeout")
 
     def _failed(self, text: str, failure: str, **facts: str) -> ToolResult:

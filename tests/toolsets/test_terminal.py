@@ -57,9 +57,13 @@ class Task:
         self.limits = limits
         self.workspace = Workspace(root)
         self.sandbox = make_sandbox(kind, self.workspace, limits)
-        context = ToolContext(self.workspace, self.sandbox, resumed=resumed)
-        self.toolbox = Toolbox(TOOLS, context, call_timeout_s=call_timeout_s)
+        self._context = ToolContext(self.workspace, self.sandbox, resumed=resumed)
+        self.limit_calls(call_timeout_s)
         self._runner = asyncio.Runner()
+
+    def limit_calls(self, timeout_s: float) -> None:
+        """Give later calls this time."""
+        self.toolbox = Toolbox(TOOLS, self._context, call_timeout_s=timeout_s)
 
     def call(
         self, name: str, *, conversation: Sequence[dict[str, Any]] = (), **arguments: Any
@@ -399,9 +403,9 @@ def test_after_a_call_is_cut_off_the_next_says_that_the_state_is_lost(
 
     def call(timeout_s: float) -> ToolResult:
         task.out("X=1")
-        task.toolbox._call_timeout_s = timeout_s
+        task.limit_calls(timeout_s)
         result = task.call("terminal", command="touch begun; sleep 1000")
-        task.toolbox._call_timeout_s = 60
+        task.limit_calls(60)
         return result
 
     try:
