@@ -201,7 +201,7 @@ def test_every_segment_of_a_split_conversation_is_scored(tmp_path: Path) -> None
     source = make_run(tmp_path, played(FIRST, ([1, 9, 5], [6])))
     with teaching() as teacher:
         assert score(tmp_path, teacher, kind="sglang").returncode == 0
-        assert [request["logprob_start_len"] for request in teacher.requests] == [1, 2]
+        assert {request["logprob_start_len"] for request in teacher.requests} == {1, 2}
     found, _ = rl_rows(source)
     assert [row["segments"] for row in found] == [2, 2]
     assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
