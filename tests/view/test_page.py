@@ -285,6 +285,7 @@ def test_samples_stand_side_by_side(browser: Browser, address: str) -> None:
         page.locator("#siblings tr", has_text="t0#s1").wait_for()
         page.keyboard.press("s")
         page.locator("#pair").wait_for()
+        assert not page.locator("#reader > aside").is_visible()
         assert page.locator("#pair article.parts").evaluate_all(
             "all => all.map(one => one.dataset.turn)"
         ) == ["2", "2"]
