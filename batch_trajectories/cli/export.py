@@ -292,13 +292,21 @@ def _check(source: Any, directory: Path, place: Path, *, trusted: bool) -> int:
     return 0 if is_valid else 1
 
 
+_DRAWS = ("balance", "max_per", "runs")
+"""Reasons of rejects.jsonl for sound conversations: the recipe draws others."""
+
+
 def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
-    parts = ("discarded", "failed", "pending", "rejected", "selected")
-    sums = ", ".join(f"{manifest[key]:,} {key}" for key in parts if manifest[key])
+    by_reason = manifest["rejected_by_reason"]
+    not_drawn = sum(by_reason.get(reason, 0) for reason in _DRAWS)
+    counts = {key: manifest[key] for key in ("discarded", "failed", "pending")}
+    counts |= {"rejected": manifest["rejected"] - not_drawn, "not drawn": not_drawn}
+    counts["selected"] = manifest["selected"]
+    sums = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     lines = [f"{directory}: {plural(manifest['tasks'], 'task')} = {sums or 'none'}"]
     lines += [
-        f"  rejected   {count:>9,}  {reason}"
-        for reason, count in manifest["rejected_by_reason"].items()
+        f"  {'not drawn' if reason in _DRAWS else 'rejected':<11}{count:>9,}  {reason}"
+        for reason, count in by_reason.items()
     ]
     lines += [
         f"{run['selected']:>9,} of {plural(run['tasks'], 'task')} of {run['name']}"

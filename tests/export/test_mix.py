@@ -22,7 +22,7 @@ from batch_trajectories.export.rows.files import Candidate
 from batch_trajectories.export.rows.recipe import Recipe, RunShare, load_recipe
 from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import exported, make_run, rejects, rows
-from tests.helpers.running import lines, write_rows
+from tests.helpers.running import lines, run, write_rows
 from tests.helpers.stored import stored
 
 QUESTION = "how many sheep does it take to fill the whole of an empty barn by noon"
@@ -267,6 +267,17 @@ class TestMixes:
         _, manifest = exported(mixed(*runs), formats="raw", runs=shares)
         assert [one["selected"] for one in manifest["runs"]] == [24, 8, 4]
         assert manifest["rejected_by_reason"]["runs"] == 36
+
+    def test_what_the_weights_do_not_draw_is_not_called_rejected(self, tmp_path: Path) -> None:
+        runs = [one.run_dir for one in five_runs(tmp_path)[:2]]
+        recipe = {"formats": ["raw"], "runs": {"run0": {"weight": 3}, "run1": {"weight": 1}}}
+        (tmp_path / "mix.yaml").write_text(json.dumps(recipe))
+        done = run(tmp_path, "export", *runs, mix="mix.yaml", output=tmp_path / "out")
+        assert done.returncode == 0, done.stderr
+        first, *rest = done.stdout.splitlines()
+        drawn = int(rest[[line.split()[-1] for line in rest].index("runs")].split()[-2])
+        assert f"{drawn} not drawn" in first
+        assert any(line.split()[:2] == ["not", "drawn"] for line in rest)
 
     def test_weights_divide_what_the_scarcest_run_allows(self) -> None:
         shares = {"a": RunShare(weight=0.6), "b": RunShare(weight=0.4), "c": RunShare(count=9)}
