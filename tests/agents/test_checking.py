@@ -79,10 +79,10 @@ def test_an_agent_that_conforms_has_no_problem(dialect: str, how: str) -> None:
 
 def test_a_call_that_the_gateway_refuses_is_named_with_the_reason(tmp_path: Path) -> None:
     (problem,) = check(**own(tmp_path), aliases={})["problem"]
-    assert problem.startswith("no model call of it was answered: ")
-    assert problem.endswith(
-        "the agent asks for model 'm', which this run does not have; add it to `aliases` of the "
-        "agent, or have it ask for `{model}`"
+    assert problem.startswith(
+        "no model call of it was answered: the gateway refused a request of it: the agent asks for "
+        "model 'm', which this run does not have; add it to `aliases` of the agent, or have it ask "
+        "for `{model}`; "
     )
 
 

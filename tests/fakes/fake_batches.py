@@ -140,7 +140,10 @@ class FakeBatches(BaseUrls):
     def _change_token(self, turn: int) -> None:
         self._token = f"token-of-turn-{turn}-0123456789"
         if self.token_file is not None:
-            self.token_file.write_text(self._token)
+            # Whole at every moment: clients read it while it changes.
+            written = self.token_file.with_suffix(".new")
+            written.write_text(self._token)
+            written.replace(self.token_file)
 
     @web.middleware
     async def _check_token(

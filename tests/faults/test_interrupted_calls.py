@@ -182,11 +182,15 @@ def stop_at(process: Process, run_dir: Path, moment: Callable[[OpenCalls], bool]
 
 
 def is_stopped(pid: int) -> bool:
+    """Whether a process that was sent SIGSTOP runs no more of its program.
+
+    One that waits in the kernel (D) stops when it returns; after a vfork it waits for its child.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return stat.rpartition(")")[2].split()[0] in "TZ"
+    return stat.rpartition(")")[2].split()[0] in "DTZ"
 
 
 def open_calls(run_dir: Path) -> OpenCalls:
