@@ -471,7 +471,9 @@ def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
     show_run(path, totals)
     manifest = json.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())
     if not manifest["exported"]:
-        say(f"error: the training file has no row: {_describe_training_losses(manifest)}")
+        from batch_trajectories.export.dataset.directory import describe_losses
+
+        say(f"error: the training file has no row: {describe_losses(manifest)}")
         sys.exit(1)
 
 
@@ -497,11 +499,3 @@ def _leave_out_not_passed(path: Path) -> None:
                 "the training file has conversations that passed alone, from now on; "
                 f"`--run_name={path.name} --no-require_passed` takes this back"
             )
-
-
-def _describe_training_losses(manifest: Mapping[str, Any]) -> str:
-    counts = [(manifest[key], key) for key in ("discarded", "failed", "pending")]
-    counts.append((manifest["partial"], "ended early"))
-    counts += [(n, f"rejected as {why}") for why, n in manifest["rejected_by_reason"].items()]
-    told = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
-    return f"{plural(manifest['tasks'], 'task')}: {told or 'none ended'}"

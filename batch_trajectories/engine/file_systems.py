@@ -17,7 +17,7 @@ _ACROSS_A_NETWORK = frozenset(
 """Types in /proc/self/mountinfo. Those of FUSE begin with `fuse`."""
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-"""What flock gives on file systems without locks, as Lustre mounted without `flock`."""
+"""Errors of flock on file systems without locks, such as Lustre mounted without `flock`."""
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 

@@ -80,7 +80,7 @@ def _derive(source: Source, manifest: Mapping[str, Any], **parts: Any) -> dict[s
 
 
 def _earlier_differences(source: Source, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """What the records give otherwise today for the formats of an earlier export."""
+    """Name files of an earlier export for which the records give other rows today."""
     again = _derive(source, manifest)
     if isinstance(again, str):
         yield again

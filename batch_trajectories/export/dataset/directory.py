@@ -186,10 +186,15 @@ def _refuse_no_rows(
             )
 
 
-def describe_losses(manifest: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    """Why a format has no more rows: "9 tasks: 3 pending, 6 rejected as require_passed"."""
+def describe_losses(manifest: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> str:
+    """Why there are no more rows: "9 tasks: 3 pending, 6 rejected as require_passed".
+
+    `manifest` is that of a dataset, and `part` its part about a format; or `manifest` is that of
+    the training file, which has no parts.
+    """
     counts = [(manifest[key], key) for key in ("discarded", "failed", "pending")]
-    reasons = {**manifest["rejected_by_reason"], **part["rejected_by_reason"]}
+    counts.append((manifest.get("partial", 0), "ended early"))
+    reasons = {**manifest["rejected_by_reason"], **(part or {}).get("rejected_by_reason", {})}
     counts += [(count, f"rejected as {reason}") for reason, count in reasons.items()]
     told = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
     return f"{plural(manifest['tasks'], 'task')}: {told or 'none ended'}"

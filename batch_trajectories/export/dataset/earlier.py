@@ -23,7 +23,7 @@ def written_folders(recipe: Recipe) -> set[str]:
 
 
 def parts_that_stay(manifest: Mapping[str, Any], written: set[str]) -> list[dict[str, Any]]:
-    """What `earlier` is to have after an export into the directories `written`.
+    """The value of `earlier` after an export into the directories `written`.
 
     `manifest` is that of the export before. If it was interrupted, its own files are not whole, but
     those of the exports before it are.
