@@ -524,21 +524,30 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
     write_prompts(tmp_path / "p.jsonl", 12)
     with FakeEndpoint(turns=12, latency_s=0.05, answers=36, **WRITE_A_NOTE) as endpoint:
 
-        def all_wait() -> bool:
-            """Whether each conversation is over or waits; its earlier replies are journaled."""
-            counts = endpoint.journal(full=True)["counts"]
-            over = sum(count["turn"] == 12 and count["answered"] > 0 for count in counts)
-            return bool(endpoint.journal()["in_flight"] + over == 12)
+        def count_waiting() -> tuple[int, int]:
+            """Requests so far, and those in flight if each conversation that is not over has one.
+
+            A conversation that asks has journaled its earlier replies. Else the second is 0.
+            """
+            shown = endpoint.journal(full=True)
+            over = sum(count["turn"] == 12 and count["answered"] > 0 for count in shown["counts"])
+            waiting = shown["in_flight"] if shown["in_flight"] + over == 12 else 0
+            return shown["requests"], waiting
 
         given = options(endpoint, num_workers=3, batch_size=12)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] == 36 and all_wait())
-            asked = endpoint.journal()["requests"]
+            wait_until(lambda: count_waiting() == (48, 12))
             os.kill(max(workers_of(process.pid)), signal.SIGKILL)
-            wait_until(lambda: endpoint.journal()["requests"] > asked and all_wait())
-            before = endpoint.journal()
-            endpoint.answer(before["requests"] + 36)
-            wait_until(lambda: endpoint.journal()["replies"] > before["replies"] and all_wait())
+            wait_until(lambda: count_waiting()[0] > 48 and count_waiting()[1])
+            answered = endpoint.journal()["requests"] + 36
+            endpoint.answer(answered)
+
+            def all_wait() -> bool:
+                """Whether what is in flight are the requests beyond those that get a reply."""
+                requests, waiting = count_waiting()
+                return requests - answered == waiting > 0
+
+            wait_until(all_wait)
             os.killpg(process.pid, signal.SIGKILL)
         endpoint.answer(None)
         assert run(tmp_path, **given).returncode == 0
