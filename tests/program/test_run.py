@@ -545,7 +545,7 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
             def all_wait() -> bool:
                 """Whether what is in flight are the requests beyond those that get a reply."""
                 requests, waiting = count_waiting()
-                return requests - answered == waiting > 0
+                return waiting > 0 and waiting == requests - int(answered)
 
             wait_until(all_wait)
             os.killpg(process.pid, signal.SIGKILL)
