@@ -1,4 +1,4 @@
-"""What every sandbox has to do, as tests for who writes one.
+"""The tests that every sandbox passes, for those who write one.
 
     SANDBOX=NAME python -m pytest --pyargs batch_trajectories.sandbox_conformance
 
@@ -115,7 +115,7 @@ box = Box({self.name!r}, pathlib.Path({str(self.root)!r}), {self.settings!r})
 
 
 def cut_off(call: Callable[[float], Result], has_begun: Callable[[Result], bool]) -> Result:
-    """What `call(timeout_s)` gives where its command is cut off after it has begun.
+    """The result of `call(timeout_s)` if its command is cut off after it has begun.
 
     A command that has not begun in time, as on a loaded machine, gets more time.
     """
@@ -149,7 +149,7 @@ def box(name: str, tmp_path: Path) -> Box:
 
 @pytest.fixture
 def isolated(box: Box) -> Box:
-    """The same, of a sandbox that claims to isolate."""
+    """A sandbox that claims to isolate; else the test is skipped."""
     if not box.kind.is_isolated:
         pytest.skip(f"sandbox {box.name} does not claim to isolate (is_isolated)")
     return box
@@ -221,10 +221,10 @@ class TestCommands:
 
 
 class TestLimits:
-    """What a command may use."""
+    """The limits of a command."""
 
     def test_memory_of_a_process(self, box: Box) -> None:
-        """What asks for more fails, or the sandbox is ended and says why."""
+        """A process that asks for more fails, or the sandbox is ended and says why."""
         hog = "x = bytearray(600 << 20); x[::4096] = b'1' * len(x[::4096]); print('got it')"
         try:
             result = box.run("python3", "-c", hog, limits=Limits(memory_mb=256))
@@ -248,7 +248,7 @@ class TestLimits:
         assert result.full_mb > 20
 
     def test_the_number_of_processes(self, box: Box) -> None:
-        """What starts more fails, or the sandbox is ended; the next call works again."""
+        """A command that starts more fails, or the sandbox is ended; the next call works again."""
         if not box.kind.limits_itself:
             if (group := make_group(30, 512)) is None:
                 pytest.skip("no control groups can be made here")
@@ -378,7 +378,7 @@ class TestSessions:
 
 
 class TestIsolation:
-    """What a command cannot reach."""
+    """The files, processes and networks that a command cannot reach."""
 
     def test_no_file_of_this_machine_is_shown_or_written(
         self, isolated: Box, tmp_path: Path

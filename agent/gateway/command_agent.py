@@ -175,7 +175,7 @@ class McpFile(BaseModel):
 
 
 class CommandAgent(BaseModel):
-    """How to run an agent, and how it calls models."""
+    """The command of an agent, and the models that it calls."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -189,7 +189,7 @@ class CommandAgent(BaseModel):
     """The command that continues the latest session with `{prompt}`, the user's next message.
     (): the agent takes one message only."""
     protocol: Literal["acp"] | None = None
-    """How the agent gets its prompt: `acp` (Agent Client Protocol); None: as `{prompt}`."""
+    """The way an agent gets its prompt: `acp` (Agent Client Protocol); None: as `{prompt}`."""
     rejects: Annotated[tuple[ToolKind, ...], BeforeValidator(split_commas)] = ()
     """With `acp`: the kinds of tools for which permission is refused."""
     env: dict[_Variable, _Text | None] = {}

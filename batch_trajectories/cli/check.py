@@ -117,7 +117,7 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
 def _received_options(
     stored: StoredRun, given: dict[str, Any], *, has_new_rows: bool, trust_run: bool
 ) -> dict[str, Any]:
-    """What `check` uses of the config of a run that was not started here, which it says."""
+    """The options of a received run's config that `check` uses, which it prints."""
     from batch_trajectories.audit.audited import SHARED_OPTIONS
     from batch_trajectories.engine import origin
 

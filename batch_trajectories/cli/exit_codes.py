@@ -1,4 +1,4 @@
-"""How commands end: an error message and an exit code for every case."""
+"""The exit code and the error message of every way in which a command ends."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
 
 
 def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]) -> int:
-    """The same in a directory, which is at `place` for the user."""
+    """Export into a directory, which the user knows as `place`."""
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.export.dataset.directory import export_dataset
     from batch_trajectories.export.rows.recipe import Recipe, load_recipe
@@ -253,7 +253,7 @@ def _one(sources: Sequence[Source], output: Path | None) -> tuple[Source, Path]:
 
 
 def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], Path], Any]:
-    """What `--parity` does to a dataset, given its manifest. Raises `ConfigError`."""
+    """Make the function that checks a dataset for `--parity`. Raises `ConfigError`."""
     from batch_trajectories.basics.errors import ConfigError
 
     if not flags["parity"]:
@@ -343,7 +343,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def _argument_advice(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """How rows can be kept whose arguments are no JSON object."""
+    """Advice on keeping rows whose arguments are no JSON object."""
     from batch_trajectories.export.conversation.tolerance import NON_OBJECT_ARGUMENTS
 
     counts = (part["rejected_by_reason"] for part in (manifest, *manifest["formats"]))
@@ -358,7 +358,7 @@ def _argument_advice(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
-    """How many turns carry no loss by the recipe's `mask`, and why; a turn can have two reasons."""
+    """The number of turns without loss by the recipe's `mask`, by reason; a turn can have two."""
     if masked := part.get("masked"):
         yield f"{masked['turns']:>9,} of {plural(masked['of'], 'turn')} carry no loss"
         yield from (f"{count:>9,}   {reason}" for reason, count in masked["by_reason"].items())
@@ -367,7 +367,7 @@ def _describe_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:
-    """What there is to say of the format rl."""
+    """Lines about the rows of the format rl."""
     yield (
         f"{part['split']:>9,} of these rows begin where a prompt did not begin with what was "
         f"sampled; {plural(part['turns_without_ids'], 'turn')} without token ids"

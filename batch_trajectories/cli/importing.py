@@ -18,7 +18,7 @@ _HERMES = "hermes"
 """The format of a batch run of hermes-agent, which continues as a run of a dataset."""
 
 _FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex", _HERMES)
-"""See `importing/readers/` and `importing/hermes.py`, which other commands do not need."""
+"""The formats of `importing/readers/` and `importing/hermes.py`; other commands load none."""
 
 _OF_ALL_FORMATS = ("sources", "format", "metadata", "run_name", "output_dir")
 """Parameters of the command that do not need `--format=hermes`."""

@@ -1,4 +1,4 @@
-"""What `tools` and `endpoints` list: what works here, and which keys are set."""
+"""The lists that `tools` and `endpoints` print: what works here, and which keys are set."""
 
 from __future__ import annotations
 

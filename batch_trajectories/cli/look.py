@@ -75,7 +75,7 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
 
 
 def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
-    """How many rows to print, and the kind of rows: `--rows` takes both."""
+    """The number of rows to print and the kind of rows; `--rows` takes both."""
     numbers = [int(text) for text in given if text.isdecimal()]
     kinds = [text for text in given if not text.isdecimal()]
     if len(numbers) > 1 or len(kinds) > 1:
@@ -170,7 +170,7 @@ def _split_place(reason: str) -> tuple[str, str]:
 
 
 def _describe_use(name: str, columns: dict[str, Any]) -> str:
-    """What a run does with a column of this name, when these columns are there."""
+    """Describe what a run does with a column, given the columns of the dataset."""
     from batch_trajectories.dataset.columns import column_names
     from batch_trajectories.dataset.row import MODEL_COLUMN
     from batch_trajectories.dataset.row_conversation import (

@@ -260,8 +260,7 @@ def _endpoint_config(
     *,
     trust_run: bool,
 ) -> RunConfig:
-    """How the judge or teacher is called: as given, with endpoints and prices of a run of this
-    user's.
+    """The config of calls to a judge or teacher, with the endpoints and prices of this user's run.
 
     Raises `ConfigError`.
     """

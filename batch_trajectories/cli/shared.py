@@ -29,7 +29,7 @@ def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
 
 
 class Starting(NamedTuple):
-    """What the options of the commands that start a run say."""
+    """The values of the options of commands that start a run."""
 
     config_file: Path | None
     fresh: bool

@@ -1,4 +1,4 @@
-"""How people steer the process that works on a run: `control.jsonl` in the run directory.
+"""The requests by which people steer a running process: `control.jsonl` in the run directory.
 
 The file only grows. A line has `at` (epoch seconds), `who`, `to` (the process it is meant for:
 `pid` and `started`, as the lock of the run names it), and `do`:

@@ -542,7 +542,7 @@ def sum_up_spending(
 
 
 def spent_by_judges(run_dir: Path) -> Spent:
-    """What the judges of the run in `run_dir` were paid; writes nothing.
+    """The dollars that the judges of a run were paid; writes nothing.
 
     By `score` and by exports of earlier versions; computed from their replies.
     """

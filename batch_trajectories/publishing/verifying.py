@@ -48,7 +48,7 @@ _PROGRAM = "batch-trajectories"
 
 _OF_THE_HUB = (".gitattributes",)
 _CACHE_OF_THE_HUB = ".cache/huggingface"
-"""What a download from the hub adds by itself; no loader of datasets reads it."""
+"""Files that a download from the hub adds; no loader of datasets reads them."""
 
 
 class _File(BaseModel, strict=True):
@@ -184,7 +184,7 @@ def read_publication(directory: Path) -> Publication:
 
 
 def find_problems(found: Publication, *, expected: str | None = None) -> Iterator[str]:
-    """What is not as it was published, a line each. `expected` is the digest of the manifest."""
+    """List what differs from the publication, a line each; `expected`: the manifest's digest."""
     if expected is not None and expected.lower() != found.sha256:
         yield f"{MANIFEST_FILE}: its sha256 is {found.sha256}, not {expected}"
     listed = {one.path: one for one in found.files}
@@ -214,7 +214,7 @@ def find_missing(found: Publication, given: str) -> Iterator[str]:
 
 
 def find_differences(found: Publication, other: Publication) -> Iterator[str]:
-    """In what the rows of another publication differ, a line each."""
+    """List the differences from the rows of another publication, a line each."""
     ours, theirs = found.manifest.run, other.manifest.run
     if ours.dataset_sha256 != theirs.dataset_sha256:
         yield "other prompts were used"
@@ -277,7 +277,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _problem_of_file(directory: Path, file: _File, work: LongWork) -> str | None:
-    """What is wrong with a listed file; None if it is as published."""
+    """Describe the problem of a listed file; None if it is as published."""
     try:
         with _open(directory, file.path) as opened:
             if (size := os.fstat(opened.fileno()).st_size) != file.bytes:
@@ -386,4 +386,4 @@ _SMALL_FILES: Mapping[str, Callable[[Publication, Path], Iterator[str]]] = {
     RECIPE_FILE: _problems_of_recipe,
     SCRIPT_NAME: _problems_of_script,
 }
-"""What finds problems in the files that decide which job is started."""
+"""The functions that find problems in the files that decide which job is started."""

@@ -196,7 +196,7 @@ def turn_as_json(record: Record, turn: int) -> dict[str, Any]:
 
 
 def _agent(record: Record, agent: AgentFacts) -> str:
-    """What is known of the agent that held the conversation, in a line."""
+    """A line about the agent that held the conversation."""
     name = " ".join(filter(None, (agent.name, agent.version)))
     facts = [f"agent: {name}" if name else "agent", plural(agent.starts, "start")]
     if agent.exit_code is not None:

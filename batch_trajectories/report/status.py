@@ -71,7 +71,7 @@ class Status(NamedTuple):
     """Totals of its batches; None if it has none."""
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The status as `--json` shows it."""
         return {
             "run_dir": str(self.run_dir),
             "holder": self.holder,

@@ -41,7 +41,7 @@ _TEACHERS_SHOWN = 5
 
 
 class Figures(NamedTuple):
-    """What a teacher thinks of the sampled tokens of a segment.
+    """A teacher's log-probabilities of the sampled tokens of a segment.
 
     All are packed as little-endian numbers of 32 bits, the width in which servers compute
     log-probabilities: wider ones would only store zeros, narrower ones would be off by more than

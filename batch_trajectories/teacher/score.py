@@ -64,7 +64,7 @@ _CHANCE = -8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherOptions:
-    """What a user asks of a teacher."""
+    """The options of a command that asks a teacher."""
 
     top: int = 0
     """The number of most likely tokens at each place; 0: only the sampled ones."""
@@ -81,7 +81,7 @@ class TeacherOptions:
 
 
 class TeacherResult(NamedTuple):
-    """What a command has done."""
+    """The counts of a finished command."""
 
     segments: int
     """Segments that have figures now and had none."""
@@ -130,7 +130,7 @@ def score_by_teacher(
 
 
 def _settings(config: RunConfig) -> tuple[ModelSettings, InferenceServer]:
-    """How the teacher is called, from the root of its server."""
+    """The settings of calls to the teacher, from the root of its server."""
     try:
         settings = resolve_settings(config, config.model)
     except ValueError as error:
@@ -473,7 +473,7 @@ class _Scoring:
         )
 
     def result(self) -> TeacherResult:
-        """What the command has done."""
+        """The counts of the command."""
         return TeacherResult(
             segments=self._segments,
             tokens=self._tokens,

@@ -1,4 +1,4 @@
-"""How vLLM and SGLang are asked for the log-probabilities of given tokens, and how they answer.
+"""The requests for log-probabilities of given tokens to vLLM and SGLang, and their replies.
 
 vLLM answers a completion of one token with `prompt_logprobs`: null for the first token, then an
 object by token id, for all tokens of the prompt. SGLang answers with `meta_info`, which has triples
@@ -41,7 +41,7 @@ class MisfitReply(Exception):
 
 
 class TeacherReply(NamedTuple):
-    """What a server said about one segment."""
+    """The reply of a server about one segment."""
 
     figures: Figures
     model: str | None

@@ -271,7 +271,7 @@ def in_flight(state: State, query: Query, body: Any) -> dict[str, Any]:
 
 
 def live_conversation(state: State, query: Query, body: Any) -> dict[str, Any]:
-    """What the journals have of a conversation."""
+    """The journaled part of a conversation."""
     run = state.open(query.run)
     return live.conversation(run.place, run.index.look(), query.text("id"))
 

@@ -79,7 +79,7 @@ def make_form(run: RunPlace, record: Record) -> bytes:
 
 
 def describe_requests(record: Record) -> list[dict[str, Any]]:
-    """What the requests of each conversation of a record were; see the API's `requests`."""
+    """Describe the requests of each conversation of a record; see the API's `requests`."""
     return [
         {
             "part": part.name,
@@ -147,7 +147,7 @@ def verdict_in(labels: Labels | None, record: str) -> str | None:
 
 
 def _steps(record: Record) -> Iterator[tuple[Any, ...]]:
-    """What the model did in each turn."""
+    """The model's steps in each turn."""
     replies = [message for message in record.messages if message.role == "assistant"]
     for reply in replies[len(replies) - len(record.turns) :]:
         yield _step(reply)
@@ -200,7 +200,7 @@ def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:
 
 
 def conversation(run: RunPlace, table: Table, id: str) -> dict[str, Any]:
-    """What the journals have of a conversation; see the API's `live`."""
+    """The journaled part of a conversation; see the API's `live`."""
     journals, keys = _read(run, table)
     for key in keys:
         try:

@@ -55,7 +55,7 @@ async def events(request: web.Request, state: State) -> web.StreamResponse:
 
 
 class _Watch:
-    """What one page has been told."""
+    """The state that one page was sent."""
 
     def __init__(self, state: State, run: str | None, id: str | None) -> None:
         self._state, self._run, self._id = state, run, id

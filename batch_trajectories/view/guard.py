@@ -44,7 +44,7 @@ class AccessRefused(Exception):
 
 
 class AccessGuard:
-    """What the requests of one server must have."""
+    """The token, host and origin that requests of one server must have."""
 
     def __init__(self, host: str, password: str | None) -> None:
         """`host` is the address that the server listens on."""

@@ -1,4 +1,4 @@
-"""What people decide: read from labels.jsonl, and appended to it as the command `label` does."""
+"""The decisions of people: read from labels.jsonl, and appended as the command `label` does."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def decide(
 
 
 def compute_agreement(records: Sequence[Record]) -> dict[str, Any]:
-    """How reviewers agree on these records; see `export.agreement`."""
+    """Compute the agreement of reviewers on some records; see `export.agreement`."""
     agreement = Agreement()
     for record in records:
         agreement.add(record)

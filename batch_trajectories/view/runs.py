@@ -55,11 +55,11 @@ class RunPlace(NamedTuple):
     """Where a run is."""
 
     key: str
-    """In the addresses of the API."""
+    """The run's name in addresses of the API."""
     path: Path
-    """Its directory; of a mirror that of the copy."""
+    """The run's directory; of a mirror, the directory of the copy."""
     place: str
-    """What was given to the command."""
+    """The path or URL that the command was given."""
     url: str | None = None
     """The mirror that it is a copy of."""
     problem: str | None = None
@@ -141,7 +141,7 @@ def is_own(path: Path) -> bool:
 
 
 def run_json(run: RunPlace) -> dict[str, Any]:
-    """What the list of runs says of a run: from small files, without its records."""
+    """The run's row in the list of runs, read from small files, without the records."""
     unknown: dict[str, Any] = dict.fromkeys(
         (
             "error",
@@ -227,7 +227,7 @@ def _process_facts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _end_facts(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last end of the run wrote; of one that was killed, what its index says."""
+    """The facts that the last end of the run wrote; after a kill, those in the index."""
     summary = read_json(path / SUMMARY_FILE)
     if summary is None or _is_older(path / SUMMARY_FILE, path / RECORDS_FILE):
         return _index_facts(path, identity)

@@ -24,11 +24,11 @@ from batch_trajectories.view.state import State
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20
-"""Of a request's body."""
+"""The bytes that a request's body may have."""
 _LOGIN_PAUSE_S = 1.0
 
 MOST_LINE_BYTES = 4 << 20
-"""Of a request line: aiohttp refuses longer ones in words of its own, and browsers send no such."""
+"""The bytes that a request line may have; browsers send no longer ones."""
 _MOST_ADDRESS_BYTES = 64 << 10
 """A selection of many rows is longer than the 8 KB that aiohttp takes on its own."""
 
@@ -116,7 +116,7 @@ class ViewServer:
         return _text(frame.html(), "text/html")
 
     async def _nothing(self, request: web.Request) -> web.Response:
-        """What browsers ask for on their own."""
+        """Answer a request that browsers make on their own."""
         return web.Response(status=204)
 
     async def _script(self, request: web.Request) -> web.Response:

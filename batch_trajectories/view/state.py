@@ -1,4 +1,4 @@
-"""What a server keeps of the runs that are looked at: of the few latest, so memory has a limit."""
+"""The state of the few runs that were looked at last, so that memory has a limit."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class OpenRun:
         return ordered
 
     def choices(self, table: Table) -> dict[str, Any]:
-        """What the rows can be filtered by, and how many there are of each."""
+        """The values that rows can be filtered by, with the number of rows of each."""
         version = self.index.version
         if self._choices is None or self._choices[0] != version:
             self._choices = version, list_choices(table)
@@ -138,7 +138,7 @@ class OpenRun:
         return [pair for pair in found if pair[1]]
 
     def agreement(self, table: Table) -> dict[str, Any]:
-        """How the reviewers agree; of at most 20,000 records. See `export.agreement`."""
+        """The agreement of the reviewers, for at most 20,000 records. See `export.agreement`."""
         labels = self.labels.look()
         if labels is None:
             return {}
@@ -159,7 +159,7 @@ class OpenRun:
             return None  # `verify` names it
 
     def facts(self) -> tuple[dict[str, Any] | None, str | None]:
-        """What is known of the whole run, and why it is not; has it made if need be."""
+        """The facts of the whole run, or why they are not there; starts making them if need be."""
         with self._lock:
             if self._facts is not None and self._facts.is_over():
                 self._facts_failed = self._facts.problem()

@@ -83,7 +83,7 @@ _MAX_VALUES = 1000
 _MAX_CHARS = 100
 _ALL = "all rows"
 _USUAL_CHECK_S = 1.0
-"""If checks usually take less than this, a fast check means nothing."""
+"""Seconds; if checks usually take less, a fast check means nothing."""
 _VARIED = ""
 """The ending of prompts that do not always fail in the same way."""
 

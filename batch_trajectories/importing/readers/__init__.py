@@ -1,4 +1,4 @@
-"""What other programs store, read as conversations: one module per format, found by its name.
+"""Readers of the files of other programs: one module per format, found by its name.
 
 A module has a `READER`; see `Reader` in `importing/conversation.py`.
 """

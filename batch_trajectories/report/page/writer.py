@@ -71,7 +71,7 @@ def task_row(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_record(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a task."""
+    """The facts of a task that the page shows."""
     steps = [{**part, "against": shows_defect(part)} for part in line["steps"]]
     return {**line, "steps": steps, "tools": [], "training_form": None}
 
@@ -95,7 +95,7 @@ _ROWS_BYTES = 1 << 20
 
 
 class Collected(NamedTuple):
-    """What `Pieces` has collected."""
+    """The result of `Pieces`."""
 
     rows: bytes
     records: bytes
@@ -221,7 +221,7 @@ class WrittenPage(NamedTuple):
 
     path: Path
     rows: int
-    """Of trajectories, or of tasks for the page of an audit."""
+    """The number of trajectories, or of tasks on the page of an audit."""
     files: Path | None
     """The directory with the data of the page; None if all data is in the page."""
 
@@ -308,7 +308,7 @@ def write_report(
 
 
 class _Part:
-    """What the page needs to know of some records, and where their data is."""
+    """The page's facts about some records, and the place of their data."""
 
     collected: Collected
 
@@ -377,7 +377,7 @@ def _is_page(path: Path) -> bool:
 
 
 def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | None:
-    """What masks turns in the dataset of a run, at its usual place; None without one that does.
+    """The masks of a run's dataset at its usual place; None without a dataset that masks turns.
 
     Unless it `calls_functions`, without what a function of the user masks; also without it if
     somebody else wrote the recipe, whose function may be anything.
@@ -441,7 +441,7 @@ def _tasks(run: Mapping[str, Any], funnel: Mapping[str, Any] | None) -> int:
 
 
 def dataset_name(dataset: Mapping[str, Any]) -> str:
-    """What the user gave as the dataset, without the directories of this machine.
+    """The dataset as the user gave it, without the directories of this machine.
 
     What is not JSONL was copied to a file whose name is a digest, which would tell nobody anything.
     """

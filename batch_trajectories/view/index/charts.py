@@ -95,7 +95,7 @@ def make_charts(table: Table, masks: Masks) -> dict[str, Any]:
 
 
 def list_choices(table: Table) -> dict[str, list[list[Any]]]:
-    """What the rows of the whole run can be filtered by, with counts, most frequent first."""
+    """List the values that rows of the run can be filtered by, with counts, most frequent first."""
     masks = table.counting
     names = ("status", "model", "error", "exported", "tool_names", "flags")
     columns = table.columns(masks, names)
@@ -163,7 +163,7 @@ def _over_time(times: pa.ChunkedArray, passed: pa.ChunkedArray) -> dict[str, Any
 def _heights_by_verdict(
     steps: pa.ChunkedArray, number: int, passed: pa.ChunkedArray
 ) -> dict[str, list[int]]:
-    """How many rows are in each step: in all, of those that passed, and that did not."""
+    """The number of rows in each step: all, those that passed, and those that did not."""
     return {
         "heights": _heights(steps, number),
         "passed": _heights(steps.filter(passed), number),
@@ -181,7 +181,7 @@ def _heights(steps: pa.ChunkedArray, number: int) -> list[int]:
 def histogram(
     values: pa.ChunkedArray, *, is_whole: bool, passed: pa.ChunkedArray
 ) -> dict[str, Any]:
-    """How often values lie where: in equal steps, or growing ones where they are far apart.
+    """Count values by step: equal steps, or growing ones if the values are far apart.
 
     `passed` is the verdict of each value's row. As the report's `histogramOf`.
     """

@@ -1,4 +1,4 @@
-"""How two runs differ, short enough for a page."""
+"""The differences of two runs, short enough for a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a whole run, as the report says it: funnel, problems, rewards, money.
+"""The facts of a whole run, as the report states them: funnel, problems, rewards, costs.
 
 Another process reads all records for it, and keeps the result beside the index. It is shown until
 a new one is made, as of so many records.
@@ -30,7 +30,7 @@ _WAITS = 20
 
 
 class _Part:
-    """Of some records."""
+    """The facts of some records."""
 
     def __init__(self, samples: int, rule: Any) -> None:
         self.rewards, self.health = RewardStatistics(samples, rule), Health(samples)

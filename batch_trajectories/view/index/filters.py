@@ -77,10 +77,10 @@ class BadFilter(ValueError):
 
 @dataclass(slots=True)
 class RowFilters:
-    """What a request filters by."""
+    """The filters of a request."""
 
     choices: list[Choice] = field(default_factory=list)
-    """Those that columns alone decide."""
+    """The filters that columns alone decide."""
     labels: list[str] = field(default_factory=list)
     undecided_by: str = ""
     """A reviewer: the rows without a verdict of theirs."""

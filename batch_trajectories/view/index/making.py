@@ -1,4 +1,4 @@
-"""What other processes do for the server.
+"""The work that other processes do for the server.
 
     python -m batch_trajectories.view.index.making WHAT RUN [RUN]
 

@@ -38,7 +38,7 @@ from batch_trajectories.view.index.columns import (
 )
 
 RANGE_BYTES = 8 << 20
-"""Of records.jsonl in one part of a new index."""
+"""The bytes of records.jsonl in one part of a new index."""
 
 _BATCH_ROWS = 1 << 16
 _SMALL_BYTES = 256 << 10
@@ -56,27 +56,27 @@ class IndexPart(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What an index is made of: another one is needed where this differs."""
+    """The sources of an index; if they differ, another index is needed."""
 
     device: int
     inode: int
-    """Of records.jsonl: `repair` replaces it."""
+    """The inode of records.jsonl, which `repair` replaces."""
     scores: int
     """The size of scores.jsonl."""
 
     @property
     def name(self) -> str:
-        """Of the directory with this index."""
+        """The name of the directory with this index."""
         return f"{FORMAT}-{self.device:x}-{self.inode:x}-{self.scores:x}"
 
     @property
     def name_of_texts(self) -> str:
-        """Of the directory with its texts, which do not depend on scores."""
+        """The name of the directory with the index's texts, which do not depend on scores."""
         return f"texts-{FORMAT}-{self.device:x}-{self.inode:x}"
 
 
 def find_origin(run_dir: Path) -> Origin | None:
-    """What the index of a run is made of now; None without records."""
+    """Find the sources of the index of a run; None without records."""
     try:
         status = (run_dir / RECORDS_FILE).stat()
     except FileNotFoundError:
@@ -327,7 +327,7 @@ def drop_replaced(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
 
 
 def _rebatch(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of a good size, one in memory at a time."""
+    """Yield rows in batches of a good size, one in memory at a time."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for batch in batches:

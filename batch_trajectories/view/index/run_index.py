@@ -29,7 +29,7 @@ from batch_trajectories.view.index.parts import (
 from batch_trajectories.view.index.table import Table, count_selected
 
 _HERE_BYTES = 1 << 20
-"""Of records: it takes longer to start a process than to index them."""
+"""Bytes of records that are indexed sooner than a process is started."""
 _SAID_CHARS = 2000
 
 
@@ -74,7 +74,7 @@ class Maker:
 
 
 def run_maker(what: str, *run_dirs: Path) -> bytes:
-    """What another process prints, which ends before this returns. Raises `RunDirError`."""
+    """Run another process to its end, and return its output. Raises `RunDirError`."""
     module = "batch_trajectories.view.index.making"
     paths = [str(path.resolve()) for path in run_dirs]
     command = [sys.executable, "-m", module, what, *paths]
@@ -175,7 +175,7 @@ class RunIndex:
             self.error, self._failed_at = str(error), (origin, self.of_bytes)
 
     def _choose(self, cache: Path, origin: Origin) -> Origin:
-        """What to show: while only the scores are new, the earlier index until this one is made."""
+        """Choose the index to show: an earlier one while a new one is made for new scores alone."""
         before = self._shown
         if before is None or before == origin or self.is_complete:
             return origin

@@ -25,7 +25,7 @@ _MOST_COMPARED = 24
 """Parts; merged ones grow at least by half each, so that there are fewer."""
 
 Masks = list[pa.BooleanArray]
-"""For each batch, which of its rows are selected."""
+"""The selected rows of each batch."""
 
 
 class RowPlace(NamedTuple):
@@ -40,7 +40,7 @@ SAMPLES = "samples"
 
 
 class SampleGroup(NamedTuple):
-    """How many samples a prompt has, how many of them were judged, and how many passed."""
+    """The numbers of samples of a prompt: all, judged, and passed."""
 
     samples: int
     judged: int

@@ -1,4 +1,4 @@
-"""What a conversation changed in the repository that it worked in.
+"""The diff of the repository that a conversation worked in.
 
 The diff is made when nothing of the conversation runs any more, in a fresh copy of its image: with
 the git and the repository that the model was given, whatever it did to its own. Files that differ
