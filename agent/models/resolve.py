@@ -95,45 +95,50 @@ def resolve_model(
         )
     if colon and (own := endpoints.get(prefix)):
         return _configured_settings(own, name, rest, options)
-    if colon and "/" not in prefix and not is_known_prefix(prefix, base_url):
-        if base_url is None:
-            raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
-        prefix = ""
-    row = PROVIDERS[prefix] if colon and is_known_prefix(prefix, base_url) else None
-    if row is None and base_url is None:
+    is_known = is_known_prefix(prefix, base_url)
+    if colon and "/" not in prefix and not is_known and base_url is None:
+        raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
+    provider = PROVIDERS[prefix] if colon and is_known else None
+    if provider is None and base_url is None:
         raise UnknownModel(f"model {name!r} has no provider and no --base_url: {FORMS}")
-    base_url = base_url or (row and _url_in_environment(row))
-    there = find_provider(base_url) if base_url is not None else None
-    if row is not None and row.client is not None:
-        arguments = {"base_url": base_url} if base_url else {}
-        connection = Connection(client=row.client, client_options=arguments)
-        key = key_env or NO_KEY
-        own = Endpoint(
-            api=api,
-            base_url="",
-            key_env=key,
-            provider=row.prices,
-            options=provider_fields(row),
-            connection=connection,
-        )
-        return _configured_settings(own, name, rest, options)
-    endpoint = row or there or _SERVER
-    payee = there or (None if base_url is not None and row is None else endpoint)
+    base_url = base_url or (provider and _url_in_environment(provider))
+    if provider is not None and provider.client is not None:
+        cloud = _cloud_endpoint(provider, base_url, api, key_env)
+        return _configured_settings(cloud, name, rest, options)
+    at_url = None if base_url is None else find_provider(base_url)
+    named = provider or at_url or _SERVER
+    # A server at an unknown URL bills nobody, unless the name says whose models it serves.
+    payee = at_url or (None if base_url is not None and provider is None else named)
     # Names of fields follow the server behind the base URL, not the provider that bills.
-    if base_url is None or (row is not None and row.is_own_server):
-        options = {**provider_fields(endpoint), **options}
-    elif there is not None:
-        options = {**provider_fields(there), **options}
-    dialect = api or endpoint.api
-    _check_proxy(base_url or endpoint.base_url, None)
+    if base_url is None or (provider is not None and provider.is_own_server):
+        options = {**provider_fields(named), **options}
+    elif at_url is not None:
+        options = {**provider_fields(at_url), **options}
+    dialect = api or named.api
+    _check_proxy(base_url or named.base_url, None)
     return ModelSettings(
-        name=rest if row else name,
+        name=rest if provider else name,
         api=dialect,
-        base_url=complete_base_url(base_url or endpoint.base_url, dialect),
+        base_url=complete_base_url(base_url or named.base_url, dialect),
         key_env=key_env or (payee and payee.key_env),
         provider=payee and payee.prices,
         reference=name,
         **options,
+    )
+
+
+def _cloud_endpoint(
+    provider: Provider, base_url: str | None, api: Api | None, key_env: str | None
+) -> Endpoint:
+    """The endpoint of a provider that is reached by a client of a cloud."""
+    arguments = {"base_url": base_url} if base_url else {}
+    return Endpoint(
+        api=api,
+        base_url="",
+        key_env=key_env or NO_KEY,
+        provider=provider.prices,
+        options=provider_fields(provider),
+        connection=Connection(client=provider.client, client_options=arguments),
     )
 
 
@@ -143,12 +148,12 @@ def normalize_prefix(name: str, endpoints: Collection[str] = ()) -> str:
     return f"{prefix}:{rest}" if rest and (prefix in PROVIDERS or prefix in endpoints) else name
 
 
-def _url_in_environment(row: Provider) -> str | None:
+def _url_in_environment(provider: Provider) -> str | None:
     """The base URL in the variable of a provider's SDK; None if it is not set.
 
     Raises `UnknownModel` if the variable holds no URL.
     """
-    value = os.environ.get(row.url_env, "").strip().rstrip("/") if row.url_env else ""
+    value = os.environ.get(provider.url_env or "", "").strip().rstrip("/")
     if not value:
         return None
     url = urlsplit(value)
@@ -156,18 +161,18 @@ def _url_in_environment(row: Provider) -> str | None:
     if url.scheme in ("http", "https") and url.hostname and is_plain:
         return value
     raise UnknownModel(
-        f"the environment variable {row.url_env} must hold an http or https URL without password "
-        "and query; set it again, or unset it"
+        f"the environment variable {provider.url_env} must hold an http or https URL without "
+        "password and query; set it again, or unset it"
     )
 
 
-def provider_fields(row: Provider) -> dict[str, Any]:
+def provider_fields(provider: Provider) -> dict[str, Any]:
     """A provider's names for fields and headers, as fields of `ModelSettings`."""
     return {
-        "usual_max_tokens_name": row.max_tokens_name,
-        "reasoning_field": row.reasoning_field,
-        "session_headers": row.session_headers,
-        "cache_key_apis": row.cache_key_apis,
+        "usual_max_tokens_name": provider.max_tokens_name,
+        "reasoning_field": provider.reasoning_field,
+        "session_headers": provider.session_headers,
+        "cache_key_apis": provider.cache_key_apis,
     }
 
 
@@ -241,14 +246,14 @@ def resolve_sibling(
     prefix, colon, rest = _parts(name)
     is_own = colon and prefix in endpoints
     # Beside a server of the user's own, `mistral:7b` is the name of a model there.
-    is_known_place = bool(settings.connection.client or find_provider(settings.base_url or ""))
-    if (dialects := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
-        is_known_place |= settings.base_url == _url_in_environment(dialects)
-    is_row = is_known_prefix(prefix, None if is_known_place else settings.base_url)
-    row = PROVIDERS[prefix] if colon and not is_own and is_row else None
-    if name != SCRIPTED and row is None and settings.api != SCRIPTED and not is_own:
+    is_providers_url = bool(settings.connection.client or find_provider(settings.base_url or ""))
+    if (billed := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
+        is_providers_url |= settings.base_url == _url_in_environment(billed)
+    is_known = is_known_prefix(prefix, None if is_providers_url else settings.base_url)
+    provider = PROVIDERS[prefix] if colon and not is_own and is_known else None
+    if name != SCRIPTED and provider is None and settings.api != SCRIPTED and not is_own:
         return replace(settings, name=name, reference=name)
-    if row is not None and _belongs_to_provider(row, prefix, settings):
+    if provider is not None and _belongs_to_provider(provider, prefix, settings):
         return replace(settings, name=rest, reference=name)
     same = (
         "temperature",
@@ -268,13 +273,13 @@ def resolve_sibling(
     )
 
 
-def _belongs_to_provider(row: Provider, prefix: str, settings: ModelSettings) -> bool:
-    """Whether the endpoint of `settings` belongs to a row, perhaps at another URL."""
-    if row.client is not None or settings.connection.client is not None:
+def _belongs_to_provider(provider: Provider, prefix: str, settings: ModelSettings) -> bool:
+    """Whether the endpoint of `settings` belongs to a provider, perhaps at another URL."""
+    if provider.client is not None or settings.connection.client is not None:
         return False  # the client depends on the model
     is_same = prefix == settings.reference.partition(":")[0]
-    is_payee = row.prices is not None and row.prices == settings.provider
-    return is_same or (is_payee and row.api == settings.api)
+    is_payee = provider.prices is not None and provider.prices == settings.provider
+    return is_same or (is_payee and provider.api == settings.api)
 
 
 def _parts(name: str) -> tuple[str, str, str]:

@@ -18,12 +18,8 @@ from agent.models.errors import ModelError
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine.messages import Load, ReportBudget, SetLimits
-from batch_trajectories.engine.supervisor.limits import (
-    MAX_COOL_DOWN_S,
-    Limiter,
-    RunLimits,
-    share_out,
-)
+from batch_trajectories.engine.supervisor.limiter import MAX_COOL_DOWN_S, Limiter
+from batch_trajectories.engine.supervisor.limits import RunLimits, share_out
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter, TokenBucket
 from tests.fakes.fake_endpoint import FakeEndpoint
