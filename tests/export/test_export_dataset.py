@@ -665,7 +665,7 @@ class TestDirectory:
         directory, _ = exported(source, formats="openai", replace=False)
         told = [problem.split(", and")[0] for problem in find_problems(source, directory)]
         assert told == [
-            "raw/train.jsonl: of an earlier export",
+            "raw/train.jsonl: belongs to an earlier export",
         ]
 
     @pytest.mark.parametrize("formats", ["openai", "kto", "openai,hermes"])
@@ -890,13 +890,15 @@ class TestCheck:
         source = make_run(tmp_path, worked("A"), worked("B"))
         problems = self.check(source)
         assert "pending: 1, but the records now give 0; export again" in problems
-        assert "openai/train.jsonl: the records give other bytes" in problems
+        assert "openai/train.jsonl: the records give other bytes; export again" in problems
 
     def test_finds_that_rows_of_parquet_are_others_now(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
         exported(make_run(tmp_path, worked("A")), formats="parquet")
         problems = self.check(make_run(tmp_path, worked("B")))
-        assert "openai_parquet/train.parquet: the records give other bytes" in problems
+        assert (
+            "openai_parquet/train.parquet: the records give other bytes; export again" in problems
+        )
 
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())

@@ -94,12 +94,13 @@ def _earlier_differences(source: Source, manifest: Mapping[str, Any]) -> Iterato
             key = "rows" if is_library else "sha256"
             if derived.get(path, {}).get(key) != file[key]:
                 yield (
-                    f"{path}: of an earlier export, and the records now give other rows; export "
-                    f"{part['format']} again"
+                    f"{path}: belongs to an earlier export, and the records now give other rows; "
+                    f"export {part['format']} again"
                 )
 
 
 def find_wrong_sums(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Name counts of a manifest that do not add up."""
     if (total := sum(manifest[key] for key in _SUMS)) != manifest["tasks"]:
         yield f"{' + '.join(_SUMS)} = {total}, but there are {manifest['tasks']} tasks"
     for part in manifest["formats"]:
@@ -160,9 +161,12 @@ def _file_differences(
             yield f"{path}: missing; the records give {derived[path]['rows']} rows"
         elif not same_tools and _is_copy(path):
             if derived[path]["rows"] != files[path]["rows"]:
-                yield f"{path}: {files[path]['rows']} rows, the records give other"
+                yield (
+                    f"{path}: {files[path]['rows']} rows, but the records give "
+                    f"{derived[path]['rows']}; export again"
+                )
         elif derived[path]["sha256"] != files[path]["sha256"]:
-            yield f"{path}: the records give other bytes"
+            yield f"{path}: the records give other bytes; export again"
 
 
 def _is_copy(path: str) -> bool:
@@ -175,12 +179,12 @@ def _manifest_differences(manifest: Mapping[str, Any], again: Mapping[str, Any])
     apart = {"tasks", *_SUMS, "recipe", "versions", "rejects", "other_files", "formats"}
     for key in sorted(({*manifest} | {*again}) - apart):
         if manifest.get(key) != again.get(key):
-            yield f"{MANIFEST_FILE}: {key}: the records give other; export again"
+            yield f"{MANIFEST_FILE}: {key}: the records give another value; export again"
     for ours, theirs in zip(manifest["formats"], again["formats"], strict=False):
         for key in sorted(({*ours} | {*theirs}) - {"files"}):
             if ours.get(key) != theirs.get(key):
                 where = f"{MANIFEST_FILE}: {ours['format']}: {key}"
-                yield f"{where}: the records give other; export again"
+                yield f"{where}: the records give another value; export again"
         splits = {file["path"]: file["split"] for file in theirs["files"]}
         for file in ours["files"]:
             if file.get("split") != splits.get(file["path"], file.get("split")):
