@@ -590,6 +590,24 @@ def placeholder_parts(
     ]
 
 
+_GEMINI_CALLS = ("executableCode", "executable_code", "toolCall", "tool_call")
+
+
+def provider_call(block: Mapping[str, Any]) -> str | None:
+    """Name the tool of a call that the provider itself ran; None for other blocks of a reply.
+
+    Such a call and its result are in the reply. No program can make the call again, and rows that
+    have only texts and calls of the program lack it. Blocks of Anthropic (`server_tool_use`,
+    `mcp_tool_use`), items of the Responses API without a `call_id`, and parts of Gemini.
+    """
+    kind = block.get("type")
+    if kind in ("server_tool_use", "mcp_tool_use"):
+        return str(block.get("name") or kind)
+    if isinstance(kind, str) and kind.endswith("_call") and "call_id" not in block:
+        return str(block.get("name") or kind.removesuffix("_call"))
+    return next((key for key in _GEMINI_CALLS if key in block), None)
+
+
 class PartStore:
     """The large parts of the messages so far, by digest."""
 

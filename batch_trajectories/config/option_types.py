@@ -24,6 +24,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 RowFlaw = Literal[
     "has_images",
     "has_files",
+    "provider_call",
     "control_token",
     "unknown_tool",
     "interrupted",

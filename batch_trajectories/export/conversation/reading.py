@@ -20,6 +20,7 @@ from agent.messages.message import (
     opens_reasoning,
     part_kind,
     placeholder_parts,
+    provider_call,
     split_inline_reasoning,
 )
 from agent.state.final_answer import RESERVED_TOOLS
@@ -157,7 +158,9 @@ class _UsualReader:
         text, blocks, wanted = message.content, message.provider_blocks, message.tool_calls
         if message.role != "assistant" or "<" in text:
             return None
-        if blocks is not None and placeholder_parts("assistant", blocks.blocks):
+        if blocks is not None and (
+            placeholder_parts("assistant", blocks.blocks) or any(map(provider_call, blocks.blocks))
+        ):
             return None
         # All replies but the last one have calls; the last one has text.
         is_blank = not text or text.isspace()
@@ -495,7 +498,7 @@ def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
 
 
 def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
-    """A flaw for each content part of the messages that is not text.
+    """A flaw for each content part that is not text, and for each call that a provider ran.
 
     Raises Rejected if earlier messages are unknown.
     """
@@ -513,6 +516,15 @@ def find_part_flaws(messages: Iterable[StoredMessage]) -> list[Flaw]:
             reason = Reason.HAS_IMAGES if kind == "image" else Reason.HAS_FILES
             what = part.get("type") or part.get("kind") or next(iter(part), "part")
             flaws.append(Flaw(reason, f"message {number}: a part of the type {what!r}"))
+        if message.role == "assistant":
+            called = filter(None, map(provider_call, message.provider_blocks.blocks))
+            flaws += (
+                Flaw(
+                    Reason.PROVIDER_CALL,
+                    f"message {number}: the provider ran {name!r}, and rows cannot show it",
+                )
+                for name in called
+            )
     return flaws
 
 

@@ -24,6 +24,7 @@ NON_TEXT_FLAWS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
 COMMON_FLAWS = NON_TEXT_FLAWS | frozenset(
     (
         Reason.CONTROL_TOKEN,
+        Reason.PROVIDER_CALL,
         Reason.UNKNOWN_TOOL,
         Reason.INTERRUPTED,
         Reason.LEAK_SUSPECTED,

@@ -62,6 +62,8 @@ class Reason(StrEnum):
     """A message holds a picture, and the format only text."""
     HAS_FILES = "has_files"
     """A message holds a document, audio or another part that is not text; the format only text."""
+    PROVIDER_CALL = "provider_call"
+    """The provider ran a tool within a reply; rows lack the call and its result."""
     CONTROL_TOKEN = "control_token"
     """A text holds a token of chat templates."""
     NOT_TEXT = "not_text"

@@ -287,9 +287,11 @@ FORMAT = RowFormat(
     row_of=make_row,
     reasoning=frozenset(("field",)),
     holds=COMMON_FLAWS | TAG_FLAWS,
-    # Nothing tokenizes its documents. Placeholders of parts are not what the model saw, and a call
-    # that a server left in a text is not what the model did.
-    accepts=(COMMON_FLAWS | TAG_FLAWS) - NON_TEXT_FLAWS - {Reason.LEAKED_CALL},
+    # Nothing tokenizes its documents. Placeholders of parts are not what the model saw. A call that
+    # a server left in a text, or that the provider ran, would be missing.
+    accepts=(COMMON_FLAWS | TAG_FLAWS)
+    - NON_TEXT_FLAWS
+    - {Reason.LEAKED_CALL, Reason.PROVIDER_CALL},
     splits_calls=False,
     has_segments=False,
     marks_loss=True,

@@ -121,6 +121,8 @@ FORMAT = CustomFormat(
     card="A session per file, for the hub's viewer of agent traces; not meant for `load_dataset`.",
     holds=COMMON_FLAWS | TAG_FLAWS,
     # Nothing tokenizes sessions; see `atif`.
-    accepts=(COMMON_FLAWS | TAG_FLAWS) - NON_TEXT_FLAWS - {Reason.LEAKED_CALL},
+    accepts=(COMMON_FLAWS | TAG_FLAWS)
+    - NON_TEXT_FLAWS
+    - {Reason.LEAKED_CALL, Reason.PROVIDER_CALL},
     files=_SessionFiles,
 )
