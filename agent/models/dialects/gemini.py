@@ -15,6 +15,7 @@ from agent.models.dialects.dialect import (
     to_body,
     unknown_in,
 )
+from agent.models.dialects.gemini_calls import is_open, join_calls
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
 from agent.models.parsing import get_object, make_call, parse_object, text_or_none
@@ -110,7 +111,7 @@ class _Candidate:
     def build(self) -> dict[str, Any]:
         content = dict(self._content)
         if self._parts:
-            content["parts"] = [part.build() for part in self._parts]
+            content["parts"] = join_calls(part.build() for part in self._parts)
         return {**({"content": content} if content else {}), **self._fields}
 
 
@@ -163,9 +164,12 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
         raise ModelError("malformed", "the reply has no candidates")
     candidate = candidates[0]
-    message = read_parts(get_object(candidate, "content").get("parts") or [])
+    parts = get_object(candidate, "content").get("parts") or []
+    message = read_parts(parts)
     ending = read_ending("finishReason", candidate.get("finishReason"), message)
     finish_reason = ending.reason
+    if finish_reason != "length" and any(map(is_open, join_calls(parts))):
+        raise ModelError("malformed", "the arguments of a call do not end")
     if finish_reason == "stop" and "tool_calls" in message:
         finish_reason = "tool_calls"
     return _completion(
@@ -207,6 +211,7 @@ def read_parts(parts: Any) -> Message:
     """Build the message from the parts of a content; it holds them verbatim if they have more."""
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ModelError("malformed", "the parts of the content are not a list of objects")
+    parts = join_calls(parts)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
