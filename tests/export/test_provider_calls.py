@@ -99,7 +99,7 @@ REPLIES: dict[str, tuple[str, JSON, str]] = {
 def record_with(reply: JSON, api: str) -> JSON:
     """A record of one turn with a call of a tool, and this reply as its answer."""
     message = read_reply(api, json.dumps(reply).encode()).message
-    return record_of(user(), assistant("", call()), result("r"), message)
+    return record_of(user(), assistant("", call()), result("r"), {**message})
 
 
 def row(record: JSON, name: str, *accepts: str) -> JSON:

@@ -35,7 +35,7 @@ def event(*parts: JSON, finish: str | None = None) -> JSON:
     return {"candidates": [{"content": {"role": "model", "parts": list(parts)}, **ending}]}
 
 
-def piece(path: str, more: bool = True, **value: Any) -> JSON:
+def piece(path: str, *, more: bool = True, **value: Any) -> JSON:
     """A further part of a call, with a value at a path."""
     partial = [{"jsonPath": path, **value}]
     return {"functionCall": {"partialArgs": partial, **({"willContinue": True} if more else {})}}
@@ -53,7 +53,8 @@ def stream_value(path: str, value: Any, cut: int) -> Iterator[JSON]:
     elif isinstance(value, str):
         for at in range(0, len(value), cut):
             yield piece(path, stringValue=value[at : at + cut], willContinue=True)
-        yield piece(path, **({} if value else {"stringValue": ""}))
+        end: JSON = {} if value else {"stringValue": ""}
+        yield piece(path, **end)
     elif value is None:
         yield piece(path, nullValue="NULL_VALUE")
     elif isinstance(value, bool):
