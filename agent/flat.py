@@ -23,20 +23,19 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict
 
 from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
-from agent.messages.message import Event, Message, ToolCall
+from agent.messages.message import Event, Message, ReplyEvent, ResultEvent
 from agent.models.dialects import anthropic_messages
 from agent.models.model import Completion, Request
-from agent.models.parsing import parse_object
+from agent.models.parsing import input_object, parse_object
 from agent.options import MAX_COUNT, AgentOptions
 from agent.session import run_here
 from agent.state.trajectory import Trajectory
@@ -59,17 +58,6 @@ _LINE_CHARS = 120
 _JSON_OUTPUT = "json_output"
 """Key in the details of a tool message whose content is the JSON of an output, not a text."""
 
-_FIELDS: Mapping[str, Mapping[str, type]] = {
-    **{role: {"content": str} for role in ("system", "user", "assistant")},
-    "thinking": {"content": str},
-    "tool_call": {"name": str, "id": str, "input": object},
-    "tool_result": {"id": str, "output": object},
-    "opaque": {"block": dict},
-}
-"""The fields that a message must have besides its role or type."""
-
-_OPTIONAL = {"ts": str, "signature": str, "is_error": bool}
-
 
 class FlatSession(TypedDict):
     """A conversation in the flat format."""
@@ -88,10 +76,10 @@ def init_session(system_prompt: str | None, user_prompt: str) -> FlatSession:
 def extend_session(session: FlatSession, message: FlatMessage) -> FlatSession:
     """Append a copy of `message`, with a time if it has none; returns the same session.
 
-    Raises `ValueError` if the form of the message is wrong; `to_messages` checks the order.
+    Raises `ValueError` if the form of the message is wrong; `to_api_messages` checks the order.
     """
-    _check_shape(message)
-    session["messages"].append(_add_time(copy.deepcopy(message)))
+    _to_block(message)
+    session["messages"].append({"ts": _format_time(), **copy.deepcopy(message)})
     return session
 
 
@@ -131,7 +119,9 @@ def agent_loop(
     Exceptions of `invoke_model` are passed on; the session then has all earlier messages. Raises
     `ValueError` if a call has no result, or a tool no handler.
     """
-    opening = to_messages(session["messages"])
+    opening, open_calls = _to_messages(session["messages"])
+    if open_calls:
+        raise ValueError(f"the session ends with calls that have no result: {sorted(open_calls)}")
     if max_iterations == 0:
         return session
     trajectory = Trajectory(opening)
@@ -142,67 +132,41 @@ def agent_loop(
         max_reasks=0,
         parallel_tools=parallel,
     )
+    before = [*session["messages"]]
+    events: list[ReplyEvent | ResultEvent] = []
+
+    def record(event: Event) -> None:
+        if event["kind"] != "reply" and event["kind"] != "result":
+            return
+        _log_message(name or "agent", event["message"])
+        # Results come as their tools end; in the session they are in call order.
+        events.append(event)
+        events.sort(key=lambda event: (event["turn"], event.get("call", -1)))
+        session["messages"][:] = [*before, *(item for event in events for item in _items(event))]
+
     own_tools = [_make_tool(schema, tool_handlers or {}) for schema in tools]
-    try:
-        with tempfile.TemporaryDirectory(prefix="agent-") as root:
-            toolbox = Toolbox(own_tools, ToolContext(Workspace(Path(root))))
-            run = run_agent(
-                trajectory,
-                model=_FunctionModel(invoke_model, tools),
-                tools=AgentTools(toolbox, trajectory, options),
-                spec=ConversationSpec(options),
-                journal=lambda event: _log_event(name or "agent", event),
-            )
-            run_here(run)
-    finally:
-        events = sorted((*trajectory.replies, *trajectory.results), key=_event_order)
-        for message, event in zip(trajectory.messages[len(opening) :], events, strict=True):
-            ended_at = event["started_at"] + event["duration_s"]
-            session["messages"] += [_add_time(item, ended_at) for item in _items(message)]
-        for reply in trajectory.discarded:
-            # A last reply without an answer, such as thoughts alone, belongs to the session, too.
-            session["messages"] += map(_add_time, _items(reply["message"]))
+    with tempfile.TemporaryDirectory(prefix="agent-") as root:
+        toolbox = Toolbox(own_tools, ToolContext(Workspace(Path(root))))
+        run = run_agent(
+            trajectory,
+            model=_FunctionModel(invoke_model, tools),
+            tools=AgentTools(toolbox, trajectory, options),
+            spec=ConversationSpec(options),
+            journal=record,
+        )
+        run_here(run)
     return session
-
-
-def to_messages(flat: Sequence[FlatMessage]) -> list[Message]:
-    """Convert a flat conversation to messages as the loop has them; `from_messages` goes back.
-
-    Successive items of the assistant become one message, whose `provider_blocks` hold what its
-    content, reasoning and calls would lose. Raises `ValueError` naming the first message with a
-    wrong form or position: only the first may be the system's, call ids are unique, and all results
-    of a turn follow its calls.
-    """
-    names: dict[str, str] = {}
-    waiting: set[str] = set()
-    before = None
-    for n, item in enumerate(flat):
-        try:
-            _check_shape(item)
-            _check_position(item, n, waiting, names, before)
-        except ValueError as error:
-            raise ValueError(f"message {n} of the session: {error}") from None
-        before = item.get("type")
-    messages: list[Message] = []
-    for is_assistant, run in groupby(flat, _is_assistant):
-        if is_assistant:
-            messages.append(_assistant_message(run))
-        else:
-            messages += [_other_message(item, names) for item in run]
-    return messages
-
-
-def from_messages(messages: Iterable[Message]) -> list[FlatMessage]:
-    """Convert messages to the flat format, without times and without blocks of other APIs."""
-    return [item for message in messages for item in _items(message)]
 
 
 def to_api_messages(flat: Sequence[FlatMessage]) -> list[dict[str, Any]]:
     """Convert messages for the Anthropic API: user and assistant alternate, no system message.
 
-    Raises `ValueError` as `to_messages` does.
+    The last calls may still lack results. Raises `ValueError` naming the first message with a wrong
+    form or position: only the first may be the system's, call ids are unique, and all results of a
+    turn follow its calls.
     """
-    return anthropic_messages.to_api_messages(to_messages(flat))
+    messages, _ = _to_messages(flat)
+    return copy.deepcopy(anthropic_messages.to_api_messages(messages))
 
 
 def parse_response(response: Mapping[str, Any]) -> list[FlatMessage]:
@@ -210,49 +174,111 @@ def parse_response(response: Mapping[str, Any]) -> list[FlatMessage]:
 
     Raises `ModelError` if the response is an error, cut or malformed.
     """
-    return [_add_time(item) for item in _items(_read_response(response).message)]
+    blocks = _read_response(response).message["provider_blocks"]["blocks"]
+    return [{"ts": _format_time(), **_to_item(block)} for block in blocks]
 
 
-def _add_time(message: FlatMessage, at: float | None = None) -> FlatMessage:
-    """Add a time to a message that has none; `at` are epoch seconds, None: now."""
-    return {"ts": _format_time(at), **message}
+def _to_messages(flat: Sequence[FlatMessage]) -> tuple[list[Message], set[str]]:
+    """Convert a session for the loop; also returns the ids of its last calls without a result."""
+    messages: list[Message] = []
+    tools: dict[str, str] = {}
+    waiting: set[str] = set()
+    for n, item in enumerate(flat):
+        try:
+            block = _to_block(item)
+            kind = item.get("role") or item["type"]
+            if kind == "system" and n:
+                raise ValueError("the only system message must be the first message")
+            if kind == "tool_result":
+                if item["id"] not in waiting:
+                    raise ValueError("a tool result without an open call")
+                waiting.remove(item["id"])
+            elif waiting and (kind in ("system", "user") or messages[-1]["role"] == "tool"):
+                raise ValueError(f"the calls {sorted(waiting)} before it have no result")
+            elif kind == "tool_call":
+                if item["id"] in tools:
+                    raise ValueError(f"an earlier call has the id {item['id']!r}, too")
+                tools[item["id"]] = item["name"]
+                waiting.add(item["id"])
+        except ValueError as error:
+            raise ValueError(f"message {n} of the session: {error}") from None
+        # A message of its own for each item: the dialect joins successive ones of one role.
+        if kind == "tool_result":
+            output, is_error = item["output"], item.get("is_error", False)
+            text = output if isinstance(output, str) else exact_json.dumps(output).decode()
+            message = Message(role="tool", content=text, is_error=is_error)
+            message["tool_call_id"], message["name"] = item["id"], tools[item["id"]]
+            messages.append(message)
+        elif kind in ("system", "user"):
+            messages.append(Message(role=kind, content=item["content"]))
+        else:
+            messages.append(anthropic_messages.read_blocks([block]))
+    return messages, waiting
 
 
-def _format_time(at: float | None = None) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
-
-
-def _check_shape(message: Any) -> None:
-    if not isinstance(message, dict):
-        raise ValueError(f"it must be a dict, not {type(message).__name__}")
-    key = next((key for key in ("role", "type") if key in message), None)
-    if key is None:
-        raise ValueError("it has neither a role nor a type")
-    kinds = list(_FIELDS)[:3] if key == "role" else list(_FIELDS)[3:]
-    kind = message[key]
-    if kind not in kinds:
-        raise ValueError(f"its {key} is {kind!r}; known: {', '.join(kinds)}")
-    fields = {**_FIELDS[kind], **{name: _OPTIONAL[name] for name in _optional_fields(kind)}}
-    for field, type_ in fields.items():
-        if field not in message and field in _FIELDS[kind]:
-            raise ValueError(f"its {field!r} is missing")
-        if field in message and not isinstance(message[field], type_):
-            names = {str: "text", bool: "true or false", dict: "an object"}
-            raise ValueError(f"its {field!r} must be {names[type_]}")
-    if unknown := message.keys() - {key, *fields}:
-        raise ValueError(f"it has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
-    for field, value in message.items():
+def _to_block(item: Any) -> dict[str, Any]:
+    """Make the block of the Anthropic API. Raises `ValueError` if the form of `item` is wrong."""
+    block: dict[str, Any]
+    optional: dict[Any, type] = {"ts": str}
+    match item:
+        case {"role": "system" | "user" | "assistant", "content": str(text), **rest}:
+            block = {"type": "text", "text": text}
+        case {"type": "thinking", "content": str(text), **rest}:
+            optional["signature"] = str
+            signature = {key: value for key, value in rest.items() if key == "signature"}
+            block = {"type": "thinking", "thinking": text, **signature}
+        case {"type": "tool_call", "name": str(name), "id": str(id), "input": given, **rest}:
+            block = {"type": "tool_use", "id": id, "name": name, "input": given}
+        case {"type": "tool_result", "id": str(id), "output": output, **rest}:
+            optional["is_error"] = bool
+            block = {"type": "tool_result", "tool_use_id": id, "content": output}
+        case {"type": "opaque", "block": {"type": str()} as block, **rest}:
+            if block["type"] in ("text", "thinking", "tool_use"):
+                raise ValueError(f"a block of type {block['type']!r} is not opaque")
+        case _:
+            raise ValueError(f"it has none of the forms of a flat message: {item!r:.200}")
+    for field, value in rest.items():
+        if not isinstance(value, optional.get(field, ())):
+            raise ValueError(f"its field {field!r} is unknown, or has the wrong type")
+    for field, value in item.items():
         if not _is_json(value):
             raise ValueError(f"its {field!r} holds what JSON cannot hold, or would alter")
-    if kind == "opaque":
-        block_type = message["block"].get("type")
-        if not isinstance(block_type, str) or block_type in ("text", "thinking", "tool_use"):
-            raise ValueError(f"a block of type {block_type!r} is not opaque")
+    return block
 
 
-def _optional_fields(kind: str) -> list[str]:
-    own = {"thinking": "signature", "tool_result": "is_error"}
-    return ["ts", *([own[kind]] if kind in own else [])]
+def _to_item(block: Mapping[str, Any]) -> FlatMessage:
+    """Make the flat message of a block of a reply; `_to_block` goes back."""
+    block = copy.deepcopy(dict(block))
+    match block:
+        case {"type": "text"}:
+            return {"role": "assistant", "content": str(block.get("text") or "")}
+        case {"type": "thinking"}:
+            signature = {k: v for k, v in block.items() if k == "signature" and v is not None}
+            return {"type": "thinking", "content": str(block.get("thinking") or ""), **signature}
+        case {"type": "tool_use"}:
+            given = block.get("input")
+            parsed = input_object(given) if isinstance(given, str) else None
+            name, id = (str(block.get(field) or "") for field in ("name", "id"))
+            given = given if parsed is None else parsed
+            return {"type": "tool_call", "name": name, "id": id, "input": given}
+    return {"type": "opaque", "block": block}
+
+
+def _items(event: ReplyEvent | ResultEvent) -> list[FlatMessage]:
+    """The flat messages of a reply or a result, with the time when it was there."""
+    message = event["message"]
+    ts = {"ts": _format_time(event["started_at"] + event["duration_s"])}
+    if event["kind"] == "reply":
+        return [ts | _to_item(block) for block in message["provider_blocks"]["blocks"]]
+    output: Any = message["content"]
+    if _JSON_OUTPUT in message.get("details", {}):
+        # An output that was cut is no JSON any more, and stays the text that the model saw.
+        with suppress(exact_json.JSONDecodeError):
+            output = exact_json.loads(output)
+    is_error = {"is_error": True} if message["is_error"] else {}
+    return [
+        ts | {"type": "tool_result", "id": message["tool_call_id"], "output": output} | is_error
+    ]
 
 
 def _is_json(value: Any) -> bool:
@@ -263,151 +289,13 @@ def _is_json(value: Any) -> bool:
     return not exact_json.is_nested_too_deep(written) and bool(exact_json.loads(written) == value)
 
 
-def _check_position(
-    item: FlatMessage, n: int, waiting: set[str], names: dict[str, str], before: str | None
-) -> None:
-    """Check one message; `waiting` are the calls without a result, `names` the tools by call."""
-    kind = item.get("type")
-    if item.get("role") == "system" and n:
-        raise ValueError("the only system message must be the first message")
-    if kind == "tool_result":
-        if item["id"] not in waiting:
-            raise ValueError("a tool result without an open call")
-        waiting.remove(item["id"])
-    elif waiting and (before == "tool_result" or not _is_assistant(item)):
-        raise ValueError(f"the calls {sorted(waiting)} before it have no result")
-    if kind == "tool_call":
-        if item["id"] in names:
-            raise ValueError(f"an earlier call has the id {item['id']!r}, too")
-        names[item["id"]] = item["name"]
-        waiting.add(item["id"])
-
-
-def _is_assistant(item: FlatMessage) -> bool:
-    kind = item.get("role") or item.get("type")
-    return kind in ("assistant", "thinking", "tool_call", "opaque")
-
-
-def _assistant_message(run: Iterable[FlatMessage]) -> Message:
-    items = [{key: value for key, value in item.items() if key != "ts"} for item in run]
-    blocks = [_to_block(item) for item in items]
-    message = anthropic_messages.read_blocks(blocks)
-    if _items(message) != items:
-        message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
-    return message
-
-
-def _other_message(item: FlatMessage, names: Mapping[str, str]) -> Message:
-    """The message of system, user or tool; `names` are the names of tools by call id."""
-    if "role" in item:
-        return Message(role=item["role"], content=item["content"])
-    output = item["output"]
-    message = Message(
-        role="tool",
-        tool_call_id=item["id"],
-        name=names[item["id"]],
-        content=output if isinstance(output, str) else exact_json.dumps(output).decode(),
-        is_error=item.get("is_error", False),
-    )
-    if not isinstance(output, str):
-        message["details"] = {_JSON_OUTPUT: True}
-    return message
-
-
-def _to_block(item: FlatMessage) -> dict[str, Any]:
-    match item:
-        case {"role": "assistant"}:
-            return {"type": "text", "text": item["content"]}
-        case {"type": "thinking"}:
-            signature = {key: value for key, value in item.items() if key == "signature"}
-            return {"type": "thinking", "thinking": item["content"], **signature}
-        case {"type": "tool_call"}:
-            # An input that is not an object becomes text, as in a reply that was cut.
-            given = item["input"]
-            given = copy.deepcopy(given) if isinstance(given, dict) else _write_arguments(given)
-            return {"type": "tool_use", "id": item["id"], "name": item["name"], "input": given}
-        case _:
-            return copy.deepcopy(item["block"])
-
-
-def _items(message: Message) -> list[FlatMessage]:
-    """One message in the flat format, without times."""
-    if message["role"] == "tool":
-        is_error = {"is_error": True} if message.get("is_error") else {}
-        result = {"id": message["tool_call_id"], "output": _read_output(message)}
-        return [{"type": "tool_result", **result, **is_error}]
-    if message["role"] != "assistant":
-        return [{"role": message["role"], "content": message["content"]}]
-    calls = [_call_item(call) for call in message.get("tool_calls", ())]
-    verbatim = message.get("provider_blocks")
-    if verbatim is not None and verbatim["api"] == anthropic_messages.API:
-        # Calls are taken from the message: their names may have been repaired.
-        own = iter(calls)
-        return [
-            next(own) if block.get("type") == "tool_use" else _block_item(block)
-            for block in verbatim["blocks"]
-        ]
-    items: list[FlatMessage] = []
-    if reasoning := message.get("reasoning"):
-        items.append({"type": "thinking", "content": reasoning})
-    if message["content"]:
-        items.append({"role": "assistant", "content": message["content"]})
-    return items + calls
-
-
-def _block_item(block: Mapping[str, Any]) -> FlatMessage:
-    match block.get("type"):
-        case "text":
-            return {"role": "assistant", "content": str(block.get("text") or "")}
-        case "thinking":
-            item = {"type": "thinking", "content": str(block.get("thinking") or "")}
-            return item | {k: v for k, v in block.items() if k == "signature" and v is not None}
-        case _:
-            return {"type": "opaque", "block": copy.deepcopy(dict(block))}
-
-
-def _call_item(call: ToolCall) -> FlatMessage:
-    function = call["function"]
-    given = _read_arguments(function["arguments"])
-    return {"type": "tool_call", "name": function["name"], "id": call["id"], "input": given}
-
-
-def _read_arguments(arguments: str) -> Any:
-    """Read the JSON that a model wrote; its text if it is not JSON or nested too deep."""
-    if exact_json.is_nested_too_deep(arguments.encode(errors="replace")):
-        return arguments
-    try:
-        return exact_json.loads(arguments or "{}")
-    except exact_json.JSONDecodeError:
-        return arguments
-
-
-def _write_arguments(given: Any) -> str:
-    """Write the text from which `_read_arguments` reads `given`."""
-    if isinstance(given, str) and _read_arguments(given) == given:
-        return given
-    return exact_json.dumps(given).decode()
-
-
-def _read_output(message: Message) -> Any:
-    if _JSON_OUTPUT in message.get("details", {}):
-        # If a note of the runtime follows the JSON, the model saw both as one text.
-        with suppress(exact_json.JSONDecodeError):
-            return exact_json.loads(message["content"])
-    return message["content"]
-
-
 def _read_response(response: Mapping[str, Any]) -> Completion:
-    """Read a response of the Anthropic API with all its blocks, except empty texts."""
+    """Read a response of the Anthropic API; its message holds all blocks, except empty texts."""
     # Fake APIs need not give a `stop_reason`. The standard library's JSON accepts half characters.
     body = json.dumps({"stop_reason": "end_turn", **response}).encode()
     completion = anthropic_messages.read_reply(body)
-    # Parsed again, since the reader stores the blocks only if there are thoughts.
-    blocks = [
-        block
-        for block in parse_object(body)["content"]
-        if block.get("type") != "text" or block.get("text")
-    ]
+    blocks = parse_object(body)["content"]
+    blocks = [block for block in blocks if block.get("type") != "text" or block.get("text")]
     completion.message["provider_blocks"] = {"api": anthropic_messages.API, "blocks": blocks}
     return completion
 
@@ -421,7 +309,8 @@ class _FunctionModel:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        body: dict[str, Any] = {"messages": anthropic_messages.to_api_messages(request.messages)}
+        messages = anthropic_messages.to_api_messages(request.messages)
+        body: dict[str, Any] = {"messages": copy.deepcopy(messages)}
         if request.messages and request.messages[0]["role"] == "system":
             body["system"] = request.messages[0]["content"]
         return _read_response(await asyncio.to_thread(self._ask, body))
@@ -438,29 +327,25 @@ def _make_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., A
     name = schema["name"]
     if name not in handlers:
         raise ValueError(f"tool {name!r} has no handler")
-    handler = handlers[name]
+
+    def run(context: ToolContext, **arguments: Any) -> ToolResult:
+        returned = handlers[name](**arguments)
+        details = {} if isinstance(returned, str) else {_JSON_OUTPUT: True}
+        return replace(as_result(returned), details=details)
+
     return Tool(
         name=name,
         description=schema.get("description", ""),
         parameters=dict(schema.get("input_schema", {})),
-        function=lambda context, **arguments: _mark_json(handler(**arguments)),
+        function=run,
         arguments_model=None,
     )
 
 
-def _mark_json(returned: Any) -> ToolResult:
-    """The result of a handler; an output that is not a text is marked, and stays a JSON value."""
-    result = as_result(returned)
-    return result if isinstance(returned, str) else replace(result, details={_JSON_OUTPUT: True})
-
-
-def _event_order(event: Any) -> tuple[int, str]:
-    return event["turn"], event["kind"]
-
-
-def _log_event(name: str, event: Event) -> None:
-    if event["kind"] not in ("reply", "result"):
-        return
-    message = event["message"]
+def _log_message(name: str, message: Message) -> None:
     line = f"{_format_time()} {name} {message['role']} {message['content']}".replace("\n", " ")
     _log.info("%s", line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 3]}...")
+
+
+def _format_time(at: float | None = None) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))

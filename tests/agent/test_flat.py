@@ -17,18 +17,15 @@ from hypothesis import strategies as st
 from agent.flat import (
     FlatMessage,
     FlatSession,
+    agent_loop,
     extend_session,
     fork_session,
-    from_messages,
     init_session,
     parse_response,
     response,
     send,
     to_api_messages,
-    to_messages,
 )
-from agent.messages.message import Message
-from agent.models.dialects.anthropic_messages import API as ANTHROPIC
 from agent.models.errors import ModelError
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -140,24 +137,24 @@ def test_extend_takes_each_shape_as_it_is(message: FlatMessage) -> None:
 @pytest.mark.parametrize(
     ("message", "wrong"),
     [
-        ("Go.", "must be a dict, not str"),
-        ({"content": "Go."}, "neither a role nor a type"),
-        ({**USER, "role": "tool"}, "its role is 'tool'; known: system, user, assistant"),
-        ({**USER, "role": ["user"]}, "its role is ['user']"),
-        ({**thinking(), "type": "thought"}, "its type is 'thought'; known: thinking"),
-        ({"role": "user"}, "its 'content' is missing"),
-        ({**USER, "content": [{"type": "text", "text": "Go."}]}, "its 'content' must be text"),
-        ({**USER, "content": None}, "its 'content' must be text"),
-        ({**USER, "ts": 5}, "its 'ts' must be text"),
-        ({**USER, "type": "thinking"}, "unknown fields: 'type'"),
-        ({**USER, "signature": "s"}, "unknown fields: 'signature'"),
-        (dict([*USER.items(), (5, "five")]), "unknown fields: 5"),
-        ({**thinking(), "signature": None}, "its 'signature' must be text"),
-        ({"type": "tool_call", "name": "look", "id": "c1"}, "its 'input' is missing"),
-        ({**call(), "id": 7}, "its 'id' must be text"),
-        ({**result(), "is_error": "no"}, "its 'is_error' must be true or false"),
-        (opaque([REDACTED]), "its 'block' must be an object"),  # type: ignore[arg-type]
-        (opaque({"data": "sealed"}), "a block of type None is not opaque"),
+        ("Go.", "none of the forms of a flat message: 'Go.'"),
+        ({"content": "Go."}, "none of the forms of a flat message: {'content': 'Go.'}"),
+        ({**USER, "role": "tool"}, "none of the forms of a flat message: {'role': 'tool'"),
+        ({**USER, "role": ["user"]}, "none of the forms"),
+        ({**thinking(), "type": "thought"}, "none of the forms"),
+        ({"role": "user"}, "none of the forms"),
+        ({**USER, "content": [{"type": "text", "text": "Go."}]}, "none of the forms"),
+        ({**USER, "content": None}, "none of the forms"),
+        ({**USER, "ts": 5}, "its field 'ts' is unknown, or has the wrong type"),
+        ({**USER, "type": "thinking"}, "its field 'type' is unknown"),
+        ({**USER, "signature": "s"}, "its field 'signature' is unknown"),
+        (dict([*USER.items(), (5, "five")]), "its field 5 is unknown"),
+        ({**thinking(), "signature": None}, "its field 'signature' is unknown, or has the wrong"),
+        ({"type": "tool_call", "name": "look", "id": "c1"}, "none of the forms"),
+        ({**call(), "id": 7}, "none of the forms"),
+        ({**result(), "is_error": "no"}, "its field 'is_error' is unknown, or has the wrong"),
+        (opaque([REDACTED]), "none of the forms"),  # type: ignore[arg-type]
+        (opaque({"data": "sealed"}), "none of the forms"),
         (opaque({"type": "text", "text": "Hi."}), "a block of type 'text' is not opaque"),
     ],
 )
@@ -269,17 +266,28 @@ def test_a_session_survives_json(flat: list[FlatMessage]) -> None:
     assert orjson.loads(orjson.dumps(session)) == session
 
 
-# To our messages and back
+# To the API and back
 
 
 @given(conversations())
 def test_the_round_trip_keeps_everything(flat: list[FlatMessage]) -> None:
-    """Flat → messages → flat is the identity but for times, and alters nothing that it is given."""
+    """What goes to the API is read back as the same items, and nothing given is altered."""
     before = copy.deepcopy(flat)
-    messages = to_messages(flat)
-    assert orjson.loads(orjson.dumps(messages)) == messages
-    assert from_messages(messages) == untimed(flat)
+    replies = [message for message in to_api_messages(flat) if message["role"] == "assistant"]
+    back = [item for reply in replies for item in untimed(parse_response(reply))]
+    said = [item for item in untimed(flat) if "output" not in item and not is_said_to_it(item)]
+    kept = [item for item in said if item.get("role") != "assistant" or item["content"].strip()]
+    for item, read in zip(kept, back, strict=True):
+        if item.get("type") == "tool_call" and not isinstance(item["input"], dict):
+            # The API takes no other input than an object.
+            assert isinstance(read["input"], dict)
+            read["input"] = item["input"]
+        assert read == item
     assert flat == before
+
+
+def is_said_to_it(item: FlatMessage) -> bool:
+    return item.get("role") in ("system", "user")
 
 
 @given(conversations())
@@ -294,49 +302,11 @@ def test_messages_share_nothing_with_the_session(flat: list[FlatMessage]) -> Non
     assert flat == before
 
 
-def test_a_turn_becomes_one_message_of_ours() -> None:
-    """Content, reasoning and calls have their usual places; blocks keep order and signature."""
-    said = [thinking(signature="s"), text("I look."), call(input={"place": "here"})]
-    assert to_messages([SYSTEM, USER, *said, result(), text()]) == [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Go."},
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "reasoning": "Hm.",
-            "tool_calls": [
-                {
-                    "id": "c1",
-                    "type": "function",
-                    "function": {"name": "look", "arguments": '{"place":"here"}'},
-                }
-            ],
-            "provider_blocks": {
-                "api": ANTHROPIC,
-                "blocks": [
-                    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-                    {"type": "text", "text": "I look."},
-                    {"type": "tool_use", "id": "c1", "name": "look", "input": {"place": "here"}},
-                ],
-            },
-        },
-        {
-            "role": "tool",
-            "tool_call_id": "c1",
-            "name": "look",
-            "content": "Seen.",
-            "is_error": False,
-        },
-        {"role": "assistant", "content": "Done."},
-    ]
-
-
 def test_a_failed_result_stays_failed() -> None:
-    """The error flag goes with the result, both ways; one that is false is as good as none."""
-    flat = [USER, call(), result("Error: no", is_error=True), call("c2"), result(id="c2")]
-    messages = to_messages([*flat[:4], {**flat[4], "is_error": False}])
-    assert [m["is_error"] for m in messages if m["role"] == "tool"] == [True, False]
-    assert from_messages(messages) == flat
+    """The error flag goes with the result; one that is false is as good as none."""
+    failed, seen = result("Error: no", is_error=True), {**result(id="c2"), "is_error": False}
+    sent = to_api_messages([USER, call(), failed, call("c2"), seen])
+    assert [m["content"][0]["is_error"] for m in sent[2::2]] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -351,85 +321,73 @@ def test_a_failed_result_stays_failed() -> None:
         ([call(), call("c2"), result(), USER], "message 3 of the session: the calls ['c2'] before"),
         ([call(), call("c2"), result(), text()], "message 3 of the session: the calls ['c2']"),
         ([call(), call("c2"), result(), call("c3")], "message 3 of the session: the calls ['c2']"),
-        ([opaque(REDACTED, api="x")], "message 0 of the session: it has unknown fields: 'api'"),
+        ([opaque(REDACTED, api="x")], "message 0 of the session: its field 'api' is unknown"),
         ([call(), call()], "message 1 of the session: an earlier call has the id 'c1', too"),
         ([call(), result(), call()], "message 2 of the session: an earlier call has the id"),
-        ([USER, {**USER, "role": "tool"}], "message 1 of the session: its role is 'tool'"),
-        ([USER, {"type": "image"}], "message 1 of the session: its type is 'image'"),
-        ([USER, {**USER, "content": 5}], "message 1 of the session: its 'content' must be text"),
-        ([USER, "Go."], "message 1 of the session: it must be a dict"),
+        ([USER, {**USER, "role": "tool"}], "message 1 of the session: it has none of the forms"),
+        ([USER, {"type": "image"}], "message 1 of the session: it has none of the forms"),
+        ([USER, {**USER, "content": 5}], "message 1 of the session: it has none of the forms"),
+        ([USER, "Go."], "message 1 of the session: it has none of the forms"),
     ],
 )
 def test_a_hole_is_named(flat: list[FlatMessage], wrong: str) -> None:
     """The conversions refuse a session with the number of the first message that is wrong."""
-    for convert in (to_messages, to_api_messages):
-        with pytest.raises(ValueError, match=re.escape(wrong)):
-            convert(flat)
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        to_api_messages(flat)
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        agent_loop(refuse_to_answer, [], FlatSession(messages=flat))
 
 
-@pytest.mark.parametrize("flat", [[], [USER, call()], [call(), call("c2"), result(id="c2")]])
+@pytest.mark.parametrize("flat", [[USER, call()], [call(), call("c2"), result(id="c2")]])
 def test_a_session_may_end_before_its_results(flat: list[FlatMessage]) -> None:
-    """Calls that nothing follows yet are not a gap: a run may resume there."""
-    assert from_messages(to_messages(flat)) == flat
+    """It can be converted, and its results can be added; the loop does not continue it."""
+    session = FlatSession(messages=flat)
+    assert to_api_messages(flat)[-1]["role"] == ("assistant" if flat[0] == USER else "user")
+    with pytest.raises(ValueError, match=re.escape("calls that have no result: ['c1']")):
+        agent_loop(refuse_to_answer, [], session)
+    said = {"content": [{"type": "text", "text": "Done."}]}
+    agent_loop(lambda tools, asked: said, [], extend_session(session, result()))
+    assert response(session) is not None
+
+
+def refuse_to_answer(tools: Any, session: Any) -> dict[str, Any]:
+    raise AssertionError("the model was asked")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given"),
+    ("written", "given"),
     [
         ("", {}),
         ('{"n": 1}', {"n": 1}),
-        ("[1]", [1]),
+        ([1], [1]),
         ('{"n": ', '{"n": '),
+        (None, None),
         ("[" * 101 + "]" * 101, "[" * 101 + "]" * 101),
     ],
 )
-def test_arguments_are_read_where_they_can_be(arguments: str, given: Any) -> None:
-    """An input is the JSON that the model wrote, or its text where that is none or too deep."""
-    function = {"name": "look", "arguments": arguments}
-    message: Any = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-    }
-    flat = from_messages([message])
+def test_arguments_are_read_where_they_can_be(written: Any, given: Any) -> None:
+    """An input is the JSON that the model wrote, or its text if that is no object."""
+    block = {"type": "tool_use", "id": "c1", "name": "look", "input": written}
+    flat = untimed(parse_response(reply(block)))
     assert flat == [{**call(), "input": given}]
-    (written,) = to_messages(extend_session(FlatSession(messages=[]), flat[0])["messages"])
-    again = written["tool_calls"][0]["function"]["arguments"]
-    assert again == arguments or orjson.loads(again) == given
+    assert extend_session(FlatSession(messages=[]), flat[0])["messages"][0]["input"] == given
 
 
-def test_a_session_shares_nothing_with_the_messages() -> None:
-    """Changing what was read from a conversation leaves the conversation as it was."""
+def test_items_share_nothing_with_the_response() -> None:
+    """Changing a session leaves the response of the API as it was."""
     sealed = {"type": "sealed", "parts": [1]}
-    messages = to_messages([opaque(sealed), text()])
-    before = copy.deepcopy(messages)
-    for item in from_messages(messages)[:1]:
-        item["block"]["parts"].append(2)
-    assert messages == before
-
-
-def test_the_calls_are_those_that_were_run() -> None:
-    """A repaired tool name is the name in the flat form too, not that of the model's block."""
-    (message,) = to_messages([thinking(), call(name="loook"), text(), call("c2")])
-    message["tool_calls"][0]["function"]["name"] = "look"
-    assert from_messages([message]) == [thinking(), call(), text(), call("c2")]
-
-
-def test_a_note_behind_an_output_is_kept() -> None:
-    """An object that the model was shown with words after it stays as it was shown."""
-    messages = to_messages([USER, call(), result({"n": 1})])
-    messages[-1]["content"] += "\n\nTwo turns left."
-    assert from_messages(messages)[-1] == result('{"n":1}\n\nTwo turns left.')
+    (item,) = parse_response(reply(sealed))
+    item["block"]["parts"].append(2)
+    assert sealed["parts"] == [1]
 
 
 # The Anthropic API
 
 
 def test_system_messages_are_not_api_messages() -> None:
-    """The system's words travel apart; ours keep them first."""
+    """The system's words travel apart."""
     flat = init_session("Be kind.", "Go.")["messages"]
     assert to_api_messages(flat) == [{"role": "user", "content": "Go."}]
-    assert to_messages(flat)[0] == {"role": "system", "content": "Be kind."}
 
 
 def test_consecutive_assistant_messages_are_one_api_message() -> None:
@@ -483,7 +441,7 @@ def test_outputs_that_are_not_text_are_json_for_the_apis(output: Any) -> None:
     sent = [m["content"][0]["content"] for m in to_api_messages(flat)[2::2]]
     assert json.loads(sent[0]) == output
     assert sent[1] == '{"n": 1}'
-    assert from_messages(to_messages(flat))[2]["output"] == output
+    assert flat[2]["output"] == output
 
 
 def test_empty_texts_are_not_parsed() -> None:
@@ -533,7 +491,7 @@ def test_an_input_that_is_not_an_object_goes_to_the_api_inside_an_object() -> No
         {"raw_arguments": "[1]"},
         {"raw_arguments": "{cut"},
     ]
-    assert from_messages(to_messages(flat)) == flat
+    assert [item["input"] for item in flat] == [[1], "{cut"]
 
 
 def test_a_response_must_be_whole() -> None:
@@ -574,13 +532,3 @@ def test_the_api_view_alternates(flat: list[FlatMessage]) -> None:
 def ids_in(message: dict[str, Any], type: str, key: str) -> set[str]:
     blocks = message["content"] if isinstance(message["content"], list) else []
     return {block[key] for block in blocks if block["type"] == type}
-
-
-def test_the_parts_of_a_typed_message_are_ours() -> None:
-    """A plain conversation needs no blocks: it is the messages that any model's replies give."""
-    plain = [
-        Message(role="user", content="Go."),
-        Message(role="assistant", content="Done."),
-    ]
-    assert to_messages([USER, text()]) == plain
-    assert from_messages(plain) == [USER, text()]

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.flat import extend_session, from_messages, init_session, to_messages
+from agent import flat
+from agent.flat import extend_session, init_session
 from agent.loop.tools import resolve_references
-from agent.models.dialects.anthropic_messages import API as ANTHROPIC
-from agent.models.dialects.anthropic_messages import MessagesAssembly, read_reply, to_api_messages
+from agent.models.dialects.anthropic_messages import MessagesAssembly, read_reply
 from agent.state.tally import Tally
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
@@ -243,14 +243,15 @@ def test_a_flat_session_holds_long_integers() -> None:
     session = init_session(None, "Go.")
     extend_session(session, {"type": "tool_call", "name": "f", "id": "c", "input": {"n": LONG}})
     extend_session(session, {"type": "tool_result", "id": "c", "output": [LONG]})
-    messages = to_messages(session["messages"])
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == f'{{"n":{LONG}}}'
-    assert messages[2]["content"] == f"[{LONG}]"
-    untimed = [{k: v for k, v in m.items() if k != "ts"} for m in session["messages"]]
-    assert from_messages(messages) == untimed
-    blocks: Any = to_api_messages(messages)[1]["content"]
-    assert blocks == [{"type": "tool_use", "id": "c", "name": "f", "input": {"n": LONG}}]
-    assert ANTHROPIC == "anthropic_messages"
+    assert [session["messages"][1]["input"], session["messages"][2]["output"]] == [
+        {"n": LONG},
+        [LONG],
+    ]
+    _, called, seen = flat.to_api_messages(session["messages"])
+    assert called["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {"n": LONG}}]
+    assert seen["content"][0]["content"] == f"[{LONG}]"
+    (item,) = flat.parse_response(called)
+    assert item["input"] == {"n": LONG}
 
 
 def test_a_schema_may_hold_integers_of_any_size() -> None:
