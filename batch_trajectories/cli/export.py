@@ -68,7 +68,8 @@ _OPTIONS = (
     (
         "parity",
         "TEMPLATE,...",
-        "Prove rows of openai by chat templates: names, tokenizer directories, Jinja files, all.",
+        "Prove rows of openai by chat templates: names, hf:ORG/MODEL, tokenizer directories, Jinja "
+        "files, all.",
     ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
@@ -265,7 +266,11 @@ def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], 
         describe_judgements,
         judge_templates,
     )
-    from batch_trajectories.export.templates.rendering import find_templates
+    from batch_trajectories.export.templates.template_names import (
+        NOT_COVERED,
+        describe_missing,
+        find_templates,
+    )
 
     templates = find_templates(flags["parity"])
     check_parity_options(recipe, templates, flags["max_length"])
@@ -274,7 +279,8 @@ def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], 
         from batch_trajectories.export.dataset.directory import add_parity
 
         judged = judge_templates(directory, manifest, templates, max_length=flags["max_length"])
-        show("\n".join(describe_judgements(judged)))
+        missing = [*describe_missing(flags["parity"]), NOT_COVERED]
+        show("\n".join([*describe_judgements(judged), *missing]))
         return add_parity(directory, manifest, recipe, judged)
 
     return prove

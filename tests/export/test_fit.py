@@ -12,7 +12,7 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.templates.parity import judge_templates
-from batch_trajectories.export.templates.rendering import find_templates
+from batch_trajectories.export.templates.template_names import find_templates
 from tests.export.test_parity import ASKED_TWICE, DROPPED, KEPT, template
 from tests.helpers.builders import assistant, record_of, user
 from tests.helpers.exporting import exported, make_run

@@ -19,7 +19,7 @@ from batch_trajectories.export.templates.parity import (
     describe_judgements,
     judge_templates,
 )
-from batch_trajectories.export.templates.rendering import find_templates
+from batch_trajectories.export.templates.template_names import find_templates
 from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import exported, make_run
 from tests.helpers.running import run

@@ -1,4 +1,4 @@
-"""A loopback server that offers one dataset as the Hugging Face hub does, for reading."""
+"""A loopback server that offers one dataset or model as the Hugging Face hub does, for reading."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 REPOSITORY = "org/set"
@@ -17,10 +17,13 @@ REVISION = "a" * 40
 
 @contextmanager
 def fake_hub(
-    files: Mapping[str, bytes], revision: str = REVISION
+    files: Mapping[str, bytes],
+    revision: str = REVISION,
+    kind: Literal["dataset", "model"] = "dataset",
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Serve `files` as the dataset `REPOSITORY`; give the environment for it and paths asked."""
+    """Serve `files` as the repository `REPOSITORY`; give the environment for it and paths asked."""
     commit = revision
+    place = "/datasets" if kind == "dataset" else ""
     paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,13 +35,13 @@ def fake_hub(
             url = urlsplit(self.path)
             path = unquote(url.path)
             repository, revision = re.escape(REPOSITORY), "[^/]+"
-            if re.fullmatch(rf"/api/datasets/{repository}(/revision/{revision})?", path):
+            if re.fullmatch(rf"/api/{kind}s/{repository}(/revision/{revision})?", path):
                 siblings = [{"rfilename": name} for name in files]
                 self._json({"id": REPOSITORY, "sha": commit, "siblings": siblings})
-            elif match := re.fullmatch(rf"/api/datasets/{repository}/tree/{revision}(.*)", path):
+            elif match := re.fullmatch(rf"/api/{kind}s/{repository}/tree/{revision}(.*)", path):
                 recursive = "recursive=true" in url.query.lower()
                 self._json(_tree(files, match[1].strip("/"), recursive=recursive))
-            elif match := re.fullmatch(rf"/datasets/{repository}/resolve/{revision}/(.+)", path):
+            elif match := re.fullmatch(rf"{place}/{repository}/resolve/{revision}/(.+)", path):
                 self._file(files.get(match[1]))
             else:
                 self._send(404, b"{}", {"x-error-code": "RepoNotFound"})

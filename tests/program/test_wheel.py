@@ -68,6 +68,8 @@ def test_its_top_level_names_are_those_that_users_import(wheel: Path) -> None:
     presets = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")}
     assert packaged >= presets
     assert {"configs/demo/prompts.jsonl", "configs/demo/library.py"} <= packaged
+    templates = (ROOT / "batch_trajectories/export/templates/shipped").rglob("*.*")
+    assert {str(path.relative_to(ROOT)) for path in templates} <= {*files}
 
 
 def test_the_demo_runs_by_its_name(python: Path, tmp_path: Path) -> None:

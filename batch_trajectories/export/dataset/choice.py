@@ -23,13 +23,12 @@ from batch_trajectories.export.rows.format import RowFormat, load_format
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
 from batch_trajectories.export.templates.rendering import (
     EOS,
-    TEMPLATES,
-    TOKENIZER,
     Tokens,
     load_chat,
     strip_marks,
     tools_in,
 )
+from batch_trajectories.export.templates.template_names import TEMPLATES, TOKENIZER
 from batch_trajectories.records.record_types import Record
 
 # Lengths of conversations in the tokens of the model that is trained.

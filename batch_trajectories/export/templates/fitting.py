@@ -47,7 +47,8 @@ class Fitting:
 
     def __init__(self, fit: Fit, reasoning_key: str) -> None:
         """`reasoning_key` is the key of reasoning in messages. Raises `ConfigError`."""
-        from batch_trajectories.export.templates.rendering import find_templates, load_chat
+        from batch_trajectories.export.templates.rendering import load_chat
+        from batch_trajectories.export.templates.template_names import find_templates
 
         found = find_templates(fit.template)
         if len(found) != 1:

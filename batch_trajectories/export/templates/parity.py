@@ -6,6 +6,7 @@ is judged in a new process.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -33,13 +34,14 @@ from batch_trajectories.export.templates.contexts import (
 )
 from batch_trajectories.export.templates.rendering import (
     Chat,
-    ChatTemplate,
     Tokens,
     load_chat,
     openai_row_files,
     read_rows,
+    template_text,
     tools_in,
 )
+from batch_trajectories.export.templates.template_names import ChatTemplate
 
 # The search for options of an export with which a template trains on what inference saw.
 #
@@ -334,6 +336,8 @@ def judge_templates(
 
     Keys, besides those of `ParityCounts`:
 
+    - `template`, `source`, `sha256`: the name, where it comes from ("" for a path), and the digest
+      of the template's text
     - `mend`: the options with which nothing differs (null: none needed, or none found)
     - `tried`: the best options, if none remedy all differences
     - `mended`: the counts with the options of `mend` or `tried`
@@ -361,6 +365,8 @@ def _judge_template(
     work: LongWork,
 ) -> dict[str, Any]:
     """Judge by one template, in a process of its own."""
+    digest = hashlib.sha256(template_text(template.path).encode()).hexdigest()
+    named = {"template": template.name, "source": template.source, "sha256": digest}
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(
@@ -376,7 +382,7 @@ def _judge_template(
         while ours.poll(_SILENCE_S):
             message = ours.recv()
             if isinstance(message, dict):
-                return {"template": template.name, **message}
+                return {**named, **message}
             work.advance(message)
     except EOFError:
         child.join()
@@ -386,7 +392,7 @@ def _judge_template(
         child.kill()
         child.join()
         ours.close()
-    return {"template": template.name, "failed": failed, "is_proved": False}
+    return {**named, "failed": failed, "is_proved": False}
 
 
 def _child(
@@ -562,6 +568,8 @@ def describe_judgements(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if one["stop_token"] != "unknown":
             facts.append(f"stop token {one['stop_token']}")
         yield f"{name}: {'; '.join(facts)}"
+        if one["source"]:
+            yield f"  its template: {one['source']}, SHA-256 {one['sha256'][:12]}"
         if one["mend"]:
             yield f"  mended by {one['mend']}: nothing differs"
         elif one["tried"]:

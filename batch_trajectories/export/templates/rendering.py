@@ -11,13 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.basics.validation import did_you_mean
 
 _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 
@@ -81,7 +79,7 @@ def load_chat(path: Path) -> Chat:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
     try:
-        template = environment.from_string(_source(path))
+        template = environment.from_string(template_text(path))
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
         raise ConfigError(f"{path}: cannot read this chat template: {error}") from error
 
@@ -127,7 +125,7 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
     return render
 
 
-def _source(path: Path) -> str:
+def template_text(path: Path) -> str:
     """The text of a template; raises ValueError for a tokenizer file without one.
 
     A tokenizer file may hold one template, or several by name, of which the one for tools is used.
@@ -253,9 +251,6 @@ def read_rows(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str
 
 # Lengths in tokens of the model that is trained.
 
-TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
-TOKENIZER = "tokenizer.json"
-
 
 class Tokens:
     """Counts the tokens of texts."""
@@ -276,80 +271,3 @@ class Tokens:
     def count(self, text: str) -> int:
         """The number of tokens of a text."""
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-# Finds chat templates by name, directory or file.
-#
-# Templates of models have various licenses, so none is copied here. Names are those of the training
-# library `trl`, if it is installed. A template is foreign code: it is rendered in a sandbox, and
-# `parity` bounds its time and memory.
-
-ALL = "all"
-
-
-class ChatTemplate(NamedTuple):
-    """A chat template, and the tokenizer beside it."""
-
-    name: str
-    path: Path
-    """A Jinja file or a tokenizer_config.json."""
-    tokenizer: Path | None = None
-    """The tokenizer.json of the model; None if unknown."""
-
-
-def find_templates(given: str) -> list[ChatTemplate]:
-    """The templates that a list of names and paths, with commas, stands for; `all`: those of `trl`.
-
-    A directory may hold a tokenizer, or Jinja files. Raises `ConfigError`.
-    """
-    found = [one for name in given.split(",") if name.strip() for one in _find(name.strip())]
-    if not found:
-        raise ConfigError("--parity needs a template: a name, a directory, a file or `all`")
-    return [*dict.fromkeys(found)]
-
-
-def _find(name: str) -> Iterator[ChatTemplate]:
-    path = Path(name)
-    if path.is_dir():
-        yield from _find_in_directory(path)
-        return
-    if path.is_file():
-        yield ChatTemplate(path.stem if path.suffix == ".jinja" else path.parent.name, path)
-        return
-    known = {one.name: one for one in _find_bundled(name)}
-    if name == ALL:
-        yield from known.values()
-    elif name in known:
-        yield known[name]
-    else:
-        hint = did_you_mean(name, known)
-        raise ConfigError(
-            f"--parity: no file, directory or template is named {name!r}; "
-            f"{f'{hint} ' if hint else ''}the names are {', '.join(known)}"
-        )
-
-
-def _find_in_directory(path: Path) -> Iterator[ChatTemplate]:
-    tokenizer = path / TOKENIZER
-    for file in TEMPLATES:
-        if (path / file).is_file():
-            name = path.resolve().name
-            yield ChatTemplate(name, path / file, tokenizer if tokenizer.is_file() else None)
-            return
-    files = sorted(path.glob("*.jinja"))
-    if not files:
-        raise ConfigError(
-            f"--parity: {path} has none of {', '.join(TEMPLATES)}, and no Jinja files"
-        )
-    yield from (ChatTemplate(file.stem, file) for file in files)
-
-
-def _find_bundled(name: str) -> Iterator[ChatTemplate]:
-    """The templates that the installed `trl` brings."""
-    spec = find_spec("trl")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            f"--parity={name}: names of templates are those of the package trl, which is not "
-            "installed: pip install trl, or give the directory of a tokenizer or a Jinja file"
-        )
-    yield from _find_in_directory(Path(spec.origin).parent / "chat_templates")
