@@ -7,11 +7,10 @@ matched by prompt, because numbers shift when a dataset is edited.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,17 +18,7 @@ from typing import Any
 
 import orjson
 
-from agent.messages.message import (
-    Event,
-    Message,
-    NoteEvent,
-    ReplyEvent,
-    ResultEvent,
-    ToolCall,
-    split_inline_reasoning,
-)
 from agent.models.parsing import get_object, text_or_none
-from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import track_progress
 from batch_trajectories.basics.errors import ConfigError
@@ -37,9 +26,10 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.engine.run_dir import RunDir
-from batch_trajectories.importing.tagged_text import reads_as_failure
+from batch_trajectories.importing.chat_rows import read_row
+from batch_trajectories.importing.conversation import SourceConversation, Unreadable
 from batch_trajectories.records.records import RecordFile
-from batch_trajectories.records.tasks import SCHEMA_VERSION, Task
+from batch_trajectories.records.tasks import Task
 
 _BATCH = re.compile(r"batch_(\d+)\.jsonl")
 _SHOWN = 20
@@ -88,11 +78,19 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    place: str
+    file: Path
+    line: int
     number: int | None
     """The `prompt_index` of hermes-agent."""
     fields: dict[str, Any]
-    conversation: ImportedConversation
+    conversation: SourceConversation
+    at: float
+    """When the row was saved, epoch seconds."""
+
+    @property
+    def place(self) -> str:
+        """Its file and line."""
+        return f"{self.file.name}:{self.line}"
 
 
 def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
@@ -119,7 +117,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
                 continue
             taken = _take_task(by_prompt, row)
             if taken is None:
-                known = row.conversation.prompt in by_prompt
+                known = row.conversation.prompt() in by_prompt
                 (imported.repeated if known else imported.unknown).append(row.place)
                 continue
             if row.number is not None:
@@ -163,22 +161,32 @@ def _read_rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
             if not line.strip() or line in seen:
                 continue  # the merged file repeats the rows of the batch files
             seen.add(line)
-            place = f"{file.name}:{number}"
             try:
-                fields = exact_json.loads(line)
-                metadata = fields.get("metadata") or {}
-                conversation = read_conversation(
-                    fields["conversations"],
-                    model=text_or_none(metadata.get("model")),
-                    at=_read_time(metadata),
-                )
-                index = fields.get("prompt_index")
-                yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                imported.unreadable.append(f"{place} ({type(error).__name__}: {error})")
+                yield read_line(line, file, number)
+            except ValueError as error:
+                imported.unreadable.append(f"{file.name}:{number} ({error})")
 
 
-def _read_time(metadata: dict[str, Any]) -> float:
+def read_line(line: bytes, file: Path, number: int) -> _Row:
+    """Read a line of a file, which is a row. Raises `ValueError` if it is no trajectory."""
+    fields = exact_json.loads(line)
+    if not isinstance(fields, dict):
+        raise Unreadable("it must be an object")
+    found = read_row(fields, "conversations", "hermes-agent")
+    if found.tools is None:
+        raise Unreadable("its system entry has no list of tools")
+    found.prompt()  # refuses a row without one
+    if not found.conversation.replies:
+        raise Unreadable("it has no message of the model")
+    metadata = get_object(fields, "metadata")
+    for reply in found.conversation.replies:
+        reply["model"] = text_or_none(metadata.get("model"))
+    index = fields.get("prompt_index")
+    index = index if isinstance(index, int) else None
+    return _Row(file, number, index, fields, found, _read_time(metadata))
+
+
+def _read_time(metadata: Mapping[str, Any]) -> float:
     try:
         return datetime.fromisoformat(metadata["timestamp"]).timestamp()
     except (KeyError, TypeError, ValueError):
@@ -195,7 +203,7 @@ def _take_task(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task 
 
     Returns None if no task is left.
     """
-    waiting = by_prompt.get(row.conversation.prompt)
+    waiting = by_prompt.get(row.conversation.prompt())
     if not waiting:
         return None
     chosen = next((n for n, (position, _) in enumerate(waiting) if position == row.number), 0)
@@ -211,189 +219,16 @@ def _read_checkpoint(directory: Path) -> set[int]:
 
 
 def _make_record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
-    fields, conversation = row.fields, row.conversation
-    if fields.get("completed") is True and conversation.is_answered:
-        status = "completed"
-    else:
-        status = "errors" if fields.get("partial") else "max_turns"
-    content = conversation.trajectory.to_record()
+    fields = row.fields
+    origin = {"format": "hermes", "file": str(row.file), "line": row.line}
+    record = row.conversation.record(task, run_dir.digest, row.at, origin)
+    if fields.get("completed") is not True or record["status"] != "completed":
+        record["status"] = "errors" if fields.get("partial") else "max_turns"
     api_calls = fields.get("api_calls")
     return {
-        "id": task.id,
-        "status": status,
+        **record,
         "status_reason": f"imported from hermes-agent, {row.place}",
-        "error": None,
-        "prompt_id": task.prompt_id,
-        "sample": task.sample,
-        "input_digest": task.input_digest,
-        "attempt": 1,
-        "row": task.columns,
-        **content,
-        "api_calls": api_calls if type(api_calls) is int else content["api_calls"],
-        "tools": conversation.tools,
-        "options": {},
-        "view_compacted": False,
-        "model": content["model_returned"],
-        "api": "hermes-agent",
-        "endpoint": None,
+        "api_calls": api_calls if type(api_calls) is int else record["api_calls"],
         "toolsets": list(map(str, fields.get("toolsets_used") or ())),
-        "sandbox": None,
-        "seed": None,
-        "config_digest": run_dir.digest,
         "versions": {"hermes-agent": "unknown"},
-        "finished_at": conversation.trajectory.replies[-1]["started_at"],
-        "schema_version": SCHEMA_VERSION,
     }
-
-
-_TOOLS = re.compile(r"<tools>\s*(\[.*\])\s*</tools>", re.DOTALL)
-_DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True, slots=True)
-class ImportedConversation:
-    """The conversation of a row."""
-
-    prompt: str
-    trajectory: Trajectory
-    tools: list[dict[str, Any]]
-    """The schemas of the tools on offer."""
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the conversation ends with a message of the model without tool calls."""
-        last = self.trajectory.messages[-1]
-        return last["role"] == "assistant" and not last.get("tool_calls")
-
-
-def read_conversation(
-    entries: Sequence[Mapping[str, Any]], *, model: str | None, at: float
-) -> ImportedConversation:
-    """Read the `conversations` of a row that was saved `at` this time (epoch seconds).
-
-    Raises `ValueError` with the reason if the row is not in this format.
-    """
-    # The format is lossy: the prompt's own system message, times and tokens are unknown, and a
-    # failed call is guessed from the text of its result, as in hermes-agent.
-    kinds = [entry.get("from") for entry in entries if isinstance(entry, dict)]
-    if kinds[:2] != ["system", "human"] or len(kinds) != len(entries):
-        raise ValueError(f"it starts with {kinds[:2]}, expected system, human")
-    values = [_require_text(entry.get("value"), entry["from"]) for entry in entries]
-    prompt = values[1]
-    events: list[Event] = []
-    ids: set[str] = set()
-    turn = 0
-    calls: list[ToolCall] = []
-    for kind, value in zip(kinds[2:], values[2:], strict=True):
-        if kind == "gpt":
-            turn += 1
-            reply = _read_reply(value, turn, model, at)
-            calls = reply["message"].get("tool_calls", [])
-            events.append(reply)
-        elif kind == "tool":
-            events += _read_results(value, calls, turn, at, ids)
-        elif kind == "human":
-            events.append(NoteEvent(kind="note", turn=turn, reason="human", text=value, at=at))
-        else:
-            raise ValueError(f"an entry is from {kind!r}")
-    if not turn:
-        raise ValueError("it has no message of the model")
-    opening = [Message(role="user", content=prompt)]
-    return ImportedConversation(prompt, Trajectory(opening, events), _read_tools(values[0]))
-
-
-def _require_text(value: Any, who: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"the value of a {who} entry is not text")
-    return value
-
-
-def _read_tools(system: str) -> list[dict[str, Any]]:
-    match = _TOOLS.search(system)
-    if match is None:
-        raise ValueError("its system entry has no list of tools")
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": str(tool["name"]),
-                "description": str(tool.get("description") or ""),
-                "parameters": get_object(tool, "parameters"),
-            },
-        }
-        for tool in _DECODER.decode(match[1])
-    ]
-
-
-def _read_reply(value: str, turn: int, model: str | None, at: float) -> ReplyEvent:
-    reasoning, rest = split_inline_reasoning(value)
-    text, _, tail = rest.partition("<tool_call>")
-    calls = [
-        ToolCall(
-            id=f"call_{turn}_{number}",
-            type="function",
-            function={
-                "name": str(call["name"]),
-                "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False),
-            },
-        )
-        for number, call in enumerate(_blocks("<tool_call>" + tail if tail else "", "tool_call"))
-    ]
-    message = Message(role="assistant", content=text.strip())
-    if reasoning:
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return ReplyEvent(
-        kind="reply",
-        turn=turn,
-        message=message,
-        finish_reason="tool_calls" if calls else "stop",
-        usage=None,
-        cost_usd=None,
-        model=model,
-        response_id=None,
-        started_at=at,
-        duration_s=0.0,
-    )
-
-
-def _read_results(
-    value: str, calls: list[ToolCall], turn: int, at: float, ids: set[str]
-) -> Iterator[ResultEvent]:
-    """Read the results of a tool entry, in call order; calls get the ids in their results."""
-    responses = list(_blocks(value, "tool_response"))
-    if len(responses) > len(calls):
-        raise ValueError(f"turn {turn}: {len(responses)} results for {len(calls)} calls")
-    for number, (call, response) in enumerate(zip(calls, responses, strict=False)):
-        id = response.get("tool_call_id")
-        if isinstance(id, str) and id and id not in ids:
-            call["id"] = id
-        ids.add(call["id"])
-        content = response.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        message = Message(
-            role="tool",
-            content=text,
-            tool_call_id=call["id"],
-            name=call["function"]["name"],
-            is_error=reads_as_failure(content),
-        )
-        yield ResultEvent(
-            kind="result", turn=turn, call=number, message=message, started_at=at, duration_s=0.0
-        )
-
-
-def _blocks(text: str, tag: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects between tags; their texts may contain tags, too."""
-    rest = text.strip()
-    while rest:
-        if not rest.startswith(f"<{tag}>"):
-            raise ValueError(f"text between <{tag}> blocks: {rest[:40]!r}")
-        rest = rest.removeprefix(f"<{tag}>").lstrip()
-        block, end = _DECODER.raw_decode(rest)
-        rest = rest[end:].lstrip()
-        if not isinstance(block, dict) or not rest.startswith(f"</{tag}>"):
-            raise ValueError(f"a <{tag}> block without an object, or not closed")
-        yield block
-        rest = rest.removeprefix(f"</{tag}>").lstrip()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.importing.hermes import read_conversation
+from batch_trajectories.export import formats
+from batch_trajectories.importing.hermes import read_line
 from tests.faults.oracle import finished_lines, resume_and_judge
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
@@ -20,7 +21,8 @@ TOOLS = [
         "required": None,
     }
 ]
-SYSTEM = f"You may call functions.\n<tools>\n{json.dumps(TOOLS)}\n</tools>\nIn <tool_call> tags."
+PROMPT = Path(formats.__file__).with_name("hermes_system_prompt.txt").read_text()
+SYSTEM = PROMPT.replace("{tools}", json.dumps(TOOLS))
 WORK = [
     (
         "gpt",
@@ -122,7 +124,7 @@ def test_rows_that_leave_things_open_can_be_exported(tmp_path: Path) -> None:
     rows = [{"prompt": f"Prompt {n}", "script": script} for n in range(2)]
     write_rows(tmp_path / "p.jsonl", *rows)
     unnamed = row(0, "Prompt 0", ANSWER) | {"metadata": {}, "api_calls": None}
-    tools = [{"name": "terminal", "description": None, "parameters": ["command"]}]
+    tools = [{"name": "terminal", "description": None, "parameters": {}}]
     unnamed["conversations"][0]["value"] = f"<tools>{json.dumps(tools)}</tools>"
     (tmp_path / "theirs").mkdir()
     write_rows(tmp_path / "theirs" / "batch_0.jsonl", unnamed, row(1, "Prompt 1", ANSWER))
@@ -161,41 +163,41 @@ def test_options_of_runs_need_the_format(theirs: Path) -> None:
     assert "Missing option '--run_name'" in unnamed.stderr
 
 
+def read(*entries: dict[str, Any]) -> Any:
+    made = row(0, "p") | {"conversations": [*entries]}
+    return read_line(json.dumps(made).encode(), Path("batch_0.jsonl"), 1).conversation
+
+
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
         ([], "it has no message of the model"),
-        ([("gpt", "<tool_call>\n{broken\n</tool_call>")], "Expecting"),
+        ([("gpt", "<tool_call>\n{broken\n</tool_call>")], r"\[2\]\.value: <tool_call>: not JSON"),
         ([("gpt", '<tool_call>\n{"name": "x"}')], "not closed"),
         ([("gpt", '<tool_call>\n{"name": "x"}\n</tool_call> and more')], "text between"),
-        ([("gpt", "x"), WORK[1]], "2 results for 0 calls"),
-        ([("narrator", "x")], "from 'narrator'"),
+        ([("gpt", "x"), WORK[1]], "a result of 'terminal', but the reply before it has no such"),
+        ([("narrator", "x")], "'narrator' is none of system"),
     ],
 )
 def test_a_row_that_is_not_of_the_format_says_why(
     turns: list[tuple[str, str]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        read_conversation(conversation("p", *turns), model=None, at=0.0)
+        read(*conversation("p", *turns))
 
 
 def test_later_user_messages_are_kept() -> None:
-    imported = read_conversation(
-        conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
-    )
-    assert [message["role"] for message in imported.trajectory.messages] == [
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-    ]
+    imported = read(*conversation("p", ANSWER, ("human", "And now?"), ANSWER))
+    roles = [message["role"] for message in imported.conversation.messages]
+    assert roles == ["user", "assistant", "user", "assistant"]
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (conversation("p", ANSWER)[1:], "expected system, human"),
-        ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is not text"),
+        (conversation("p", ANSWER)[1:], "has no list of tools"),
+        ([conversation("p")[0], {"from": "gpt", "value": "x"}], "no message of a user"),
+        ([*conversation("p"), {"from": "gpt", "value": 5}], r"\[2\]\.value: it must be text"),
         (
             [{"from": "system", "value": "x"}, *conversation("p", ANSWER)[1:]],
             "has no list of tools",
@@ -204,13 +206,25 @@ def test_later_user_messages_are_kept() -> None:
 )
 def test_entries_that_are_not_of_the_format_say_why(entries: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_conversation(entries, model=None, at=0.0)
+        read(*entries)
+
+
+def test_a_line_that_is_no_row_is_refused() -> None:
+    for line in (b"[]", b'{"conversations": [', b"{}", b"5"):
+        with pytest.raises(ValueError, match=r"object|data|list"):
+            read_line(line, Path("batch_0.jsonl"), 1)
+
+
+def test_a_column_that_may_belong_to_the_conversation_is_refused() -> None:
+    """Nothing of a row is left out in silence."""
+    made = row(0, "p", ANSWER) | {"context": "Long words. " * 50}
+    with pytest.raises(ValueError, match="context"):
+        read_line(json.dumps(made).encode(), Path("batch_0.jsonl"), 1)
 
 
 def test_failed_calls_are_recognised_by_their_results() -> None:
-    imported = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
-    made = imported.trajectory.to_record()
-    assert [call["is_error"] for call in made["tool_calls"]] == [False, True]
-    assert [call["id"] for call in made["messages"][1]["tool_calls"]] == ["c1", "c2"]
-    assert made["messages"][1]["reasoning"] == "Two at once."
-    assert imported.is_answered
+    stored = read(*conversation("p", *WORK, ANSWER)).conversation.stored(5.0)
+    assert [call["is_error"] for call in stored["tool_calls"]] == [False, True]
+    assert [call["id"] for call in stored["messages"][1]["tool_calls"]] == ["c1", "c2"]
+    assert stored["messages"][1]["reasoning"] == "Two at once."
+    assert {turn["model"] for turn in stored["turns"]} == {"their-model"}
