@@ -37,7 +37,7 @@ from toolsets.catalog.registry import Toolset, catalog
 from toolsets.mcp.mcp_settings import McpError, McpServer, ServerName
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.net.web_settings import WebSettings
-from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.factory import sandbox_kind, sandbox_problem
 
 log = logging.getLogger("run_agent")
@@ -78,38 +78,53 @@ class AIAgent:
         web: WebSettings | None = None,
         **options: Any,
     ) -> None:
-        """Check the settings; makes no model call and writes nothing.
+        """Check the settings. Makes no model call and writes nothing.
 
-        `model` and `base_url` are as in batch_runner.py: a name without a prefix is the name of a
-        model at `base_url`. `api_key`: None takes the key from the environment;
-        `key_env` names its variable, "none" means that no key is needed. `model_options` are
-        other fields of `ModelSettings`, such as temperature or reasoning_effort. `max_turns`
-        limits the model replies. Toolsets: None means all but "browser" and "web". `sandbox`
-        "local" runs commands with your own rights. `script` has the turns of model "scripted".
-        `save_trajectories` appends each conversation to a file in `output_dir`, as ShareGPT.
-        `tools` are your own: functions, `Tool`s and `Toolset`s, or MODULE:ATTRIBUTE as text;
-        functions and `Tool`s are in a toolset called "own". `mcp` are MCP servers by name, as in
-        a config file; all of them are started to list their tools. `transcript_dir` gets a JSONL
-        file per conversation, written during the conversation. `stream_handler` gets each
-        `StreamEvent`; `approve_calls` is called before each tool call. `web` has the settings of
-        toolset "web"; None: search with ddgs, public addresses only, no cache of pages. `options`
-        are the fields of `AgentOptions`.
+        The model:
+
+        - `model`, `base_url`: as in batch_runner.py. A name without a prefix is the name of a
+          model at `base_url`.
+        - `api`: the dialect of the endpoint; None: that of the model's provider.
+        - `api_key`: None takes the key from the environment. `key_env` names its variable; "none"
+          means that no key is needed.
+        - `model_options`: other fields of `ModelSettings`, such as temperature.
+        - `script`: the turns of the model "scripted".
+
+        The tools:
+
+        - `enabled_toolsets`, `disabled_toolsets`: names, as a list or with commas. None means all
+          but "browser" and "web".
+        - `tools`: your own. Functions and `Tool`s are in a toolset called "own"; `Toolset`s keep
+          their name. A text is MODULE:ATTRIBUTE.
+        - `mcp`: MCP servers by name, as in a config file. All are started here to list their tools.
+        - `sandbox`: where commands run. "local" runs them with your own rights.
+        - `web`: the settings of toolset "web". None: search with ddgs, public addresses only, no
+          cache of pages.
+        - `approve_calls`: called before each tool call.
+
+        The conversation:
+
+        - `system_prompt`: its system message.
+        - `max_turns`: the most model replies.
+        - `options`: the fields of `AgentOptions`.
+
+        What is kept and reported:
+
+        - `save_trajectories`: append each conversation to a file in `output_dir`, as ShareGPT.
+        - `transcript_dir`: a JSONL file per conversation, written while it goes on.
+        - `stream_handler`: gets each `StreamEvent`.
+        - `verbose_logging`: log each turn on standard error.
 
         Raises `ValueError` (unknown model, toolset or option, missing key) and `SandboxError`.
         """
-        key_env = options.pop("api_key_env", key_env)
-        _check_access(base_url, api_key)
-        settings = resolve_model(
+        settings = _resolve_settings(
             model,
+            api_key=api_key,
             base_url=base_url,
             api=api,
-            key_env=key_env,
-            **_check_model_options(model_options or {}),
+            key_env=options.pop("api_key_env", key_env),
+            model_options=model_options or {},
         )
-        if api_key is not None and settings.connection.client is not None:
-            raise ValueError(
-                f"api_key: the client of {model!r} has its own credentials; see key_env"
-            )
         checked = _check_options({"max_turns": max_turns, **options})
         servers = McpServers(_list_server_tools(mcp or {}))
         common = set_up(
@@ -120,23 +135,21 @@ class AIAgent:
             api_key=api_key,
             known=catalog((*_own_toolsets(tools), *servers.toolsets())),
         )
-        kind = sandbox_kind(sandbox)
-        if common.sandboxed_toolsets():
-            if kind.needs_image:
-                raise SandboxError(f"sandbox {sandbox}: it needs an image, which only runs name")
-            if problem := sandbox_problem(sandbox):
-                raise SandboxError(problem)
-            kind.prepare()
-        if common.uses("web") and (problem := (web or WebSettings()).problem()):
-            raise ValueError(problem)
         if approve_calls is not None:
             common = replace(common, approve=approve_calls)
+        # An unknown name is refused also if no tool runs commands.
+        kind = sandbox_kind(sandbox)
+        runs_commands = bool(common.sandboxed_toolsets())
+        if runs_commands:
+            _prepare_sandbox(sandbox, kind)
+        if common.uses("web") and (problem := (web or WebSettings()).problem()):
+            raise ValueError(problem)
         self._setup = AgentSetup(
             settings=settings,
             api_key=api_key or read_key(settings),
             common=common,
             options=checked,
-            sandbox=sandbox if common.sandboxed_toolsets() else None,
+            sandbox=sandbox if runs_commands else None,
             system_prompt=system_prompt,
             script=parse_script(script) if script is not None else (),
             on_event=stream_handler,
@@ -279,8 +292,16 @@ def _one_line(text: str) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _check_access(base_url: str | None, api_key: str | None) -> None:
-    """Raise `ValueError` if the URL or the key is invalid."""
+def _resolve_settings(
+    model: str,
+    *,
+    api_key: str | None,
+    base_url: str | None,
+    api: Api | None,
+    key_env: str | None,
+    model_options: Mapping[str, Any],
+) -> ModelSettings:
+    """Find the endpoint and dialect of a model. Raises `ValueError` for wrong settings."""
     try:
         if base_url is not None:
             check_url(base_url)
@@ -288,6 +309,20 @@ def _check_access(base_url: str | None, api_key: str | None) -> None:
         raise ValueError(f"base_url: {error}") from error
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("api_key: it has invalid characters, such as a line end")
+    checked = _check_model_options(model_options)
+    settings = resolve_model(model, base_url=base_url, api=api, key_env=key_env, **checked)
+    if api_key is not None and settings.connection.client is not None:
+        raise ValueError(f"api_key: the client of {model!r} has its own credentials; see key_env")
+    return settings
+
+
+def _prepare_sandbox(name: str, kind: type[Sandbox]) -> None:
+    """Make a sandbox ready. Raises `SandboxError` if it cannot run here."""
+    if kind.needs_image:
+        raise SandboxError(f"sandbox {name}: it needs an image, which only runs name")
+    if problem := sandbox_problem(name):
+        raise SandboxError(problem)
+    kind.prepare()
 
 
 def _check_options(options: Mapping[str, Any]) -> AgentOptions:
