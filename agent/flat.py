@@ -132,29 +132,35 @@ def agent_loop(
         max_reasks=0,
         parallel_tools=parallel,
     )
-    before = [*session["messages"]]
-    events: list[ReplyEvent | ResultEvent] = []
+    turn: list[ReplyEvent | ResultEvent] = []
+
+    def add_turn() -> None:
+        # Results come as their tools end; in the session they are in call order.
+        turn.sort(key=lambda event: event["call"] if event["kind"] == "result" else -1)
+        session["messages"] += [item for event in turn for item in _items(event)]
+        turn.clear()
 
     def record(event: Event) -> None:
-        if event["kind"] != "reply" and event["kind"] != "result":
-            return
-        _log_message(name or "agent", event["message"])
-        # Results come as their tools end; in the session they are in call order.
-        events.append(event)
-        events.sort(key=lambda event: (event["turn"], event.get("call", -1)))
-        session["messages"][:] = [*before, *(item for event in events for item in _items(event))]
+        if event["kind"] == "reply":
+            add_turn()
+        if event["kind"] == "reply" or event["kind"] == "result":
+            _log_message(name or "agent", event["message"])
+            turn.append(event)
 
     own_tools = [_make_tool(schema, tool_handlers or {}) for schema in tools]
-    with tempfile.TemporaryDirectory(prefix="agent-") as root:
-        toolbox = Toolbox(own_tools, ToolContext(Workspace(Path(root))))
-        run = run_agent(
-            trajectory,
-            model=_FunctionModel(invoke_model, tools),
-            tools=AgentTools(toolbox, trajectory, options),
-            spec=ConversationSpec(options),
-            journal=record,
-        )
-        run_here(run)
+    try:
+        with tempfile.TemporaryDirectory(prefix="agent-") as root:
+            toolbox = Toolbox(own_tools, ToolContext(Workspace(Path(root))))
+            run = run_agent(
+                trajectory,
+                model=_FunctionModel(invoke_model, tools),
+                tools=AgentTools(toolbox, trajectory, options),
+                spec=ConversationSpec(options),
+                journal=record,
+            )
+            run_here(run)
+    finally:
+        add_turn()
     return session
 
 
