@@ -21,7 +21,7 @@ TOOLS = [
         "required": None,
     }
 ]
-PROMPT = Path(formats.__file__).with_name("hermes_system_prompt.txt").read_text()
+PROMPT = Path(formats.__file__).with_name("hermes_system_prompt.txt").read_text().strip()
 SYSTEM = PROMPT.replace("{tools}", json.dumps(TOOLS))
 WORK = [
     (
@@ -109,7 +109,7 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     made = {line["id"]: line for line in lines(cwd / "trajectories" / "r.jsonl")}
     assert sum("ours" in line["conversations"][-1]["value"] for line in made.values()) == 4
     first = next(iter(made.values()))
-    assert first["conversations"][1:] == conversation("Prompt 0", *WORK, ANSWER)[1:]
+    assert first["conversations"] == conversation("Prompt 0", *WORK, ANSWER)
     assert "terminal" in first["tools"]
     assert first["api_calls"] == 7
     parsed = [json.loads(line) for line in finished_lines(records).values()]
