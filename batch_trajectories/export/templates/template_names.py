@@ -36,9 +36,9 @@ _OWN_CODE = {"llamafactory": "LLaMA-Factory", "llama_factory": "LLaMA-Factory", 
 
 NOT_COVERED = (
     "not covered: LLaMA-Factory, and ms-swift without `--template_backend jinja`, which build "
-    "prompts by their own code"
+    "prompts by their own code; the templates of Unsloth's get_chat_template"
 )
-"""The trainers for which no chat template proves anything, for people."""
+"""The trainers for which no template here proves anything, for people."""
 
 _OTHERS = "hf:ORG/MODEL, the directory of a tokenizer or a Jinja file"
 """What can be given instead of a name, for people."""
