@@ -140,7 +140,8 @@ def test_the_ids_of_what_the_user_saw_are_not_stored() -> None:
             return replace(await super().complete(request), tokens=sampled)
 
     async def ask() -> Completion:
-        model = SimulatedUserModel(Sampling(parse_script([say("Green.")])), OPENING)
+        scripted = Sampling(parse_script([say("Green.")]))
+        model = SimulatedUserModel(scripted, OPENING, opening_length=0)
         return await model.complete(Request([]))
 
     completion = asyncio.run(ask())

@@ -23,6 +23,7 @@ from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
+from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
@@ -149,6 +150,7 @@ def play(
     knows_begun: bool = False,
     toolset: str | None = None,
     tools: Sequence[Tool] = TOOLS,
+    user_tools: Sequence[Tool] = (),
     opening: Sequence[Message] = OPENING,
     expected: str | None = None,
     user_replies: Sequence[str] = (),
@@ -160,6 +162,8 @@ def play(
 ) -> Played:
     """Play a script from `past` on; `toolset` names a real one in the place of `tools`.
 
+    `user_tools` are the tools of a simulated user, which has them as `enabled_toolsets: [all]`.
+
     If `knows_begun`, calls without a `began` event in `past` had not begun. Each reply costs
     `cost_usd` and takes `reply_tokens`.
     """
@@ -167,6 +171,8 @@ def play(
     setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
     if toolset is None:
         setup = replace(setup, tools=tuple(tools))
+    if user_tools:
+        setup = replace(setup, user_toolsets=(Toolset("phone", "Its phone.", user_tools),))
     if approve is not None:
         setup = replace(setup, approve=approve)
     spec = ConversationSpec(
