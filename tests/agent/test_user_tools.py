@@ -224,7 +224,9 @@ def test_toolsets_that_cannot_be_had_are_named() -> None:
     ],
 )
 def test_a_row_names_only_toolsets_that_the_config_has(names: Any, message: str) -> None:
-    options = AgentOptions(simulated_user=SimulatedUser(enabled_toolsets=("file", "python")))
+    options = AgentOptions(
+        simulated_user=SimulatedUser(stop="STOP", enabled_toolsets=("file", "python"))
+    )
     rules = RowRules(options=options, user_toolsets=frozenset({"file", "python"}))
     row = {"prompt": "x", "simulated_user": {**ANN, "enabled_toolsets": names}}
     with pytest.raises(ValueError, match=message):
@@ -233,7 +235,9 @@ def test_a_row_names_only_toolsets_that_the_config_has(names: Any, message: str)
 
 @pytest.mark.parametrize("names", [["file"], ["none"], ["all"], []])
 def test_a_row_selects_among_the_users_toolsets(names: list[str]) -> None:
-    options = AgentOptions(simulated_user=SimulatedUser(enabled_toolsets=("file", "python")))
+    options = AgentOptions(
+        simulated_user=SimulatedUser(stop="STOP", enabled_toolsets=("file", "python"))
+    )
     rules = RowRules(options=options, user_toolsets=frozenset({"file", "python"}))
     user = {**ANN, "enabled_toolsets": names, "max_calls": 4}
     read = rules.read({"prompt": "x", "simulated_user": user}).spec.options.simulated_user
