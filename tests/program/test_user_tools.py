@@ -32,7 +32,7 @@ STOP = "###STOP###"
 SCREEN, THOUGHT = "SCREEN-OF-THE-PHONE", "THOUGHT-OF-THE-USER"
 """Texts of the user's part alone."""
 
-ROW = {
+ROW: dict[str, Any] = {
     "id": "ann",
     "prompt": "My phone has no data.",
     "files": {"phone.json": json.dumps({"data": "off", "screen": SCREEN})},
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_named_before_anything_is_paid(tmp_path: Path) -> None
     done = play(tmp_path, user={**USER, "max_calls": 0})
     assert done.returncode == 2
     assert "--simulated_user, in max_calls: must be above 0" in done.stderr
-    user = {**ROW["simulated_user"], "enabled_toolsets": ["terminal"]}  # type: ignore[dict-item]
+    user = {**ROW["simulated_user"], "enabled_toolsets": ["terminal"]}
     done = play(tmp_path, simulated_user=user)
     assert "`simulated_user.enabled_toolsets`: terminal not on offer" in done.stderr + done.stdout
 
