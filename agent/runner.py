@@ -385,6 +385,9 @@ def prepare_resume(
         runnable=count_runnable(trajectory, spec),
     )
     has_results = bool(trajectory.results or trajectory.last_results())
+    for inner in trajectory.inner.values():
+        if inner.name == SIMULATED_USER:
+            has_results |= bool(inner.trajectory.results or inner.trajectory.last_results())
     interrupted: list[tuple[int, ToolCall]] = []
     repeated: list[tuple[int, ToolCall]] = []
     for n, call in calls:

@@ -119,9 +119,10 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
+        # First, since a row that a rows file could not make has only the reason.
+        opening = opening_messages(columns, self.system_prompt)
         options = self._read_options(columns)
         self._check_model(columns)
-        opening = opening_messages(columns, self.system_prompt)
         self._check_script(columns)
         spec = ConversationSpec(
             options,

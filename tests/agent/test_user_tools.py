@@ -10,7 +10,7 @@ import pytest
 
 from agent.gateway.command_agent import CommandAgent
 from agent.loop.simulated_user import calls_of_message
-from agent.messages.message import Message
+from agent.messages.message import Event, Message
 from agent.options import AgentOptions, SimulatedUser
 from agent.setup import Setup, set_up
 from batch_trajectories.config.run_config import RunConfig
@@ -181,6 +181,20 @@ def test_a_user_without_tools_is_asked_as_before(tmp_path: Path) -> None:
     assert not request.tools
     assert "tools" not in str(request.messages[0]["content"])
     assert calls_of_message(played.trajectory, 1) == []
+
+
+def test_a_lost_workspace_is_noted_even_if_only_the_user_had_used_it(tmp_path: Path) -> None:
+    whole = help_ann(tmp_path / "a")
+    past = whole.events[: 1 + next(n for n, e in enumerate(whole.events) if is_result(e))]
+    for survived in (True, False):
+        resumed = help_ann(tmp_path / str(survived), past=past, workspace_survived=survived)
+        (resume,) = resumed.trajectory.resumes
+        assert resume["workspace_kept"] is survived
+        assert not whole.trajectory.resumes
+
+
+def is_result(event: Event) -> bool:
+    return event["kind"] == "sub" and event["event"]["kind"] == "result"
 
 
 # Configs and rows.

@@ -148,6 +148,7 @@ def play(
     *,
     past: list[Event] | None = None,
     knows_begun: bool = False,
+    workspace_survived: bool = True,
     toolset: str | None = None,
     tools: Sequence[Tool] = TOOLS,
     user_tools: Sequence[Tool] = (),
@@ -182,7 +183,17 @@ def play(
         user_turns=tuple(user_turns),
     )
     return asyncio.run(
-        _play(root, setup, spec, script, past, knows_begun, opening, Price(cost_usd, reply_tokens))
+        _play(
+            root,
+            setup,
+            spec,
+            script,
+            past,
+            knows_begun,
+            opening,
+            Price(cost_usd, reply_tokens),
+            workspace_survived=workspace_survived,
+        )
     )
 
 
@@ -195,6 +206,8 @@ async def _play(
     knows_begun: bool,
     opening: Sequence[Message],
     price: Price,
+    *,
+    workspace_survived: bool,
 ) -> Played:
     events = copy.deepcopy(past or [])
     requests: list[Request] = []
@@ -221,6 +234,7 @@ async def _play(
         on_event=reports.append,
         records_starts=True,
         has_start_events=knows_begun,
+        workspace_survived=workspace_survived,
         conversation="the conversation",
     )
     end = await conversation.run(taken_up=past is not None)
