@@ -111,8 +111,12 @@ class Setup:
 
     def all_toolsets(self) -> list[Toolset]:
         """All toolsets, toolsets of subagents and of simulated users included."""
+        return [*self.agent_toolsets(), *self.user_toolsets]
+
+    def agent_toolsets(self) -> list[Toolset]:
+        """The toolsets of conversations and of subagents."""
         subagents = (subagent.toolsets for subagent in self.subagents.values())
-        return list(chain(self.toolsets, *subagents, self.user_toolsets))
+        return list(chain(self.toolsets, *subagents))
 
 
 def set_up(

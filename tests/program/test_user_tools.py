@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -25,6 +27,9 @@ from tests.helpers.running import (
     kill_repeatedly,
     lines,
     run,
+    session_of,
+    started,
+    wait_until,
     write_rows,
 )
 
@@ -163,6 +168,89 @@ def test_what_cannot_be_is_named_before_anything_is_paid(tmp_path: Path) -> None
     user = {**ROW["simulated_user"], "enabled_toolsets": ["terminal"]}
     done = play(tmp_path, simulated_user=user)
     assert "`simulated_user.enabled_toolsets`: terminal not on offer" in done.stderr + done.stdout
+
+
+FUNCTIONS = '''
+import time
+from pathlib import Path
+
+from toolsets.catalog.registry import Toolset
+from toolsets.context import ToolContext
+from toolsets.tool import tool
+
+
+def _add(context: ToolContext, line: str) -> str:
+    context.workspace.make()
+    with (context.workspace.root / "log").open("a") as log:
+        log.write(line + "\\n")
+    while line.endswith("wait") and not Path("go").exists():
+        time.sleep(0.01)
+    return (context.workspace.root / "log").read_text()
+
+
+@tool(name="note", effects="workspace")
+def agents_note(context: ToolContext, text: str) -> str:
+    """Write into the log of the company."""
+    return _add(context, f"agent: {text}")
+
+
+@tool(name="note", effects="workspace")
+def users_note(context: ToolContext, text: str) -> str:
+    """Write into the log of the phone."""
+    return _add(context, f"user: {text}")
+
+
+CRM = Toolset("crm", "The company.", [agents_note])
+PHONE = Toolset("phone", "The phone.", [users_note])
+'''
+
+
+def test_a_call_of_the_user_that_a_kill_cut_off_is_undone_and_runs_again(tmp_path: Path) -> None:
+    """The earlier calls are repeated, each by the tool of who made it: both are called `note`."""
+    user = {
+        "system_prompt": "You are Ann.",
+        "script": [
+            calls(call("note", text="one")),
+            calls(call("note", text="wait")),
+            say("Done."),
+            say(STOP),
+        ],
+    }
+    row: dict[str, Any] = {"id": "a", "prompt": "Go.", "simulated_user": user}
+    row["script"] = [
+        calls(call("note", text="first")),
+        say("Your turn."),
+        calls(call("note", text="last")),
+        say("Bye."),
+    ]
+    write_rows(tmp_path / "p.jsonl", row)
+    (tmp_path / "acts.py").write_text(FUNCTIONS)
+    given = {
+        **SCRIPTED,
+        "tools": "acts:CRM,acts:PHONE",
+        "enabled_toolsets": "crm",
+        "simulated_user": dumps({"model": "scripted", "enabled_toolsets": ["phone"]}),
+    }
+    run_dir = tmp_path / "trajectories" / "r"
+
+    def is_waiting() -> bool:
+        return any("wait" in log.read_text() for log in run_dir.glob("workspaces/*/log"))
+
+    with started(tmp_path, **given) as process:
+        wait_until(is_waiting)
+        os.killpg(process.pid, signal.SIGKILL)
+        wait_until(lambda: not session_of(process.pid))
+    (tmp_path / "go").touch()
+    done = run(tmp_path, **given)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(run_dir / "records.jsonl")
+    log = ["agent: first", "user: one", "user: wait", "agent: last"]
+    assert [m["content"].split("\n")[:-1] for m in record["messages"] if m["role"] == "tool"] == [
+        log[:1],
+        log,
+    ]
+    (resume,) = record["inner"][0]["resumes"]
+    assert (resume["rebuilt"], resume["rebuild"]["calls"]) == (["call_2_0"], 2)
 
 
 def test_token_ids_of_the_users_replies_are_in_no_row(tmp_path: Path) -> None:
