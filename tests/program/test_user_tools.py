@@ -105,7 +105,7 @@ def test_no_format_but_raw_has_the_users_calls(cwd: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     written = "".join(text_of(path) for path in (cwd / f"out-{name}" / "").rglob("*.*"))
     assert ROW["prompt"] in written
-    for text in (SCREEN, THOUGHT, "You are Ann"):
+    for text in (SCREEN, THOUGHT, "You are Ann", "simulated_user#1"):
         assert (text in written) == (name == "raw")
 
 
@@ -273,6 +273,7 @@ def test_token_ids_of_the_users_replies_are_in_no_row(tmp_path: Path) -> None:
     assert sum(len(inner["tool_calls"]) for inner in record["inner"]) > 0
     done = run(tmp_path, "export", "r", "--subagents", format="rl", output="out")
     assert done.returncode == 0, done.stderr
+    assert "conversations of subagents left out" not in done.stdout, "they are no candidates"
     exported = lines(tmp_path / "out" / "rl" / "train.jsonl")
     assert [turn for row in exported for turn in row["turns"]] == [
         turn["turn"] for turn in record["turns"]
