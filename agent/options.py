@@ -147,18 +147,39 @@ class SimulatedUser(BaseModel):
     """The text that it writes to end the conversation."""
     max_turns: PositiveInt = 10
     """Maximum messages that it writes."""
+    enabled_toolsets: tuple[str, ...] = ("none",)
+    """The toolsets of the user, who works in the agent's workspace.
+
+    A row can only name toolsets that the config names.
+    """
+    max_calls: PositiveInt = 10
+    """Maximum tool calls per message."""
     script: list[Any] | None = None
     """The turns of model "scripted"."""
 
-    def instructions(self) -> str:
-        """The system prompt, with the rules that say how to end the conversation."""
-        return f"{self.system_prompt}\n\n{_USER_RULES.format(stop=self.stop)}"
+    def instructions(self, *, with_tools: bool = False) -> str:
+        """The system prompt, with the rules that say how to end the conversation.
+
+        `with_tools`: also with the rules for calls of tools.
+        """
+        rules = _USER_RULES.format(stop=self.stop)
+        if with_tools:
+            rules += f"\n\n{_TOOL_RULES.format(max_calls=self.max_calls)}"
+        return f"{self.system_prompt}\n\n{rules}"
 
 
 _USER_RULES = (
     "You are this user, in a chat with an assistant. Write only the user's next message, short and "
     "in their own words; do not give away everything at once, and do not invent facts. When what "
     "you want has been done, or cannot be done, write {stop} and nothing else."
+)
+
+_TOOL_RULES = (
+    "Your tools are what this user can do and look up without the assistant, such as on their own "
+    "device. Call them before you write the message: if the assistant asks you to do or to check "
+    "something, do it, and then say in the user's words what came of it. Report only what your "
+    "tools returned. The assistant sees neither your calls nor their results. Make at most "
+    "{max_calls} calls before each message."
 )
 
 

@@ -9,9 +9,16 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from agent.loop.acceptance import RUN_CALLS
 from agent.loop.loop import run_agent
-from agent.loop.rules import ConversationSpec, Finish, NextStep, ResumeTool, RunTools, next_step
+from agent.loop.rules import (
+    ConversationSpec,
+    Finish,
+    NextStep,
+    ResumeTool,
+    RunTools,
+    count_runnable,
+    next_step,
+)
 from agent.loop.tools import AgentTools, CallableAgent
 from agent.messages.message import (
     PREPARATION,
@@ -30,7 +37,7 @@ from agent.messages.message import (
 )
 from agent.models.conversation_id import inner_conversation_id
 from agent.models.model import Model, StreamHandler, guard_handler
-from agent.options import AgentOptions, Subagent, inherit_options
+from agent.options import MAX_COUNT, AgentOptions, Subagent, inherit_options
 from agent.setup import AgentServices
 from agent.state.events import Clock, continued_event, result_event
 from agent.state.trajectory import SHARED_LIMITS, Journal, Trajectory
@@ -213,7 +220,8 @@ class ConversationRunner:
         user = self.spec.options.simulated_user
         assert user is not None
         written = self.trajectory.count_notes(USER_TURN)
-        seen = build_user_view(user, self.trajectory)
+        with_tools = bool(self.services.user_toolbox(user).schemas)
+        seen = build_user_view(user, self.trajectory, with_tools=with_tools)
         return await self.ask_user(user_key(written + 1), seen, written)
 
     async def ask_user(self, key: str, seen: Sequence[Message], written: int) -> Finish | None:
@@ -222,18 +230,30 @@ class ConversationRunner:
         `seen` are the messages that it is shown, and `written` is how many messages it has written
         before. Returns an ending if it wrote none.
         """
-        from agent.loop.simulated_user import SimulatedUserModel, missing_instructions
+        from agent.loop.simulated_user import (
+            SimulatedUserModel,
+            count_replies,
+            missing_instructions,
+        )
 
         user = self.spec.options.simulated_user
         assert user is not None
+        toolbox = self.services.user_toolbox(user)
+        max_calls = user.max_calls if toolbox.schemas else 0
         opening = missing_instructions(seen, self.trajectory)
-        options = inherit_options(self.spec.options, max_turns=1)
+        options = inherit_options(self.spec.options, max_turns=min(max_calls + 1, MAX_COUNT))
         inner = self._open_inner(key, SIMULATED_USER, opening, options)
-        model = self.services.user_model(user, inner.trajectory, written) or self.model
+        replies = count_replies(self.trajectory, written)
+        model = self.services.user_model(user, inner.trajectory, replies) or self.model
+        # The requests hold earlier calls of the user, too, and ids must be unique in a request.
+        inner.trajectory.call_ids.update(
+            call["id"] for message in seen for call in message.get("tool_calls", ())
+        )
         inner = replace(
             inner,
-            model=SimulatedUserModel(model, seen),
-            toolbox=self.services.toolbox(()),
+            model=SimulatedUserModel(model, seen, opening_length=inner.trajectory.opening_length),
+            toolbox=toolbox,
+            spec=replace(inner.spec, max_calls=max_calls or None),
             subagents=(),
         )
         end = await inner.run_inner()
@@ -358,8 +378,16 @@ def prepare_resume(
         trajectory.apply(event)
 
     step = next_step(trajectory, spec)
-    calls = _possibly_running(step, tools, parallel=spec.options.parallel_tools)
+    calls = _possibly_running(
+        step,
+        tools,
+        parallel=spec.options.parallel_tools,
+        runnable=count_runnable(trajectory, spec),
+    )
     has_results = bool(trajectory.results or trajectory.last_results())
+    for inner in trajectory.inner.values():
+        if inner.name == SIMULATED_USER:
+            has_results |= bool(inner.trajectory.results or inner.trajectory.last_results())
     interrupted: list[tuple[int, ToolCall]] = []
     repeated: list[tuple[int, ToolCall]] = []
     for n, call in calls:
@@ -391,13 +419,16 @@ def prepare_resume(
 
 
 def _possibly_running(
-    step: NextStep, tools: AgentTools, *, parallel: bool
+    step: NextStep, tools: AgentTools, *, parallel: bool, runnable: int
 ) -> list[tuple[int, ToolCall]]:
-    """The calls that may have been running when the process died, with their numbers."""
+    """The calls that may have been running when the process died, with their numbers.
+
+    `runnable`: the number of calls of the last reply that may run.
+    """
     if isinstance(step, ResumeTool):
         return [(step.result["call"], step.call)] if step.is_for_tool else []
     if not isinstance(step, RunTools):
         return []
-    calls = [(n, call) for n, call in step.calls if n < RUN_CALLS]
+    calls = [(n, call) for n, call in step.calls if n < runnable]
     # Calls that run one after the other: only the first can have begun.
     return calls if parallel and not tools.need_order(step.calls) else calls[:1]

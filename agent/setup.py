@@ -20,10 +20,19 @@ from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, SimulatedUser, Subagent, inherit_options
 from agent.state.trajectory import Trajectory, WaitUntilPersisted
-from toolsets.catalog.registry import TOOLSETS, Toolset, collect_tools, resolve_toolsets
+from toolsets.catalog.registry import (
+    ALL,
+    NONE,
+    TOOLSETS,
+    Toolset,
+    collect_tools,
+    resolve_toolsets,
+)
 from toolsets.context import ToolContext
 from toolsets.tool import Tool
 from toolsets.toolbox import Toolbox
+
+_ALL_NAMES = frozenset(ALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,8 @@ class Setup:
     """Further models that an agent which runs as a command may ask for; see `CommandAgent`."""
     user: ModelSettings | None = None
     """The model of the simulated user; None: the model of the conversations."""
+    user_toolsets: tuple[Toolset, ...] = ()
+    """The toolsets that simulated users can have; rows may select some of them."""
 
     def models(self) -> list[ModelSettings]:
         """The models of the conversations, of subagents, of aliases and of the simulated user."""
@@ -74,25 +85,36 @@ class Setup:
         toolsets = tuple(toolset for toolset in self.toolsets if toolset.name in names)
         return replace(self, toolsets=toolsets, tools=collect_tools(toolsets))
 
+    def user_tools(self, names: Collection[str]) -> tuple[Tool, ...]:
+        """The tools of a simulated user whose toolsets are `names`, also "all" and "none"."""
+        everything = not _ALL_NAMES.isdisjoint(names)
+        chosen = [one for one in self.user_toolsets if everything or one.name in names]
+        return collect_tools(chosen)
+
     def leave_out_toolset(self, name: str) -> Setup:
-        """A copy in which neither conversations nor subagents have the toolset called `name`."""
+        """A copy in which nobody has the toolset called `name`: no conversation, subagent, user."""
         subagents = {}
         for agent, own in self.subagents.items():
             rest = tuple(toolset for toolset in own.toolsets if toolset.name != name)
             subagents[agent] = replace(own, toolsets=rest, tools=collect_tools(rest))
         others = [other for other in self.toolset_names() if other != name]
-        return replace(self.select_toolsets(others), subagents=subagents)
+        users = tuple(toolset for toolset in self.user_toolsets if toolset.name != name)
+        return replace(self.select_toolsets(others), subagents=subagents, user_toolsets=users)
 
     def sandboxed_toolsets(self) -> list[str]:
-        """The names of the toolsets that run commands, toolsets of subagents included."""
+        """The names of the toolsets that run commands, also of subagents and simulated users."""
         return sorted({toolset.name for toolset in self.all_toolsets() if toolset.needs_sandbox})
 
     def uses(self, name: str) -> bool:
-        """Whether conversations or subagents use the toolset called `name`."""
+        """Whether conversations, subagents or simulated users use the toolset called `name`."""
         return any(toolset.name == name for toolset in self.all_toolsets())
 
     def all_toolsets(self) -> list[Toolset]:
-        """All toolsets, toolsets of subagents included."""
+        """All toolsets, toolsets of subagents and of simulated users included."""
+        return [*self.agent_toolsets(), *self.user_toolsets]
+
+    def agent_toolsets(self) -> list[Toolset]:
+        """The toolsets of conversations and of subagents."""
         subagents = (subagent.toolsets for subagent in self.subagents.values())
         return list(chain(self.toolsets, *subagents))
 
@@ -132,7 +154,11 @@ def set_up(
     }
     approve = None if options.approve is None else _load_hook(options.approve)
     user = None
+    user_toolsets: tuple[Toolset, ...] = ()
     if options.simulated_user is not None:
+        user_toolsets = _resolve_user_toolsets(
+            options.simulated_user, disabled=disabled_toolsets, known=known
+        )
         user = _own_model(
             SIMULATED_USER,
             options.simulated_user,
@@ -147,6 +173,7 @@ def set_up(
         subagents=subagents,
         approve=approve,
         user=user,
+        user_toolsets=user_toolsets,
     )
     if options.max_cost_usd is not None and (name := setup.unpriced()):
         raise ValueError(
@@ -173,6 +200,21 @@ def _set_up_subagent(
     tools = collect_tools(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
     return SubagentSetup(settings, toolsets, tools)
+
+
+def _resolve_user_toolsets(
+    user: SimulatedUser, *, disabled: Sequence[str], known: Mapping[str, Toolset]
+) -> tuple[Toolset, ...]:
+    """The toolsets that simulated users can have. Raises `ValueError`."""
+    option = f"{SIMULATED_USER}.enabled_toolsets"
+    try:
+        toolsets = resolve_toolsets(user.enabled_toolsets, disabled, known=known)
+        check_names([tool.name for tool in collect_tools(toolsets)])
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if not toolsets and set(user.enabled_toolsets) - {NONE}:
+        raise ValueError(f"{option}: disabled_toolsets leaves none of its tools")
+    return toolsets
 
 
 def _own_model(
@@ -231,11 +273,14 @@ def list_schemas(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]
 
 
 def inner_schemas(setup: Setup, options: AgentOptions, name: str) -> list[Mapping[str, Any]] | None:
-    """The schemas offered to the inner conversation `name`: a subagent's, or the preparation.
+    """The schemas offered to the inner conversation `name` of a subagent or a stage.
 
-    Includes subagents, although conversations at the maximum depth cannot call them. None for any
-    other name.
+    Includes subagents, although conversations at the maximum depth cannot call them. For a
+    simulated user: the schemas of its own tools, if it has any. None for any other name.
     """
+    if name == SIMULATED_USER and options.simulated_user is not None:
+        names = options.simulated_user.enabled_toolsets
+        return [tool.schema for tool in setup.user_tools(names)] or None
     if name == PREPARATION:
         toolsets = options.preparation_toolsets
         inner = setup if toolsets is None else setup.select_toolsets(toolsets)
@@ -278,6 +323,10 @@ class AgentServices:
         """The tools of a subagent, in the workspace of the conversation."""
         return self._make_toolbox(self.setup.subagents[agent.name].tools)
 
+    def user_toolbox(self, user: SimulatedUser) -> Toolbox:
+        """The tools of a simulated user, in the workspace of the conversation."""
+        return self._make_toolbox(self.setup.user_tools(user.enabled_toolsets))
+
     def _make_toolbox(self, tools: Sequence[Tool]) -> Toolbox:
         return Toolbox(
             tools,
@@ -291,13 +340,13 @@ class AgentServices:
         settings = self.setup.subagents[agent.name].settings
         return self._own_model(settings, agent.script, replies_played(conversation, self.setup))
 
-    def user_model(self, user: SimulatedUser, begun: Trajectory, written: int) -> Model | None:
+    def user_model(self, user: SimulatedUser, begun: Trajectory, replies: int) -> Model | None:
         """The model that plays the user; None: the model of the conversation.
 
-        `begun` is the inner conversation in which it writes its next message, and `written` is how
-        many messages it has written before.
+        `begun` is the inner conversation in which it writes its next message, and `replies` is the
+        number of replies in which it wrote those before.
         """
-        start = written + replies_played(begun, self.setup)
+        start = replies + replies_played(begun, self.setup)
         return self._own_model(self.setup.user, user.script, start)
 
     def _own_model(self, settings: ModelSettings | None, script: Any, start: int) -> Model | None:

@@ -21,6 +21,7 @@ from agent.loop.rules import (
     Finish,
     ResumeTool,
     RunTools,
+    count_runnable,
     next_step,
     refusal_ending,
     time_limit_ending,
@@ -192,9 +193,12 @@ class _Loop:
     async def _run_and_record(self, n: int, call: ToolCall) -> None:
         turn = self.trajectory.turns
         clock = Clock()
-        result = _TOO_MANY_CALLS
-        if n < RUN_CALLS:
+        if n < count_runnable(self.trajectory, self.spec):
             result = await self._run(call, None)
+        elif n < RUN_CALLS:
+            result = _over_limit(self.spec.max_calls)
+        else:
+            result = _TOO_MANY_CALLS
         self.record(result_event(turn, n, call, result, clock))
         if self.on_event is not None:
             self.on_event(_stream_event(call, result, clock))
@@ -250,6 +254,14 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
         event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)
+
+
+def _over_limit(max_calls: int | None) -> ToolResult:
+    text = (
+        f"Error: this call was not run: at most {max_calls} calls can be made before a message. "
+        "Write the message now."
+    )
+    return ToolResult(text, is_error=True, details={"failure": "not_run"})
 
 
 def _stream_event(call: ToolCall, result: ToolResult, clock: Clock) -> StreamEvent:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from agent.loop.acceptance import RUN_CALLS
 from agent.messages.leaked_calls import find_leaked_call
 from agent.messages.message import (
     COST_ONLY,
@@ -115,6 +116,8 @@ class ConversationSpec:
     """The user's messages after the first one: each is sent after the answer to the one before."""
     tool_names: tuple[str, ...] = ()
     """The names of all tools that the model can call."""
+    max_calls: int | None = None
+    """Maximum calls; after them the model has to write its text. None: no limit."""
 
 
 def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -154,7 +157,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
         return _step_after_answer(t, spec)
-    return _question_step(t, spec) or _step_after_results(t, options)
+    return _question_step(t, spec) or _step_after_results(t, spec)
 
 
 def _budget_ending(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
@@ -253,7 +256,8 @@ def repeat_ending(tally: Tally) -> Finish:
     )
 
 
-def _step_after_results(t: Trajectory, options: AgentOptions) -> NextStep:
+def _step_after_results(t: Trajectory, spec: ConversationSpec) -> NextStep:
+    options = spec.options
     limit = options.repeat_limit
     if limit and t.tally.repeated_turns >= limit:
         return repeat_ending(t.tally)
@@ -261,9 +265,18 @@ def _step_after_results(t: Trajectory, options: AgentOptions) -> NextStep:
         return end
     if options.plan and (note := plan_note(t)):
         return _continue_step(t, options, note)
+    if spec.max_calls is not None and len(t.results) >= spec.max_calls:
+        return CallModel("none")
     if limit and 2 <= t.tally.repeated_turns == limit - 1:
         return _continue_step(t, options, AddNote("repeat", _REPEATED))
     return _continue_step(t, options)
+
+
+def count_runnable(t: Trajectory, spec: ConversationSpec) -> int:
+    """The number of calls that may run of the last reply; later ones get an error result."""
+    if spec.max_calls is None:
+        return RUN_CALLS
+    return min(RUN_CALLS, spec.max_calls - len(t.results))
 
 
 def _step_after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:

@@ -1,9 +1,13 @@
 """A model that plays the user and writes the next message after each answer.
 
-It sees what a user sees: messages and answers, no tool calls and no reasoning. Each of its messages
-is an inner conversation "simulated_user#N" of one reply: paid, journaled and resumed like others.
-Journal and record hold that reply and, once, its instructions. They do not hold the messages that
-it saw: these follow from the conversation, and copies would grow with the square of its length.
+It sees what a user sees: messages and answers, but neither the calls nor the reasoning of the
+agent. Each of its messages is an inner conversation "simulated_user#N": paid, journaled and resumed
+like others. It has one reply or, if the user has tools, replies with calls before it. Only the text
+of its last reply becomes a message; later messages are written with the earlier calls in view.
+
+Journal and record hold its replies and results and, once, its instructions. They do not hold the
+messages that it saw: these follow from the conversation, and copies would grow with the square of
+its length.
 """
 
 from __future__ import annotations
@@ -48,15 +52,18 @@ def message_in(t: Trajectory, key: str) -> str:
 
 
 class SimulatedUserModel:
-    """The model of a simulated user: it is shown `seen`, whatever its conversation stores."""
+    """The model of a simulated user, which is shown more than its inner conversation stores."""
 
-    def __init__(self, model: Model, seen: Sequence[Message]) -> None:
+    def __init__(self, model: Model, seen: Sequence[Message], *, opening_length: int) -> None:
+        """`seen` stands for the first `opening_length` messages of the inner conversation."""
         self._model = model
         self._seen = seen
+        self._opening_length = opening_length
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        completion = await self._model.complete(replace(request, messages=self._seen))
+        shown = [*self._seen, *request.messages[self._opening_length :]]
+        completion = await self._model.complete(replace(request, messages=shown))
         if completion.tokens is None:
             return completion
         # The prompt's messages are not stored, so its token ids are not either.
@@ -69,10 +76,28 @@ def missing_instructions(seen: Sequence[Message], t: Trajectory) -> list[Message
     return [] if any(inner.trajectory.messages for inner in users) else list(seen[:1])
 
 
-def opening_view(user: SimulatedUser) -> list[Message]:
+def calls_of_message(t: Trajectory, number: int) -> list[Message]:
+    """The replies with calls, and their results, that precede message `number` of the user."""
+    inner = t.inner.get(user_key(number))
+    if inner is None:
+        return []
+    messages = inner.trajectory.messages[inner.trajectory.opening_length :]
+    roles = [message["role"] for message in messages]
+    end = len(roles) - roles[::-1].index("tool") if "tool" in roles else 0
+    return messages[:end]
+
+
+def count_replies(t: Trajectory, written: int) -> int:
+    """The number of replies in which the user wrote its first `written` messages."""
+    # A branch has messages of its parent without their replies.
+    inner = (t.inner.get(user_key(number)) for number in range(1, written + 1))
+    return sum(1 if one is None else max(1, one.trajectory.turns) for one in inner)
+
+
+def opening_view(user: SimulatedUser, *, with_tools: bool = False) -> list[Message]:
     """The messages that a simulated user sees before the conversation begins."""
     return [
-        Message(role="system", content=user.instructions()),
+        Message(role="system", content=user.instructions(with_tools=with_tools)),
         Message(role="user", content=_GREETING),
     ]
 
@@ -91,9 +116,15 @@ def build_user_view_of_agent(
     return seen
 
 
-def build_user_view(user: SimulatedUser, t: Trajectory) -> list[Message]:
-    """The conversation as the simulated user sees it, with the roles exchanged."""
-    seen = opening_view(user)
+def build_user_view(
+    user: SimulatedUser, t: Trajectory, *, with_tools: bool = False
+) -> list[Message]:
+    """The conversation as the simulated user sees it: roles exchanged, with the user's own calls.
+
+    `with_tools`: the user can call tools.
+    """
+    seen = opening_view(user, with_tools=with_tools)
+    written = 0
 
     # Separates an answer from the text before it; empty if that was cut and is continued.
     between = ""
@@ -110,6 +141,8 @@ def build_user_view(user: SimulatedUser, t: Trajectory) -> list[Message]:
         elif message["role"] == "user" and n < t.opening_length:
             say("assistant", message["content"])
         elif message["role"] == "user" and texts and message["content"].startswith(texts[0]):
+            written += 1
+            seen += calls_of_message(t, written)
             say("assistant", texts.popleft())  # without a note that the runtime may have added
         elif message["role"] == "user":  # a note as a whole
             between = "" if CONTINUE_CUT in message.get("notes", ()) else "\n\n"

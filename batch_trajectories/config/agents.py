@@ -10,10 +10,11 @@ from typing import Any
 
 from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
-from agent.options import LIMITS, AgentOptions, parse_json
+from agent.options import LIMITS, AgentOptions, SimulatedUser, parse_json
 from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.basics.validation import resolve_beside
 from batch_trajectories.config.endpoints import is_secret
+from toolsets.catalog.registry import NONE
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
 """Defaults with agents, for options whose usual defaults suit conversations of this program."""
@@ -86,6 +87,16 @@ def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, An
                 for word in words
             ]
     return resolved
+
+
+def check_user(agent: CommandAgent, user: SimulatedUser) -> None:
+    """Raise `ValueError` if the user has tools, which it cannot have beside `agent`."""
+    if set(user.enabled_toolsets) - {NONE}:
+        raise ValueError(
+            f"simulated_user.enabled_toolsets: agent {agent.name!r} runs as a command. After a "
+            "crash it starts again with the workspace of its first start, which would lack the "
+            "effects of the user's calls; leave the toolsets out, or run without --agent"
+        )
 
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:

@@ -494,7 +494,7 @@ class RunConfig(AgentOptions):
     @model_validator(mode="after")
     def _check_agent_options(self) -> RunConfig:
         if self.agent is not None:
-            from batch_trajectories.config.agents import check_options
+            from batch_trajectories.config.agents import check_options, check_user
 
             given = {
                 name
@@ -502,6 +502,8 @@ class RunConfig(AgentOptions):
                 if getattr(self, name) != field.get_default(call_default_factory=True)
             }
             check_options(self.agent, given - ({"docker_image"} if self.uses_images else set()))
+            if self.simulated_user is not None:
+                check_user(self.agent, self.simulated_user)
         return self
 
     @model_validator(mode="before")
@@ -572,7 +574,12 @@ class RunConfig(AgentOptions):
         )
 
     def row_rules(
-        self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
+        self,
+        api: str,
+        *,
+        is_priced: bool = True,
+        toolsets: Collection[str] | None = None,
+        user_toolsets: Collection[str] | None = None,
     ) -> RowRules:
         """The rules to read the rows of the dataset, for a model of this API."""
         return RowRules(
@@ -581,6 +588,7 @@ class RunConfig(AgentOptions):
             script=self._script_use(api),
             is_priced=is_priced,
             toolsets=None if toolsets is None else frozenset(toolsets),
+            user_toolsets=None if user_toolsets is None else frozenset(user_toolsets),
             models=frozenset(self.models) if isinstance(self.models, dict) else None,
             with_setup=self.row_setup,
             image=self._image_use(),

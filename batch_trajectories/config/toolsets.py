@@ -53,9 +53,11 @@ def list_mcp_tools(config: RunConfig) -> RunConfig:
 
 
 def _is_wanted(name: str, config: RunConfig) -> bool:
-    """Whether any conversation or subagent may be offered this toolset."""
+    """Whether any conversation, subagent or simulated user may be offered this toolset."""
     selected = config.selected_toolsets()
     names = {*(ALL if selected is None else selected)}
     for subagent in config.subagents:
         names.update(subagent.enabled_toolsets)
+    if config.simulated_user is not None:
+        names.update(config.simulated_user.enabled_toolsets)
     return name not in config.disabled_toolsets and not names.isdisjoint((name, *ALL))

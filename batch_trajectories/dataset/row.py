@@ -94,6 +94,8 @@ class RowRules:
     """Whether the price of the model is known, so rows may have budgets in dollars."""
     toolsets: frozenset[str] | None = None
     """The toolsets of the run; None if unknown."""
+    user_toolsets: frozenset[str] | None = None
+    """The toolsets that the run has for simulated users; None if unknown."""
     models: frozenset[str] | None = None
     """The models of the run; a row may name one of them. None if the run has a single model."""
     with_setup: bool = False
@@ -117,9 +119,10 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
+        # First, since a row that a rows file could not make has only the reason.
+        opening = opening_messages(columns, self.system_prompt)
         options = self._read_options(columns)
         self._check_model(columns)
-        opening = opening_messages(columns, self.system_prompt)
         self._check_script(columns)
         spec = ConversationSpec(
             options,
@@ -156,7 +159,7 @@ class RowRules:
     def _read_options(self, columns: Mapping[str, Any]) -> AgentOptions:
         options = row_options(self.options, columns)
         if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
-            options = add_row_user(options, columns)
+            options = add_row_user(options, columns, toolsets=self.user_toolsets)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
         if self.toolsets is not None:

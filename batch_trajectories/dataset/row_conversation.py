@@ -6,7 +6,7 @@ anything in columns that the run does not use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -244,10 +244,13 @@ def _check_chat(messages: list[Message]) -> None:
         )
 
 
-def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
+def add_row_user(
+    options: AgentOptions, columns: Mapping[str, Any], *, toolsets: Collection[str] | None = None
+) -> AgentOptions:
     """Add the row's settings for its simulated user to the options. Raises `ValueError`.
 
-    A row with further messages of its user has no simulated one.
+    A row with further messages of its user has no simulated one. `toolsets` are those that the run
+    has for simulated users; None: not known, and not checked.
     """
     from agent.models.resolve import SCRIPTED  # few runs have such users
 
@@ -271,6 +274,8 @@ def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOpti
             user = SimulatedUser.model_validate({**user.model_dump(), **row_user})
         except ValidationError as error:
             raise ValueError(mistakes_in(error)[0].describe(USER_COLUMN)) from error
+        if toolsets is not None and "enabled_toolsets" in row_user:
+            _check_user_toolsets(user.enabled_toolsets, toolsets)
     if not user.system_prompt.strip():
         raise ValueError(
             f"`{USER_COLUMN}.system_prompt`: missing; it says who the user is and what they want"
@@ -281,6 +286,18 @@ def add_row_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOpti
         except ValueError as error:
             raise ValueError(f"`{USER_COLUMN}`: {error}") from error
     return options.model_copy(update={"simulated_user": user})
+
+
+def _check_user_toolsets(names: Collection[str], offered: Collection[str]) -> None:
+    from toolsets.catalog.registry import ALL, NONE  # few rows name toolsets
+
+    unknown = sorted({*names}.difference(offered, ALL, [NONE]))
+    if unknown:
+        known = ", ".join(sorted(offered)) or "none"
+        raise ValueError(
+            f"`{USER_COLUMN}.enabled_toolsets`: {', '.join(unknown)} not on offer; the config has "
+            f"for its simulated users: {known}"
+        )
 
 
 def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ from batch_trajectories.engine.run_dir import (
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
 from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE
+from toolsets.catalog.registry import collect_tools
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -113,7 +114,10 @@ def make_plan(
         check_functions(config.reward)
     script = _read_script(config.script_file)
     rules = config.row_rules(
-        first.settings.api, is_priced=unpriced_model(setups) is None, toolsets=first.toolset_names()
+        first.settings.api,
+        is_priced=unpriced_model(setups) is None,
+        toolsets=first.toolset_names(),
+        user_toolsets=[toolset.name for toolset in first.user_toolsets],
     )
     if writes:
         look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
@@ -303,12 +307,22 @@ def describe(plan: Plan) -> str:
             f"{scan.rows * config.num_samples}{_stops(config)}",
             *(f"model      {model}" for model in models),
             tools,
+            *_user_tools(first),
             f"sandbox    {plan.sandbox or 'not needed'}",
             _limits(config),
             f"budget     {_budget(config)}",
             f"workers    {config.num_workers} x {plural(config.agents_per_worker, 'conversation')}",
         ]
     )
+
+
+def _user_tools(setup: Setup) -> list[str]:
+    """A line about the tools of simulated users, if they have any."""
+    if not setup.user_toolsets:
+        return []
+    names = ", ".join(toolset.name for toolset in setup.user_toolsets)
+    tools = ", ".join(tool.name for tool in collect_tools(setup.user_toolsets))
+    return [f"user       {names} ({tools})"]
 
 
 def _stops(config: RunConfig) -> str:

@@ -681,6 +681,7 @@ def _run_json(
 
 def describe_dataset(scan: Scan) -> dict[str, Any]:
     """The value of `dataset` in run.json."""
+    user_toolsets = scan.rules.user_toolsets
     return {
         "path": str(scan.path.resolve()),
         "source": snapshot_source(scan.path),
@@ -689,6 +690,7 @@ def describe_dataset(scan: Scan) -> dict[str, Any]:
         "sha256": scan.sha256,
         "is_priced": scan.rules.is_priced,
         "toolsets": None if scan.rules.toolsets is None else sorted(scan.rules.toolsets),
+        **({"user_toolsets": sorted(user_toolsets)} if user_toolsets else {}),
     }
 
 

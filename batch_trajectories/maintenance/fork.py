@@ -17,6 +17,7 @@ from typing import Any
 
 from agent.messages.message import (
     SUMMARY,
+    USER_TURN,
     Event,
     Message,
     NoteEvent,
@@ -24,6 +25,7 @@ from agent.messages.message import (
     ReplyEvent,
     ResultEvent,
     call_failure,
+    user_key,
 )
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
@@ -249,6 +251,7 @@ def events_until(
     replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     replies = replies[-len(record["turns"]) :]  # earlier ones are part of the prompt
     first = replies[0] if replies else 0
+    _refuse_user_calls(record, turn)
     if len(replies) < len(record["turns"]) or first == 0:
         raise NotForkable("its messages do not fit its turns")
     notes = [_to_note(note) for note in record["notes"] if note["turn"] < turn]
@@ -271,6 +274,17 @@ def events_until(
         events += [note for note in notes if note["turn"] == number]
     _check_events(Trajectory(opening, events), messages, record, turn)
     return events
+
+
+def _refuse_user_calls(record: Mapping[str, Any], turn: int) -> None:
+    """Raise `NotForkable` if the simulated user called tools before the end of `turn`.
+
+    A branch has none of these calls: the workspace would lack what they did.
+    """
+    sent = sum(note["reason"] == USER_TURN and note["turn"] < turn for note in record["notes"])
+    keys = {user_key(number) for number in range(1, sent + 1)}
+    if any(inner["key"] in keys and inner["tool_calls"] for inner in record["inner"]):
+        raise NotForkable("its simulated user called tools before that turn")
 
 
 def inherited_cost(events: Sequence[Event]) -> dict[str, Any]:

@@ -8,11 +8,19 @@ from typing import Any
 
 import click
 
-from agent.messages.message import split_inline_reasoning
+from agent.messages.message import (
+    USER_TURN,
+    split_inline_reasoning,
+    user_key,
+)
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.export.conversation.own_work import failure_kind, first_reply
+from batch_trajectories.export.conversation.own_work import (
+    failure_kind,
+    first_reply,
+    users_with_calls,
+)
 from batch_trajectories.records.checks import judge_record
 from batch_trajectories.records.record_types import (
     AgentFacts,
@@ -49,10 +57,13 @@ class _Blocks:
         messages = self._conversation.messages
         first = first_reply(messages, turns=len(self._turns))
         calls = {call.id for message in messages for call in message.tool_calls}
+        users = self._calls_of_users()
         for key, inner in self._inner.items() if only is None else ():
-            if key not in calls:  # that of a stage, not of a subagent
+            # That of a stage, not of a subagent; calls of the user are beside its messages.
+            if key not in calls and key not in users:
                 yield from self._inside(inner)
-        replies = 0
+        sent = [note for note in self._conversation.notes if note.reason == USER_TURN]
+        replies = written = 0
         answered: set[str] = set()
         for n, message in enumerate(messages):
             turn = None
@@ -62,8 +73,20 @@ class _Blocks:
             answered.update(call.id for call in message.tool_calls)
             if message.tool_call_id in answered:
                 continue  # shown under its call
+            further = sent[written].text if written < len(sent) and n > first else None
+            if message.role == "user" and further and message.content.startswith(further):
+                written += 1
+                user = users.pop(user_key(written), None)
+                if user is not None and only is None:
+                    yield from self._inside(user)
             if only is None or (turn is not None and turn.turn == only):
                 yield from self._message(message, turn)
+        for user in users.values() if only is None else ():  # of a message that was not sent
+            yield from self._inside(user)
+
+    def _calls_of_users(self) -> dict[str, InnerRecord]:
+        """The conversations in which a simulated user called tools, by key."""
+        return {inner.key: inner for inner in users_with_calls(self._conversation)}
 
     def _message(self, message: StoredMessage, turn: StoredTurn | None) -> Iterator[str]:
         title = message.role if turn is None else f"turn {turn.turn}"

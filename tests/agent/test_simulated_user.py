@@ -140,7 +140,8 @@ def test_the_ids_of_what_the_user_saw_are_not_stored() -> None:
             return replace(await super().complete(request), tokens=sampled)
 
     async def ask() -> Completion:
-        model = SimulatedUserModel(Sampling(parse_script([say("Green.")])), OPENING)
+        scripted = Sampling(parse_script([say("Green.")]))
+        model = SimulatedUserModel(scripted, OPENING, opening_length=0)
         return await model.complete(Request([]))
 
     completion = asyncio.run(ask())
@@ -276,3 +277,8 @@ def test_what_the_user_says_decides_the_conversation() -> None:
     plain = {"prompt": "x"}
     for more in ({"user_turns": ["a"]}, {"simulated_user": {"system_prompt": "You are Bo."}}):
         assert RULES.rollout_columns({**plain, **more}) != RULES.rollout_columns(plain)
+
+
+def test_a_row_that_a_rows_file_could_not_make_is_refused_with_its_reason() -> None:
+    with pytest.raises(ValueError, match=r"rows\.yaml:3: the row has no `ticket`"):
+        RULES.read({"id": "a", "row_error": "rows.yaml:3: the row has no `ticket`"})

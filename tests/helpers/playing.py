@@ -23,6 +23,7 @@ from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
+from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
@@ -147,8 +148,10 @@ def play(
     *,
     past: list[Event] | None = None,
     knows_begun: bool = False,
+    workspace_survived: bool = True,
     toolset: str | None = None,
     tools: Sequence[Tool] = TOOLS,
+    user_tools: Sequence[Tool] = (),
     opening: Sequence[Message] = OPENING,
     expected: str | None = None,
     user_replies: Sequence[str] = (),
@@ -160,6 +163,8 @@ def play(
 ) -> Played:
     """Play a script from `past` on; `toolset` names a real one in the place of `tools`.
 
+    `user_tools` are the tools of a simulated user, which has them as `enabled_toolsets: [all]`.
+
     If `knows_begun`, calls without a `began` event in `past` had not begun. Each reply costs
     `cost_usd` and takes `reply_tokens`.
     """
@@ -167,6 +172,8 @@ def play(
     setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
     if toolset is None:
         setup = replace(setup, tools=tuple(tools))
+    if user_tools:
+        setup = replace(setup, user_toolsets=(Toolset("phone", "Its phone.", user_tools),))
     if approve is not None:
         setup = replace(setup, approve=approve)
     spec = ConversationSpec(
@@ -176,7 +183,17 @@ def play(
         user_turns=tuple(user_turns),
     )
     return asyncio.run(
-        _play(root, setup, spec, script, past, knows_begun, opening, Price(cost_usd, reply_tokens))
+        _play(
+            root,
+            setup,
+            spec,
+            script,
+            past,
+            knows_begun,
+            opening,
+            Price(cost_usd, reply_tokens),
+            workspace_survived=workspace_survived,
+        )
     )
 
 
@@ -189,6 +206,8 @@ async def _play(
     knows_begun: bool,
     opening: Sequence[Message],
     price: Price,
+    *,
+    workspace_survived: bool,
 ) -> Played:
     events = copy.deepcopy(past or [])
     requests: list[Request] = []
@@ -215,6 +234,7 @@ async def _play(
         on_event=reports.append,
         records_starts=True,
         has_start_events=knows_begun,
+        workspace_survived=workspace_survived,
         conversation="the conversation",
     )
     end = await conversation.run(taken_up=past is not None)

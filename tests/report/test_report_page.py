@@ -20,6 +20,8 @@ from tests.audit.planting import audit, plain_row
 from tests.export.test_cache_use import COLD, GROWS, growing, warm
 from tests.helpers.exporting import make_run
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
+from tests.program.test_user_tools import SCREEN
+from tests.program.test_user_tools import play as play_user
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 
 if TYPE_CHECKING:
@@ -898,3 +900,27 @@ def test_a_long_result_is_folded_at_a_sentence(context: BrowserContext, report: 
         assert len(shown.text_content() or "") < 1600
         shown.get_by_role("button").click()
         assert shown.text_content() == text
+
+
+def test_calls_of_the_user_are_folded_before_the_message_that_they_led_to(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    assert play_user(tmp_path).returncode == 0
+    path = write_report(StoredRun(tmp_path / "trajectories" / "r"), tmp_path / "user.html").path
+    with opened(context, path) as page:
+        page.locator("#rows a").first.click()
+        folds = page.locator("#reader details.user")
+        assert [text.split(" (")[0] for text in folds.locator("summary").all_inner_texts()] == [
+            "the user called tools: 1 call, 2 turns",
+            "the user called tools: 2 calls, 2 turns",
+            "the user called tools: 1 call, 2 turns",
+        ]
+        first = folds.first
+        assert first.evaluate("fold => fold.nextElementSibling.textContent") == "userData is off."
+        assert not first.evaluate("fold => fold.open"), "it is the user's, not the agent's"
+        first.locator("summary").first.click()
+        first.locator(".messages").wait_for()
+        assert SCREEN in first.inner_text()
+        assert not first.locator(".loss, .learnt").count()
+        last = folds.last.evaluate("fold => fold.previousElementSibling.textContent")
+        assert "It is on." in last

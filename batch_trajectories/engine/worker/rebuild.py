@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agent.loop.tools import UnusableReference, resolve_references
-from agent.messages.message import STAGES, Event, Rebuild, ResultEvent, ToolCall, call_failure
+from agent.messages.message import (
+    SIMULATED_USER,
+    STAGES,
+    Event,
+    Rebuild,
+    ResultEvent,
+    ToolCall,
+    call_failure,
+)
 from agent.setup import Setup
 from agent.state.final_answer import RESERVED_TOOLS
 from agent.state.trajectory import Trajectory
@@ -45,6 +53,15 @@ class _Repeatable(NamedTuple):
     conversation: Trajectory
     call: ToolCall
     result: ResultEvent
+    is_users: bool
+    """Whether a simulated user made the call, which has tools of its own."""
+
+
+class _Toolboxes(NamedTuple):
+    """The tools of the agent and its subagents, and those of the simulated user."""
+
+    agents: Toolbox
+    users: Toolbox
 
 
 class _Impossible(Exception):
@@ -92,7 +109,7 @@ class Rebuilder:
         if not self._max_s or self.assignment.deaths >= SUSPECT_DEATHS:
             return prepared, None
         knows_begun = self.assignment.knows_begun
-        cut_off = list(_cut_off(trajectory, self._tools(), knows_begun=knows_begun))
+        cut_off = list(self._cut_off(trajectory, knows_begun=knows_begun))
         is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
         has_results = any(repeatable is not None for _, repeatable in self._steps())
         if not (cut_off or (has_results and is_doubtful)):
@@ -161,13 +178,13 @@ class Rebuilder:
         """
         calls = 0
         try:
-            toolbox = self._toolbox(context)
+            toolboxes = self._toolboxes(context)
             for event, repeatable in self._steps():
                 if repeatable is None:
                     if event["kind"] == "resumed" and "rebuilt" not in event:
                         await context.close(remove=False)
                         context = await self._opened(resumed=True)
-                        toolbox = self._toolbox(context)
+                        toolboxes = self._toolboxes(context)
                     continue
                 if self._find_tool(repeatable) is None:
                     continue
@@ -175,6 +192,7 @@ class Rebuilder:
                 result = repeatable.result
                 if time.monotonic() - begun + result["duration_s"] > self._max_s:
                     raise _Impossible("it takes longer than --max_rebuild_s", result)
+                toolbox = toolboxes.users if repeatable.is_users else toolboxes.agents
                 now = await self._call(toolbox, repeatable)
                 calls += 1
                 await self._wait_for(toolbox.late_calls, begun)
@@ -199,7 +217,7 @@ class Rebuilder:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _call(self, toolbox: Toolbox, repeatable: _Repeatable) -> ToolResult:
-        conversation, call, result = repeatable
+        conversation, call, result, _ = repeatable
         arguments = call["function"]["arguments"]
         if self.row.spec.options.result_references and "$$" in arguments:
             try:
@@ -228,7 +246,7 @@ class Rebuilder:
 
         Raises `_Impossible` for a call that must not run again, or whose effects are not known.
         """
-        conversation, call, result = repeatable
+        conversation, call, result, is_users = repeatable
         message = result["message"]
         details = message.get("details", {})
         failure = call_failure(message)
@@ -243,7 +261,7 @@ class Rebuilder:
             raise _Impossible("its sandbox was ended", result)
         if ASKS in details or "reply" in result:
             raise _Impossible("it asked the user", result)
-        tool = self._tools().get(name)
+        tool = self._tools(users=is_users).get(name)
         effects = "elsewhere" if tool is None else self._effects(tool)
         if effects == "elsewhere":
             raise _Impossible("it may have acted outside the workspace", result)
@@ -274,47 +292,62 @@ class Rebuilder:
         is_isolated = sandbox_kind(self.worker.config.sandbox).is_isolated
         return is_isolated and not self.spaces.has_network(self.row)
 
-    def _tools(self) -> Mapping[str, Tool]:
-        """All tools of the conversation and its subagents whose names stand for one tool."""
+    def _tools(self, *, users: bool) -> Mapping[str, Tool]:
+        """The tools whose names stand for one tool: of the conversation and its subagents, or those
+        of simulated users."""
+        setup = self.setup
+        toolsets = setup.user_toolsets if users else setup.agent_toolsets()
         named: dict[str, Tool] = {}
-        for toolset in self.setup.all_toolsets():
+        for toolset in toolsets:
             for tool in toolset.tools:
                 if named.setdefault(tool.name, tool) != tool:
                     named[tool.name] = replace(tool, effects="elsewhere")
         return named
+
+    def _cut_off(
+        self, trajectory: Trajectory, *, knows_begun: bool, users: bool = False
+    ) -> Iterator[Tool]:
+        """The tools of the calls that may have run when the process died."""
+        tools = self._tools(users=users)
+        begun = [inner for inner in trajectory.inner.values() if inner.name in STAGES]
+        for _, call in trajectory.open_calls():
+            if (inner := trajectory.inner.get(call["id"])) is not None:
+                begun.append(inner)
+            elif (tool := tools.get(call["function"]["name"])) is None or tool.idempotent:
+                continue
+            elif not knows_begun or call["id"] in trajectory.started_calls:
+                yield tool
+        for inner in begun:
+            yield from self._cut_off(
+                inner.trajectory,
+                knows_begun=knows_begun,
+                users=users or inner.name == SIMULATED_USER,
+            )
 
     def _commands(self) -> frozenset[str]:
         """The tools that run what the model writes."""
         own = [toolset for toolset in self.setup.all_toolsets() if toolset.name in COMMAND_TOOLS]
         return frozenset(tool.name for toolset in own for tool in toolset.tools)
 
-    def _toolbox(self, context: ToolContext) -> Toolbox:
-        return Toolbox(
-            [*self._tools().values()], context, call_timeout_s=self.worker.config.tool_timeout_s
+    def _toolboxes(self, context: ToolContext) -> _Toolboxes:
+        timeout_s = self.worker.config.tool_timeout_s
+        agents, users = (
+            Toolbox([*self._tools(users=is_users).values()], context, call_timeout_s=timeout_s)
+            for is_users in (False, True)
         )
+        return _Toolboxes(agents, users)
 
 
-def _repeatable(conversation: Trajectory, event: Event) -> _Repeatable | None:
+def _repeatable(
+    conversation: Trajectory, event: Event, *, is_users: bool = False
+) -> _Repeatable | None:
     """The call whose result an event is, also in an inner conversation."""
     if event["kind"] == "sub":
-        return _repeatable(conversation.begin_inner(event["key"], event["name"]), event["event"])
+        return _repeatable(
+            conversation.begin_inner(event["key"], event["name"]),
+            event["event"],
+            is_users=is_users or event["name"] == SIMULATED_USER,
+        )
     if event["kind"] != "result":
         return None
-    return _Repeatable(conversation, conversation.last_calls()[event["call"]], event)
-
-
-def _cut_off(
-    trajectory: Trajectory, tools: Mapping[str, Tool], *, knows_begun: bool
-) -> Iterator[Tool]:
-    begun = [
-        trajectory.inner[key] for key in trajectory.inner if trajectory.inner[key].name in STAGES
-    ]
-    for _, call in trajectory.open_calls():
-        if (inner := trajectory.inner.get(call["id"])) is not None:
-            begun.append(inner)
-        elif (tool := tools.get(call["function"]["name"])) is None or tool.idempotent:
-            continue
-        elif not knows_begun or call["id"] in trajectory.started_calls:
-            yield tool
-    for inner in begun:
-        yield from _cut_off(inner.trajectory, tools, knows_begun=knows_begun)
+    return _Repeatable(conversation, conversation.last_calls()[event["call"]], event, is_users)

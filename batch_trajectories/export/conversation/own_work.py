@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
-from agent.messages.message import hides_reasoning, split_inline_reasoning
+from agent.messages.message import SIMULATED_USER, hides_reasoning, split_inline_reasoning
+from batch_trajectories.basics import exact_json
 from batch_trajectories.records.record_types import (
+    InnerRecord,
     Record,
     StoredConversation,
     StoredMessage,
@@ -133,6 +135,18 @@ def _count_turn(authored: AuthoredWork) -> WorkCounts:
         started_at=started_at,
         ended_at=ended_at,
     )
+
+
+def users_with_calls(record: StoredConversation) -> list[InnerRecord]:
+    """The conversations in which a simulated user called tools, one for each of its messages."""
+    return [one for one in record.inner if one.name == SIMULATED_USER and one.tool_calls]
+
+
+def user_tool_names(record: Record) -> frozenset[str]:
+    """The names of the tools that the simulated user of a record could call."""
+    raw = bytes(record.inner_tools)
+    offered = exact_json.loads(raw).get(SIMULATED_USER, []) if raw else []
+    return frozenset(tool["function"]["name"] for tool in offered)
 
 
 def interrupted_calls(record: Record) -> list[str]:

@@ -7,17 +7,24 @@ with the number of tools. A call failed if its result is marked as an error; no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
 from agent.messages.message import MAX_TOKEN_COUNT
 from batch_trajectories.basics.text import mask_values
-from batch_trajectories.export.conversation.own_work import AuthoredWork, WorkCounts
+from batch_trajectories.export.conversation.own_work import (
+    AuthoredWork,
+    WorkCounts,
+    failure_kind,
+    tool_stats,
+    user_tool_names,
+    users_with_calls,
+)
 from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.records.checks import UNCHECKED, CheckSums, judge_record
-from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.record_types import InnerRecord, Record
 
 # Counts of many things, one by one.
 
@@ -102,15 +109,73 @@ _TOKENS = (
 )
 
 
-class Statistics:
-    """The statistics of the records added so far."""
+class ToolCounts:
+    """Counts of calls by tool, and of failures by kind."""
 
     def __init__(self) -> None:
         self._offered: set[str] = set()
         self._calls: KeyCounts[str] = KeyCounts()
         self._successes: KeyCounts[str] = KeyCounts()
         self._failures: KeyCounts[str] = KeyCounts()
-        self._tool_errors: KeyCounts[str] = KeyCounts()
+        self._errors: KeyCounts[str] = KeyCounts()
+
+    def add(
+        self, offered: frozenset[str], tools: Iterable[Mapping[str, Any]], failures: Iterable[str]
+    ) -> None:
+        """Count the calls of one conversation.
+
+        `offered` are the names of the tools on offer, `tools` the counts of `tool_stats`, and
+        `failures` the kinds of the failures.
+        """
+        if not offered <= self._offered:
+            self._offered |= offered
+        for stats in tools:
+            # Invented names are errors, not tools; there can be any number of them.
+            if (name := stats["tool"]) in offered:
+                self._calls[name] += stats["count"]
+                self._successes[name] += stats["success"]
+                self._failures[name] += stats["failure"]
+        for kind in failures:
+            self._errors[kind] += 1
+
+    def merge(self, other: ToolCounts) -> None:
+        """Add the counts of `other`."""
+        self._offered |= other._offered
+        self._calls.merge(other._calls)
+        self._successes.merge(other._successes)
+        self._failures.merge(other._failures)
+        self._errors.merge(other._errors)
+
+    def to_json(self) -> dict[str, Any]:
+        """`tools` (a list by name) and `tool_errors` (by kind of failure)."""
+        return {
+            "tools": [self._tool(name) for name in sorted(self._offered)],
+            "tool_errors": dict(sorted(self._errors.items())),
+        }
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        success, failure = self._successes[name], self._failures[name]
+        return {
+            "tool": name,
+            "count": self._calls[name],
+            "success": success,
+            "failure": failure,
+            "success_rate": _percent(success, success + failure),
+            "failure_rate": _percent(failure, success + failure),
+        }
+
+
+def _percent(part: int, whole: int) -> float:
+    return round(100 * part / whole, 2) if whole else 0.0
+
+
+class Statistics:
+    """The statistics of the records added so far."""
+
+    def __init__(self) -> None:
+        self._tools = ToolCounts()
+        self._user_tools = ToolCounts()
+        self._rows_with_user_calls = 0
         self._replies = 0
         self._with_reasoning = 0
         self._hidden_reasoning = 0
@@ -143,7 +208,10 @@ class Statistics:
         self._turns_with_token_ids += counts.with_token_ids
         if turns > self._most_turns:
             self._most_turns = turns
-        self._add_replies(tool_names(record.tools), counts)
+        self._tools.add(tool_names(record.tools), counts.tools, counts.failures)
+        self._add_replies(counts)
+        if record.inner and (users := users_with_calls(record)):
+            self._add_users(record, users)
         self._add_times(counts.started_at, counts.ended_at)
         counted: Mapping[str, Any] = record.usage or {}
         tokens = self._tokens
@@ -155,9 +223,7 @@ class Statistics:
         """Add the records of `other`."""
         for name, theirs in vars(other).items():
             ours = getattr(self, name)
-            if isinstance(ours, set):
-                ours.update(theirs)
-            elif isinstance(ours, KeyCounts | Reasons | CheckSums):
+            if isinstance(ours, KeyCounts | Reasons | CheckSums | ToolCounts):
                 ours.merge(theirs)
             elif isinstance(ours, int) and name != "_most_turns":
                 setattr(self, name, ours + theirs)
@@ -168,6 +234,8 @@ class Statistics:
         """The content of statistics.json.
 
         - `tools`: rates are percentages of the calls that have a result
+        - `user_tools`: `rows` (conversations whose simulated user called tools), `tools` and
+          `tool_errors` of these calls, which count nowhere else; absent without any
         - `reasoning.hidden`: turns whose reasoning the API hides; absent without any
         - `checks`: the fields of `records.checks.Checks`
         - `failed_scores`: number of failed reward functions, and `failed_score_reasons`; absent
@@ -180,8 +248,8 @@ class Statistics:
         first, last = self._first_started_at, self._last_ended_at
         return {
             "schema_version": 1,
-            "tools": [self._tool(name) for name in sorted(self._offered)],
-            "tool_errors": dict(sorted(self._tool_errors.items())),
+            **self._tools.to_json(),
+            **self._calls_of_users(),
             "reasoning": {
                 "assistant_turns": self._replies,
                 "with_reasoning": self._with_reasoning,
@@ -224,17 +292,22 @@ class Statistics:
         counts = {"turns_with": having, "turns_without": self._turns - having}
         return {"token_ids": counts} if having else {}
 
-    def _add_replies(self, offered: frozenset[str], counts: WorkCounts) -> None:
-        if not offered <= self._offered:
-            self._offered |= offered
-        for stats in counts.tools:
-            # Invented names are errors, not tools; there can be any number of them.
-            if (name := stats["tool"]) in offered:
-                self._calls[name] += stats["count"]
-                self._successes[name] += stats["success"]
-                self._failures[name] += stats["failure"]
-        for kind in counts.failures:
-            self._tool_errors[kind] += 1
+    def _calls_of_users(self) -> dict[str, Any]:
+        if not (rows := self._rows_with_user_calls):
+            return {}
+        return {"user_tools": {"rows": rows, **self._user_tools.to_json()}}
+
+    def _add_users(self, record: Record, users: Sequence[InnerRecord]) -> None:
+        self._rows_with_user_calls += 1
+        for user in users:
+            results = (message for message in user.messages if message.is_error)
+            self._user_tools.add(
+                user_tool_names(record),
+                tool_stats(user.messages),
+                [failure_kind(result.details) for result in results],
+            )
+
+    def _add_replies(self, counts: WorkCounts) -> None:
         self._replies += counts.replies
         self._with_reasoning += counts.with_reasoning
         self._hidden_reasoning += counts.hidden
@@ -247,18 +320,3 @@ class Statistics:
             self._first_started_at = started_at
         if self._last_ended_at is None or ended_at > self._last_ended_at:
             self._last_ended_at = ended_at
-
-    def _tool(self, name: str) -> dict[str, Any]:
-        success, failure = self._successes[name], self._failures[name]
-        return {
-            "tool": name,
-            "count": self._calls[name],
-            "success": success,
-            "failure": failure,
-            "success_rate": _percent(success, success + failure),
-            "failure_rate": _percent(failure, success + failure),
-        }
-
-
-def _percent(part: int, whole: int) -> float:
-    return round(100 * part / whole, 2) if whole else 0.0

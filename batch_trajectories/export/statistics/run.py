@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
-from batch_trajectories.export.conversation.own_work import AuthoredWork
+from batch_trajectories.export.conversation.own_work import (
+    AuthoredWork,
+    user_tool_names,
+    users_with_calls,
+)
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import why_not_passed
 from batch_trajectories.export.conversation.style import Style
@@ -31,7 +35,7 @@ from batch_trajectories.export.statistics.rewards import RewardStatistics
 from batch_trajectories.records.checks import Checks, describe, judge_record
 from batch_trajectories.records.failures import NO_LIMIT, stored_failures
 from batch_trajectories.records.reader import RecordPart, process_records
-from batch_trajectories.records.record_types import Record
+from batch_trajectories.records.record_types import Record, ToolRun
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import StoppingRule
@@ -54,6 +58,15 @@ _AMOUNTS = [
 
 def _floats() -> array[float]:
     return array("f")
+
+
+def _add_seconds(
+    seconds: dict[str, array[float]], calls: Iterable[ToolRun], offered: frozenset[str]
+) -> None:
+    for call in calls:
+        # There can be any number of invented names.
+        if call.name in offered and call.duration_s is not None:
+            seconds[call.name].append(call.duration_s)
 
 
 class RunStatistics:
@@ -80,6 +93,7 @@ class RunStatistics:
         self._statistics = Statistics()
         self._spreads = {name: array("d") for name in _AMOUNTS}
         self._tool_seconds: dict[str, array[float]] = defaultdict(_floats)
+        self._user_tool_seconds: dict[str, array[float]] = defaultdict(_floats)
         self._records = 0
         self._kept = 0
         self._kept_with_cost = 0
@@ -119,11 +133,11 @@ class RunStatistics:
         for name, amount in amounts.items():
             if amount is not None:
                 self._spreads[name].append(amount)
-        offered = tool_names(record.tools)
-        for call in calls:
-            # There can be any number of invented names.
-            if call.name in offered and call.duration_s is not None:
-                self._tool_seconds[call.name].append(call.duration_s)
+        _add_seconds(self._tool_seconds, calls, tool_names(record.tools))
+        if record.inner and (users := users_with_calls(record)):
+            offered = user_tool_names(record)
+            for user in users:
+                _add_seconds(self._user_tool_seconds, user.tool_calls, offered)
         cost = record.cost_usd
         self._unknown_costs += cost is None
         self._cost += cost or 0.0
@@ -142,6 +156,7 @@ class RunStatistics:
         for ours, theirs in (
             (self._spreads, other._spreads),
             (self._tool_seconds, other._tool_seconds),
+            (self._user_tool_seconds, other._user_tool_seconds),
         ):
             for name, numbers in theirs.items():
                 ours[name].extend(numbers)
@@ -174,8 +189,13 @@ class RunStatistics:
         `price_of` is for the cost of tokens that caches missed.
         """
         counted = self._statistics.to_json()
-        for tool in counted["tools"]:
-            tool["seconds"] = _spread(self._tool_seconds.get(tool["tool"], array("f")))
+        users = counted["user_tools"]["tools"] if "user_tools" in counted else []
+        for tools, seconds in (
+            (counted["tools"], self._tool_seconds),
+            (users, self._user_tool_seconds),
+        ):
+            for tool in tools:
+                tool["seconds"] = _spread(seconds.get(tool["tool"], array("f")))
         return {
             **counted,
             "records": self._records,
@@ -260,6 +280,11 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     for name, spread in figures["per_record"].items():
         yield f"{name:<20}" + _numbers(spread)
     yield from _tools(figures["tools"])
+    if (users := figures.get("user_tools")) is not None:
+        yield from _tools(users["tools"], title="tool of the user")
+        errors = ", ".join(f"{kind} {count:,}" for kind, count in users["tool_errors"].items())
+        failed = f"; failures of its calls: {errors}" if errors else ""
+        yield f"in {plural(users['rows'], 'conversation')} the simulated user called tools{failed}"
     yield from _toolsets(figures["toolsets"], shares)
 
 
@@ -286,12 +311,12 @@ def _costs(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"judges ${cost['judges']:.4f}{text}"
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _tools(tools: Sequence[Mapping[str, Any]], *, title: str = "tool") -> Iterator[str]:
     if not tools:
         return
     yield ""
     columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
-    yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
+    yield f"{title:<24}" + "".join(f"{name:>12}" for name in columns)
     for tool in tools:
         yield (
             f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"

@@ -78,6 +78,15 @@ function resumedBlock(resume) {
   return h("p", { class: "note" }, `taken up by a later process after turn ${resume.turn}${lost}${again}`);
 }
 
+// The calls that a simulated user made before its message of this number, which leave `inner`.
+function userCallsBlock(inner, number) {
+  const user = inner.get(`simulated_user#${number}`);
+  if (!user?.tool_calls.length) return null;
+  inner.delete(user.key);
+  const words = `the user called tools: ${plural(user.tool_calls.length, "call")}, ${plural(user.turns.length, "turn")} (${user.key}); no loss, unseen by the agent`;
+  return fold("inner user", words, () => messagesOf(user));
+}
+
 // The messages of a conversation, or of one inside it; `read` is the whole, whose turns have links of
 // their own, and say whether they carry loss.
 function messagesOf(part, read = null) {
@@ -90,9 +99,15 @@ function messagesOf(part, read = null) {
   const blocks = [];
   const calls = new Set();
   const losses = read?.form ? lossesOf(messages, read.form) : new Map();
+  const sent = (part.notes ?? []).filter((note) => note.reason === "user_turn");
+  let written = 0;
   messages.forEach((message, n) => {
     if (message.role === "tool" && calls.has(message.tool_call_id)) return; // beside its call
     const turn = turns[own.indexOf(n)];
+    if (message.role === "user" && n > own[0] && sent[written] && message.content.startsWith(sent[written].text)) {
+      written += 1;
+      blocks.push(userCallsBlock(inner, written));
+    }
     if (turn) {
       blocks.push(...part.resumes.filter((resume) => resume.turn === turn.turn - 1).map(resumedBlock));
       blocks.push(...part.discarded.filter((reply) => reply.turn === turn.turn).map(discardedBlock));
@@ -108,6 +123,7 @@ function messagesOf(part, read = null) {
   const last = turns.length ? turns[turns.length - 1].turn : 0;
   blocks.push(...part.discarded.filter((reply) => reply.turn > last).map(discardedBlock));
   blocks.push(...part.resumes.filter((resume) => resume.turn >= last).map(resumedBlock));
+  blocks.push(userCallsBlock(inner, written + 1)); // before a message that was not sent
   const stages = [...inner.values()].map((one) =>
     fold("inner", `${one.name || "stage"} (${one.key}), ${plural(one.turns.length, "turn")}`, () => messagesOf(one)));
   return h("div", { class: "messages" }, stages, blocks);
