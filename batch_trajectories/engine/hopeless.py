@@ -34,6 +34,7 @@ class EndingCounts:
     """Conversations that were checked or scored."""
     passed: int = 0
     tool_calls: int = 0
+    """Calls in conversations that did not fail; those of failed attempts are unknown."""
     offers_tools: bool = False
     reasons: Counter[str] = field(default_factory=Counter)
     """Conversations whose ending is not in `NO_REASON`, by status or failure class."""
@@ -89,7 +90,7 @@ def offers_tools(config: RunConfig) -> bool:
     """
     if config.agent is not None:
         return False
-    return config.enabled_toolsets != ("none",) or bool(config.tools) or bool(config.mcp)
+    return config.enabled_toolsets != ("none",)
 
 
 def find_signs(counts: EndingCounts) -> list[SignSeen]:
@@ -129,7 +130,8 @@ def _measure(counts: EndingCounts) -> Iterator[SignSeen]:
     rejected = counts.rejected.total()
     yield SignSeen("rejected", rejected, counts.looked_at, _most_frequent(counts.rejected))
     if counts.offers_tools:
-        yield SignSeen("no_call", 0 if counts.tool_calls else counts.ended, counts.ended)
+        finished = counts.ended - counts.failed
+        yield SignSeen("no_call", 0 if counts.tool_calls else finished, finished)
 
 
 def _most_frequent(reasons: Counter[str]) -> str:

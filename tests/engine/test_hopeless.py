@@ -39,6 +39,9 @@ def test_each_sign_is_found_alone(sign: str) -> None:
         EndingCounts(ended=30, failed=26, reasons=Counter(timeout=26)),
         EndingCounts(ended=30, looked_at=30, rejected=Counter(no_reasoning=29)),
         EndingCounts(ended=30, offers_tools=True, tool_calls=1),
+        EndingCounts(
+            ended=50, failed=25, offers_tools=True
+        ),  # failed attempts say nothing of calls
         EndingCounts(ended=30),
     ],
 )
