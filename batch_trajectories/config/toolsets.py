@@ -52,6 +52,14 @@ def list_mcp_tools(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"mcp": {**config.mcp, **listed}})
 
 
+def find_unused_toolsets(config: RunConfig) -> list[str]:
+    """The toolsets of `--tools` and `--mcp` that no conversation or subagent is offered."""
+    if not (config.tools or config.mcp):
+        return []
+    own = [name for name in build_catalog(config) if name not in TOOLSETS]
+    return [name for name in own if not _is_wanted(name, config)]
+
+
 def _is_wanted(name: str, config: RunConfig) -> bool:
     """Whether any conversation, subagent or simulated user may be offered this toolset."""
     selected = config.selected_toolsets()

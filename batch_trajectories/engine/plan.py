@@ -23,7 +23,11 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.config.models import Setups, called_models, set_up_models, unpriced_model
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.config.sandboxes import find_sandbox_problem, find_sandbox_warning
-from batch_trajectories.config.toolsets import build_catalog, list_mcp_tools
+from batch_trajectories.config.toolsets import (
+    build_catalog,
+    find_unused_toolsets,
+    list_mcp_tools,
+)
 from batch_trajectories.dataset.kept_dataset import (
     ROW_FILTER_KEY,
     DatasetSnapshot,
@@ -411,6 +415,13 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if plan.config.token_ids and plan.config.agent is None:
         for message in on_logprobs(plan.setups):  # asks servers
             say(message)
+    if plan.config.agent is None:
+        for name in find_unused_toolsets(plan.config):
+            if name not in plan.config.disabled_toolsets:
+                say(
+                    f"warning: no conversation is offered the toolset {name!r}; add it to "
+                    "--enabled_toolsets"
+                )
     for message in _refused_wishes(plan):
         say(f"warning: {plan.config.dataset_file}: {message}")
     columns = dict(plan.scan.setup_columns)
@@ -441,11 +452,11 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
             "can replace by some that always succeed; `check_tasks` tries it (docs/tasks.md)"
         )
     if (rows := largest.get("network", 0)) and not config.network:
-        yield f"{rows:,} rows ask for a network, which they do not get without --network"
+        yield f"no network without --network, though {plural(rows, 'row')} asked for it"
     if (rows := largest.get("check.network", 0)) and not config.check_network:
         yield (
-            f"the checks of {rows:,} rows ask for a network, which they do not get without "
-            "--check_network; what they cannot download makes them fail"
+            f"no network for checks without --check_network, though those of "
+            f"{plural(rows, 'row')} asked for it; what a check cannot download makes it fail"
         )
     if (rows := largest.get("artifacts", 0)) and config.keep_workspaces is None:
         yield (

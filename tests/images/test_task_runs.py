@@ -266,7 +266,7 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "tasks: 10 of 14 rows can run" in done.stderr
     assert "gpus/task.toml:3: environment.gpus: GPUs are not supported" in done.stderr
-    assert "10 rows ask for a network, which they do not get without --network" in done.stderr
+    assert "no network without --network, though 10 rows asked for it" in done.stderr
     records = records_of(tmp_path)
     rewards = {id: (r["check"] or {}).get("reward") for id, r in records.items()}
     assert rewards == {

@@ -117,6 +117,21 @@ def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path)
     assert "get_weather" in row["conversations"][0]["value"]
 
 
+@pytest.mark.parametrize(
+    ("enabled", "is_named"), [("file", True), ("none", True), ("file,my_tools", False)]
+)
+def test_a_start_names_own_tools_that_nobody_is_offered(
+    tmp_path: Path, enabled: str, *, is_named: bool
+) -> None:
+    written(tmp_path, "my_tools", MODULE)
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
+    given = {**SCRIPTED, "enabled_toolsets": enabled, "tools": "my_tools:ALL"}
+    done = run(tmp_path, "--dry_run", **given)
+    assert done.returncode == 0, done.stderr
+    warning = "no conversation is offered the toolset 'my_tools'; add it to --enabled_toolsets"
+    assert (warning in done.stderr) == is_named, done.stderr
+
+
 def test_a_changed_schema_is_another_run(tmp_path: Path) -> None:
     module = written(tmp_path, "my_tools", MODULE)
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
