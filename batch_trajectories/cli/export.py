@@ -374,10 +374,12 @@ def _describe_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _describe_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:
     """Lines about the rows of the format rl."""
-    yield (
-        f"{part['split']:>9,} of these rows begin where a prompt did not begin with what was "
-        f"sampled; {plural(part['turns_without_ids'], 'turn')} without token ids"
-    )
+    if part["rows"]:
+        yield (
+            f"{part['split']:>9,} of these rows begin where a prompt did not begin with what was "
+            f"sampled; {plural(part['turns_without_ids'], 'turn')} of these conversations without "
+            "token ids"
+        )
     for place in part["split_texts"]:
         sampled, shown = (json.dumps(place[key])[:60] for key in ("sampled", "shown"))
         yield f"{place['rows']:>9,}   sampled {sampled}, then shown {shown}"

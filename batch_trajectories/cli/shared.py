@@ -180,9 +180,10 @@ def show_run(path: Path, totals: RunTotals) -> None:
     ]
     style = run_style(read_run_json(path)["config"])
     if totals.completed_not_passed and not style.require_passed:
+        them = "it" if totals.completed_not_passed == 1 else "them"
         lines.append(
             f"{plural(totals.completed_not_passed, 'completed conversation')} did not pass; "
-            "--require_passed leaves them out of the training file"
+            f"--require_passed leaves {them} out of the training file"
         )
     if manifest["exported"] and _has_empty_thoughts_only(style, statistics["reasoning"]):
         lines.append(

@@ -94,6 +94,10 @@ class ImportEnd:
             lines += [f"          {what}" for what in self.unreadable[:_MAX_NAMED]]
             if len(self.unreadable) > _MAX_NAMED:
                 lines.append(f"          all of them: {self.unreadable_file}")
+            lines.append(
+                "          mend these places, or delete there what is no part of the conversation, "
+                "and import again"
+            )
         return "\n".join(lines)
 
 

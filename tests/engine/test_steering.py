@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,7 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
             refused = run(tmp_path, "limits", "r", max_run_cost_usd=5)
             assert refused.returncode == 2
             assert "no max_run_cost_usd" in refused.stderr
+            assert "`resume RUN --max_run_cost_usd=N`" in refused.stderr
             unknown = run(tmp_path, "stop", "r", "nobody")
             assert "no conversation with the id 'nobody' is in flight" in unknown.stderr
             wait_until(lambda: "limits changed" in run(tmp_path, "status", "r").stdout)
@@ -174,6 +176,8 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
             assert "limits changed for this start: max_in_flight 1" in shown
             assert "paused before the next call" in shown
             assert "left " not in shown
+            who = getpass.getuser()
+            assert f"no more are made until `resume` (asked by {who})" in shown
             assert "resumed" in run(tmp_path, "resume", "r").stdout
             assert process.wait(timeout=60) == 0
     log = (tmp_path / "trajectories/r/run.log").read_text()

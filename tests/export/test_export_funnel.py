@@ -177,7 +177,7 @@ def test_without_its_dataset_a_run_still_has_statistics(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "from rows to training rows: " in done.stdout
     assert "p.jsonl" in done.stdout
-    assert "1 records: completed 1" in done.stdout
+    assert "1 record: completed 1" in done.stdout
     done = run(tmp_path, "stats", str(source.run_dir), "--json")
     assert json.loads(done.stdout)["funnel"] is None
 
@@ -190,7 +190,7 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "manifest.json: cannot read it" in done.stdout
     assert "export again" in done.stdout
-    assert "1 records: completed 1" in done.stdout
+    assert "1 record: completed 1" in done.stdout
 
 
 def test_rows_per_turn_are_more_than_their_conversations(tmp_path: Path) -> None:

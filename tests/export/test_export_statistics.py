@@ -165,7 +165,7 @@ def test_shows_a_table(tmp_path: Path) -> None:
     source = make_run(tmp_path, record(2, cost_usd=0.25))
     done = run(tmp_path, "stats", str(source.run_dir))
     assert done.returncode == 0, done.stderr
-    assert "1 records: completed 1; kept for training 1" in done.stdout
+    assert "1 record: completed 1; kept for training 1" in done.stdout
     assert "$0.2500 per kept trajectory" in done.stdout
     assert done.stdout.count("temp") == 1
 

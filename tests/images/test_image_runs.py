@@ -409,8 +409,11 @@ def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
         ({"workspace": "directory", "images": "x"}, "images: needs --workspace=image"),
         ({"workdir": "app", "images": "x"}, "workdir: must be an absolute path"),
         ({}, "--images=DIR"),
-        ({"images": "nowhere"}, "nowhere is not a directory"),
-        ({"images": "."}, "holds no image"),
+        (
+            {"images": "nowhere"},
+            "nowhere is not a directory; put the images there, as docs/images.md shows",
+        ),
+        ({"images": "."}, "`podman save`; put the images there, as docs/images.md shows"),
         (
             {"mcp": '{"m": {"command": ["x", "{workspace}"]}}', "images": "."},
             "mcp: m: {workspace} is a directory of this machine",

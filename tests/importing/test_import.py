@@ -682,6 +682,7 @@ def test_all_that_is_unreadable_can_be_read_up(tmp_path: Path) -> None:
     assert end.unreadable_file is not None
     assert end.unreadable_file.read_text().splitlines() == end.unreadable
     assert f"all of them: {end.unreadable_file}" in end.describe()
+    assert "mend these places, or delete there what is no part" in end.describe()
     (tmp_path / "empty.jsonl").touch()
     end, _ = take(tmp_path, tmp_path / "empty.jsonl", name="s")
     assert end.unreadable == [f"{tmp_path}/empty.jsonl: it is empty"]

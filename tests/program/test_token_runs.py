@@ -135,6 +135,7 @@ def test_an_endpoint_that_gives_none_is_named_once(tmp_path: Path) -> None:
     assert not any("tokens" in turn for record in records(tmp_path) for turn in record["turns"])
     done = run(tmp_path, "export", "r", format="rl")
     assert "not used           2  no_token_ids" in done.stdout
+    assert "without token ids" not in done.stdout  # of which conversations?
 
 
 @pytest.mark.slow

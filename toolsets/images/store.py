@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _CONFIG, _NEW_CONFIG = "config.json", "config.json.new"
 _NAMES_SHOWN = 5
+_HOW_TO_FILL = "put the images there, as docs/images.md shows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class ImageStore:
         if self._url is not None:
             self._download(self._url)
         if not self.directory.is_dir():
-            return f"--images: {self.directory} is not a directory"
+            return f"--images: {self.directory} is not a directory; {_HOW_TO_FILL}"
         try:
             self._make_directory()
         except (ImageError, HostError) as error:
@@ -95,7 +96,7 @@ class ImageStore:
         if not self._images and not self._problems:
             return (
                 f"--images: {self.directory} holds no image: neither OCI layouts nor archives "
-                "(*.tar, *.tar.gz) of `docker save` or `podman save`"
+                f"(*.tar, *.tar.gz) of `docker save` or `podman save`; {_HOW_TO_FILL}"
             )
         return None
 

@@ -177,7 +177,10 @@ class RunBudget:
     def raise_to(self, usd: float) -> None:
         """Raise the budget in dollars. Raises `ValueError` without one, or for a lower amount."""
         if self.budget is None or not self.budget.usd:
-            raise ValueError("this start has no max_run_cost_usd, so there is none to raise")
+            raise ValueError(
+                "this start has no max_run_cost_usd, so there is none to raise; to set one, `stop` "
+                "the run, then `resume RUN --max_run_cost_usd=N`"
+            )
         if self._shared is not None:
             raise ValueError("max_run_cost_usd is shared with other runs, which would not know")
         if usd < self.budget.usd:

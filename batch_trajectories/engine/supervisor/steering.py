@@ -82,7 +82,7 @@ class Steering:
         log.info("%s asked: %s: %s%s", who, do, "refused: " if is_refused else "", text)
         if not is_refused:
             # Of limits only the present ones are of interest later.
-            self._start.progress.say(f"{who}: {text}", keep=do != "limits")
+            self._start.progress.say(f"{text} (asked by {who})", keep=do != "limits")
         self._answers[str(self._read)] = {"text": text, "refused": is_refused}
         while len(self._answers) > _ANSWERS:
             del self._answers[next(iter(self._answers))]

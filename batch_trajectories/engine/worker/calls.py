@@ -159,7 +159,7 @@ class Calls:
         """Why an endpoint stops the run, and what to check."""
         message = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
-            message += f". {error.key_source}"
+            message = f"{message.rstrip('.')}. {error.key_source}"
         return message
 
     def receive(self, message: AboutCalls) -> None:

@@ -259,7 +259,7 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     """Format the statistics as tables; `shares` are the wanted shares of toolsets, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in figures["rows"].items())
     kept = f"kept for training {figures['kept']:,}"
-    yield f"{figures['records']:,} records: {statuses or 'none'}; {kept}"
+    yield f"{plural(figures['records'], 'record')}: {statuses or 'none'}; {kept}"
     if text := describe(Checks(**figures["checks"])):
         yield text
     if "labels" in figures:
@@ -303,7 +303,7 @@ def _costs(figures: Mapping[str, Any]) -> Iterator[str]:
         if cost["per_kept"] is not None:
             text += f", ${cost['per_kept']:.4f} per kept trajectory"
         if unknown := cost["records_of_unknown_cost"]:
-            text += f"; unknown for {unknown:,} records"
+            text += f"; unknown for {plural(unknown, 'record')}"
         yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
     if cost["judges"] or cost["judges_unknown"]:
         unknown = cost["judges_unknown"]
