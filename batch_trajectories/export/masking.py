@@ -60,7 +60,7 @@ class Mask(BaseModel):
     interrupted_result: bool = False
     """A stop of the run interrupted a call."""
     leak_suspected: bool = False
-    """A call looked for the solution; see `export.conversation.leaks`."""
+    """A call looked for the solution of a checked task."""
     label: bool = False
     """A reviewer marked the turn to carry no loss."""
     wrong_answer: bool = False

@@ -13,10 +13,9 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.masking import Mask
-from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.export.rows.format import Format, load_kind
 from batch_trajectories.export.rows.format_names import format_names
-from batch_trajectories.export.rows.recipe import Card, Preference, Recipe, load_recipe
+from batch_trajectories.export.rows.recipe import load_recipe
 from tests.helpers.running import ROOT
 
 DOCS = (ROOT / "docs" / "export.md").read_text()
@@ -46,7 +45,7 @@ def test_the_formats_that_keep_a_flaw_are_named(reason: str) -> None:
     assert set(re.findall(r"`(\w+)`", with_text)) == as_text - keeping
 
 
-def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
+def test_recipes_on_the_page_are_some_and_every_mask_is_named(tmp_path: Path) -> None:
     mask = DOCS.partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "recipe.yaml").write_text(mask)
     assert load_recipe(tmp_path / "recipe.yaml", {}).include
@@ -55,12 +54,4 @@ def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "recipe.yaml", {})
     assert recipe.filters.answer is not None
-    for model in (Recipe, Filters, Preference, Card, AnswerCheck):
-        for key in model.model_fields.keys() - {"first_n", "function", "runs"}:
-            assert re.search(rf"^ *{key}:", RECIPE, re.MULTILINE), key
     assert "\nruns:\n" in DOCS, "only a mix has it"
-
-
-@pytest.mark.parametrize("key", ["first_n", "function"])
-def test_keys_that_exclude_each_other_are_named_together(key: str) -> None:
-    assert key in RECIPE

@@ -63,11 +63,11 @@ class Filters(RecipePart):
     """`reject` leaves out conversations of which the model saw parts shortened or summarized: rows
     hold these parts in full."""
     leak_suspected: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations whose calls looked for the solution; see
-    `export.conversation.leaks`."""
+    """`reject` leaves out conversations of checked tasks whose calls looked for the solution."""
     max_interrupted_calls: NonNegativeInt | None = None
     """Maximum number of tool calls that a crash interrupted."""
     max_tool_errors: NonNegativeInt | None = None
+    """Maximum number of failed tool calls."""
     max_tool_error_share: Share | None = None
     """Maximum share of failed calls among those with a result."""
     invented_tools: Literal["keep", "reject"] = "keep"
@@ -77,15 +77,23 @@ class Filters(RecipePart):
     """Tokens for which rows are refused: `all` adds those of Llama 2, Mistral and Gemma, which are
     HTML or plain words to other tokenizers."""
     min_turns: PositiveInt | None = None
+    """Minimum number of the model's turns."""
     max_turns: PositiveInt | None = None
+    """Maximum number of the model's turns."""
     min_tool_calls: NonNegativeInt | None = None
+    """Minimum number of tool calls."""
     max_tool_calls: NonNegativeInt | None = None
+    """Maximum number of tool calls."""
     max_input_tokens: PositiveInt | None = None
+    """Maximum input tokens of all calls; an unknown number counts as too many."""
     max_output_tokens: PositiveInt | None = None
+    """Maximum output tokens of all calls; an unknown number counts as too many."""
     max_tokens: PositiveInt | None = None
     """Input and output of all calls; an unknown number counts as too many."""
     min_reward: Number | None = None
+    """Minimum of the reward that `reward_name` names."""
     max_reward: Number | None = None
+    """Maximum of the reward that `reward_name` names."""
     min_rewards: dict[str, Number] = {}
     """Minimums for several rewards, by the name of the reward."""
     max_rewards: dict[str, Number] = {}
@@ -100,6 +108,7 @@ class Filters(RecipePart):
     records without a judgement; `failed` keeps only records that did not pass. These two have an
     effect on all formats."""
     answer: AnswerCheck | None = None
+    """A comparison of the final answer with a column; others are left out."""
     evaluation_files: tuple[str, ...] = ()
     """Benchmarks: anything that can be a dataset (also `hf:`), or text files with a question per
     line."""
@@ -124,7 +133,8 @@ class Filters(RecipePart):
     max_length: PositiveInt | None = None
     """Maximum tokens of the whole conversation."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """The directory of the tokenizer of the model that is trained."""
+    """The directory of the tokenizer of the model that is trained, with `tokenizer.json` and the
+    chat template."""
     max_per: dict[str, PositiveInt] = {}
     """Number of conversations to keep for each value of a column or of metadata; conversations
     without a value stay."""
@@ -138,7 +148,8 @@ class Filters(RecipePart):
     exact_duplicates: bool = True
     """Leave out exact copies of earlier conversations."""
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Leave out conversations at least this similar to an earlier one (Jaccard, word triples)."""
+    """Leave out conversations at least this similar to an earlier one (Jaccard, word triples);
+    takes 1 KB of memory per row."""
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> Filters:

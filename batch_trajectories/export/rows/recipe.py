@@ -160,9 +160,13 @@ class Card(RecipePart):
     """Facts for the dataset card that only the user knows."""
 
     title: str | None = None
+    """The title of the card; None: the name of the model."""
     license: str = "other"
+    """The license of the dataset, named as on the hub."""
     language: str | None = None
+    """The language of the prompts, as a code such as `en`."""
     prompt_source: str | None = None
+    """The origin of the prompts, in words."""
 
 
 class RunShare(RecipePart):
@@ -173,7 +177,9 @@ class RunShare(RecipePart):
     count: PositiveInt | None = None
     """The number of conversations to take from the run; all if it has fewer."""
     license: str | None = None
+    """The license of this run's conversations; None: the card says that it is not stated."""
     prompt_source: str | None = None
+    """The origin of this run's prompts, in words."""
 
     @model_validator(mode="after")
     def _has_one_amount(self) -> RunShare:
@@ -188,22 +194,33 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     formats: Annotated[tuple[FormatName, ...], BeforeValidator(split_commas), Field(min_length=1)]
+    """Formats of rows; docs/export.md says what each is for."""
     reasoning: ReasoningStyle | None = None
+    """The place of reasoning: `inline` in the text, `field` in a key of its own, `last` only in
+    the last turn, `none` nowhere. `since_user` is for rows of segments: reasoning after the last
+    message of the user. None: the way of each format."""
     reasoning_key: ReasoningKey = REASONING_KEY
     """The key of reasoning in messages of openai, as the template reads it."""
     parallel_calls: CallStyle = "keep"
+    """Whether a turn with several calls is kept, or split into one turn per call."""
     system: SystemStyle | None = None
+    """Whether rows hold the system prompt that the model saw; None: the way of each format."""
     empty_think: EmptyThink = "keep"
+    """Whether turns without reasoning begin with an empty think block in `hermes`; `text`: also in
+    formats with messages."""
     call_text: CallText = "keep"
     """Whether text beside calls joins the reasoning in messages."""
     arguments: Arguments = "objects"
     """Whether messages hold the arguments of calls as objects, or as text."""
     max_tool_chars: PositiveInt | None = None
+    """Maximum characters of a tool result; the middle of longer results is cut out."""
     tools: ToolsForm | None = None
+    """Whether rows with messages hold their tools as JSON text or as a list; None: a list in `hf`,
+    text elsewhere."""
     per_turn: bool = False
     """One row per turn of the model, each with its context, instead of one per conversation."""
     segments: bool = False
-    """One row per view that the model had: see `export/segments.py`."""
+    """One row per view that the model had, if earlier messages were shortened or summarized."""
     subagents: bool = False
     """rl: rows for the conversations of subagents, too."""
     discarded: bool = False
@@ -221,7 +238,9 @@ class Recipe(BaseModel):
     accept_rows: AcceptedRows = ()
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
+    """Splits with their shares, which sum to 1; all samples of a prompt go to one split."""
     split_seed: Seed = 0
+    """The seed that draws the split of each prompt."""
     split_by: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
     """Columns or metadata of which no value may be in two splits; prompts never are."""
     seed: Seed = 0
@@ -232,11 +251,15 @@ class Recipe(BaseModel):
     runs: dict[str, RunShare] = {}
     """Shares of runs, by the name of the run; runs that are not named are taken completely."""
     shard_mb: Megabytes | None = None
+    """Megabytes per file; None: one file per split."""
     reward_name: Annotated[str, Field(min_length=1)] | None = None
     """The reward that filters, `best_n`, dpo and kto use; None: `reward`, else the first."""
     filters: Filters = Filters()
+    """Conditions that a conversation must meet to be in this export."""
     preference: Preference = Preference()
+    """Options that turn rewards into preferences."""
     card: Card = Card()
+    """Facts for the dataset card that only the user knows."""
 
     @model_validator(mode="before")
     @classmethod
