@@ -80,9 +80,8 @@ def open_run(
     if not path.exists():
         runs = runs_in(output_dir)
         known = f"; runs there: {first_few(runs, _RUNS_SHOWN)}" if runs else ""
-        raise RunDirError(
-            f"{output_dir / run}: no such run{known}; give their directory by --output_dir"
-        )
+        place = run if "/" in str(run) else output_dir / run
+        raise RunDirError(f"{place}: no such run{known}; give their directory by --output_dir")
     return StoredRun(path)
 
 

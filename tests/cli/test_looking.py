@@ -128,8 +128,11 @@ def test_status_after_the_end_says_nothing_is_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["status", "report", "export", "show"])
-def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name: str) -> None:
-    done = run(cwd, name, "nope", *(["x"] if name == "show" else []))
+@pytest.mark.parametrize("run_name", ["nope", "trajectories/nope"])
+def test_a_run_that_is_not_there_is_one_line_with_those_that_are(
+    cwd: Path, name: str, run_name: str
+) -> None:
+    done = run(cwd, name, run_name, *(["x"] if name == "show" else []))
     assert (done.returncode, done.stderr) == (
         2,
         "error: trajectories/nope: no such run; runs there: other, r; "
