@@ -1052,7 +1052,7 @@ class TestCommand:
         source = make_run(tmp_path, worked("A"), pending=1)
         done = run(tmp_path, "export", source.run_dir, format="openai,dpo")
         assert done.returncode == 1
-        assert "no row of dpo: 2 tasks: 1 rejected as" in done.stderr
+        assert "no row of dpo: 2 tasks: 1 pending, 1 not used as" in done.stderr
         dataset = source.run_dir / "exports" / "dataset"
         assert ids(dataset / "openai" / "train.jsonl") == ["t0"]
         (tmp_path / "2").mkdir()

@@ -194,10 +194,13 @@ def describe_losses(manifest: Mapping[str, Any], part: Mapping[str, Any] | None 
     """
     counts = [(manifest[key], key) for key in ("discarded", "failed", "pending")]
     counts.append((manifest.get("partial", 0), "ended early"))
-    reasons = {**manifest["rejected_by_reason"], **(part or {}).get("rejected_by_reason", {})}
-    counts += [(count, f"rejected as {reason}") for reason, count in reasons.items()]
-    told = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
-    return f"{plural(manifest['tasks'], 'task')}: {told or 'none ended'}"
+    for told, by_reason in (
+        ("rejected", manifest["rejected_by_reason"]),
+        ("not used", (part or {}).get("rejected_by_reason", {})),
+    ):
+        counts += [(count, f"{told} as {reason}") for reason, count in by_reason.items()]
+    losses = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
+    return f"{plural(manifest['tasks'], 'task')}: {losses or 'none ended'}"
 
 
 def say_removed(directory: Path | str, gone: Collection[str]) -> None:
