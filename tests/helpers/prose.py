@@ -23,8 +23,8 @@ RULES = {
     r"\bOf (?:a|the|these|those|them)\b": "the verb early, not `Of a ...`",
 }
 
-EXCEPT = {"glossary.md", "options.md", "records.md", "speed.md"}
-"""Pages that are generated, or lists of figures."""
+EXCEPT = {"options.md", "records.md"}
+"""Pages that are generated from docstrings and help texts."""
 
 
 def sentences(text: str) -> Iterator[tuple[int, str]]:
