@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from batch_trajectories.basics.console import show, show_json
+from batch_trajectories.basics.console import say, show, show_json
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 
@@ -85,14 +85,18 @@ def agents(ctx: click.Context) -> None:
         unused = {"dataset_file": "-", "run_name": "agents", "model": "x"}
         names = presets("agents")
         width = max(map(len, names))
+        missing = 0
         for name in names:
             try:
                 checked = check_agent_program(RunConfig.model_validate({**unused, "agent": name}))
             except ConfigError as error:
                 show(f"{name:<{width}}  not available: {error}")
+                missing += 1
             else:
                 assert checked.agent is not None
                 show(f"{name:<{width}}  {checked.agent.found_version}")
+        if missing:
+            say("how to install them: docs/reference/presets.md")
 
 
 @agents.command()

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agent.models.model import ModelSettings
 from agent.wires.reading import remove_matches
+from batch_runner import main
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.config.agents import find_model
@@ -49,6 +51,13 @@ def test_a_preset_is_valid_and_named_after_its_file(name: str) -> None:
     agent = config(agent=name).agent
     assert agent is not None
     assert agent.name == name
+
+
+def test_the_list_of_agents_says_where_their_installation_is_described(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(main, ["agents"], env={"PATH": str(tmp_path)})
+    assert listed.exit_code == 0, listed.output
+    assert "codex " in listed.stdout
+    assert "how to install them: docs/reference/presets.md" in listed.stderr
 
 
 UUID = "51180b64-6f44-4828-a5ab-{n:012}"
