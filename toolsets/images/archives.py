@@ -27,7 +27,12 @@ from toolsets.images.names import DIGEST, ImageError, full_name
 _MAX_DOCUMENT_BYTES = 16 << 20
 _MAX_NESTING = 3
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
-_NAMES = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
+NAME = "org.opencontainers.image.ref.name"
+"""The annotation with the name of an image."""
+_NAMES = (NAME, "io.containerd.image.name")
+INDEX_DIGEST = "batch-trajectories.index.digest"
+"""The annotation of an image from a registry: the digest by which it was named there. It may be
+that of a list of manifests."""
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
 
 Opener = Callable[[str], AbstractContextManager[IO[bytes]]]
@@ -156,9 +161,11 @@ def _read_images(source: Path, place: str, open_member: Opener) -> Iterator[Stor
             layers = [str(layer["digest"]) for layer in manifest["layers"]]
         except (KeyError, TypeError):
             raise ImageError(f"{source}: {path} is not the manifest of an image") from None
-        known = set(map(full_name, names)) | {full_name(f"{place}:{name}") for name in names}
-        if len(images) == 1:
-            known.add(full_name(place))
+        known = set(map(full_name, names))
+        if not any(map(DIGEST.fullmatch, names)):  # else a registry has named it
+            known |= {full_name(f"{place}:{name}") for name in names}
+            if len(images) == 1:
+                known.add(full_name(place))
         yield StoredImage(
             source=source,
             digest=digest,
@@ -185,11 +192,12 @@ def _manifests(
             raise ImageError(f"{source}: index.json has an entry without a digest")
         fits = entry.get("platform")
         if isinstance(fits, dict) and (
-            fits.get("os") != "linux" or fits.get("architecture") != _machine()
+            fits.get("os") != "linux" or fits.get("architecture") != machine()
         ):
             continue
         notes = entry.get("annotations")
-        own = {notes[key] for key in _NAMES if isinstance(notes, dict) and notes.get(key)}
+        keys = (*_NAMES, INDEX_DIGEST)
+        own = {notes[key] for key in keys if isinstance(notes, dict) and notes.get(key)}
         named = names | {name for name in own if isinstance(name, str)}
         if "index" in str(entry.get("mediaType")) or "manifest.list" in str(entry.get("mediaType")):
             if depth >= _MAX_NESTING:
@@ -252,15 +260,15 @@ def _object(raw: bytes, source: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _machine() -> str:
-    machine = platform.machine()
-    return _MACHINES.get(machine, machine)
+def machine() -> str:
+    """The architecture of this machine, by the name that images have for it."""
+    name = platform.machine()
+    return _MACHINES.get(name, name)
 
 
 # Writing an OCI layout that many images share: each layer is in it once.
 
 _TYPE = "application/vnd.oci.image"
-_NAME = "org.opencontainers.image.ref.name"
 _ENGINE_ID = "batch-trajectories.engine.id"
 _PIECE_BYTES = 1 << 20
 
@@ -284,8 +292,8 @@ def add_to_layout(layout: Path, name: str, engine_id: str, save: Callable[[Path]
                 known = _add_archive(layout, archive)
             finally:
                 archive.unlink(missing_ok=True)
-        entry = {**known, "annotations": {_NAME: name, _ENGINE_ID: engine_id}}
-        index["manifests"] = [e for e in entries if _annotations(e).get(_NAME) != name] + [entry]
+        entry = {**known, "annotations": {NAME: name, _ENGINE_ID: engine_id}}
+        index["manifests"] = [e for e in entries if _annotations(e).get(NAME) != name] + [entry]
         _write(layout / "oci-layout", orjson.dumps({"imageLayoutVersion": "1.0.0"}))
         _write(layout / "index.json", orjson.dumps(index))
 

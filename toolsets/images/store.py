@@ -10,13 +10,13 @@ import logging
 import os
 import stat
 import tarfile
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import orjson
@@ -29,7 +29,7 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
-from toolsets.images.archives import StoredImage, images_in, opener
+from toolsets.images.archives import StoredImage, images_in, opener, read_images
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import ImageError, full_name, parse_digest
 from toolsets.workspace.removal import remove_tree
@@ -67,8 +67,12 @@ class ImageStore:
     downloaded to a directory of the user's cache.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Never raises; `problem` reports what is wrong with the directory."""
+    def __init__(self, directory: Path, *, is_filled: bool = False) -> None:
+        """Never raises; `problem` reports what is wrong with the directory.
+
+        `is_filled`: images are added while the store is used, see `add_fetched`.
+        """
+        self._is_filled = is_filled
         self._url = str(directory) if isinstance(directory, UrlPath) else None
         if self._url is not None:
             from batch_trajectories.basics.bucket import cache_directory  # few images have URLs
@@ -78,6 +82,11 @@ class ImageStore:
         self.unpacked = self.directory / f".unpacked-{os.getuid()}"
         self._known: dict[str, UnpackedImage] = {}
         """Unpacked images by reference: many conversations ask for the same image."""
+        self._changing = Lock()
+        self._known_layers: dict[str, list[str]] = {}
+        """The part of `_layers` that was read so far."""
+        self._seen_layouts: set[Path] = set()
+        """Layouts of fetched images that are part of `_known_layers`."""
 
     def problem(self) -> str | None:
         """Return why no image can be used; None if images can be used.
@@ -86,14 +95,24 @@ class ImageStore:
         `EnvironmentStop` if the bucket or the disk fails.
         """
         if self._url is not None:
+            if self._is_filled:
+                return (
+                    f"--images: images are pulled into a directory of this machine, not into "
+                    f"{self._url}; give another directory, or leave --pull=missing out"
+                )
             self._download(self._url)
+        if self._is_filled and not self.directory.exists():
+            try:
+                self.directory.mkdir(parents=True)
+            except OSError as error:
+                return f"--images: {self.directory} cannot be made: {error.strerror}"
         if not self.directory.is_dir():
             return f"--images: {self.directory} is not a directory; {_HOW_TO_FILL}"
         try:
             self._make_directory()
         except (ImageError, HostError) as error:
             return f"--images: {error}"
-        if not self._images and not self._problems:
+        if not self._is_filled and not self._images and not self._problems:
             return (
                 f"--images: {self.directory} holds no image: neither OCI layouts nor archives "
                 f"(*.tar, *.tar.gz) of `docker save` or `podman save`; {_HOW_TO_FILL}"
@@ -114,6 +133,25 @@ class ImageStore:
         if self._problems:
             msg += f"; not readable there: {self._problems[0]}"
         raise ImageError(msg)
+
+    def has(self, reference: str) -> bool:
+        """Whether an image has this name or digest; several count, too."""
+        name = parse_digest(reference) or full_name(reference)
+        with self._changing:
+            return bool(self._group_names.get(name))
+
+    def add_fetched(self, layout: Path) -> None:
+        """Add the image of a layout beneath the directory that was not there before.
+
+        Raises `ImageError` if it cannot be read.
+        """
+        images = read_images(layout)
+        with self._changing:
+            known = {image.source for image in self._images}
+            for image in images:
+                if image.source not in known:
+                    self._scanned[0].append(image)
+                    self._add_names(self._group_names, image)
 
     def unpack(self, reference: str) -> UnpackedImage:
         """Return the image that a name or digest means, unpacked by this or another process.
@@ -178,11 +216,15 @@ class ImageStore:
     @cached_property
     def _group_names(self) -> dict[str, list[StoredImage]]:
         """The images by name and digest."""
-        found: defaultdict[str, list[StoredImage]] = defaultdict(list)
+        found: dict[str, list[StoredImage]] = {}
         for image in self._images:
-            for name in {*image.names, image.digest, image.config_digest}:
-                found[name].append(image)
-        return dict(found)
+            self._add_names(found, image)
+        return found
+
+    @staticmethod
+    def _add_names(found: dict[str, list[StoredImage]], image: StoredImage) -> None:
+        for name in {*image.names, image.digest, image.config_digest}:
+            found.setdefault(name, []).append(image)
 
     @property
     def _problems(self) -> list[ImageError]:
@@ -205,14 +247,21 @@ class ImageStore:
                 f"{self.unpacked} must be a directory that only this user may enter (mode 0700)"
             )
 
-    @cached_property
+    @property
     def _layers(self) -> dict[str, list[str]]:
         """The ids of the layers of all readable images, by the digest of the configuration."""
-        layers = {}
-        for image in self._images:
-            with suppress(ImageError, OSError, tarfile.TarError):
-                layers[image.config_digest] = _diff_ids(image.configuration(), len(image.layers))
-        return layers
+        layers = self._known_layers
+        with self._changing:
+            for image in self._images:
+                if image.config_digest not in layers:
+                    with suppress(ImageError, OSError, tarfile.TarError):
+                        ids = _diff_ids(image.configuration(), len(image.layers))
+                        layers[image.config_digest] = ids
+            if self._is_filled:
+                from toolsets.images.registry.pulling import fetched_layers
+
+                layers.update(fetched_layers(self.directory, self._seen_layouts))
+            return dict(layers)
 
     def _unpack(self, image: StoredImage, place: Path) -> None:
         _log.info("unpacking image %s of %s", image.digest, image.source)

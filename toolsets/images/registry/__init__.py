@@ -1,0 +1,1 @@
+"""Images from registries, by their HTTP protocol, into a directory of images."""
