@@ -40,6 +40,7 @@ ray_cluster
 audit
 maintenance
 importing
+image_pulls
 
 export
 api

@@ -76,6 +76,7 @@ SHARED_OPTIONS = (
     "images",
     "container_engine",
     "pull",
+    "registry",
     "env_from",
     "command_memory_mb",
     "max_processes",

@@ -39,6 +39,7 @@ _OF_CHECKS = (
     "sandbox",
     "container_engine",
     "pull",
+    "registry",
     "network",
 )
 """Options that `check` takes; all others are those of the run."""

@@ -24,6 +24,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "record": "record.record",
         "look": "look.look",
         "build_images": "build_images.build_images",
+        "images": "images.images",
         "check_tasks": "check.check_tasks",
         "estimate": "run.estimate",
         "fork": "fork.fork",

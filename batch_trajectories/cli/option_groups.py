@@ -81,6 +81,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         "container_engine",
         "container_runtime",
         "pull",
+        "registry",
         "row_setup",
         "check_in",
         "check_network",

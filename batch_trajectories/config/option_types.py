@@ -15,6 +15,7 @@ from batch_trajectories.config.stop_rules import check_stop_rules
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
     from batch_trajectories.config.endpoint_config import EndpointConfig
+    from toolsets.images.registry.settings import RegistrySettings
     from toolsets.mcp.mcp_settings import McpServer
 
 Resource = Annotated[Float, Field(ge=0, le=1e15, allow_inf_nan=False)]
@@ -175,12 +176,22 @@ def _read_servers(entries: dict[str, Any] | None) -> dict[str, McpServer] | None
     return read_servers(entries)
 
 
+def _read_registry(given: Any) -> RegistrySettings | None:
+    if given is None:
+        return None
+    from toolsets.images.registry.settings import RegistrySettings
+
+    return RegistrySettings.model_validate(given)
+
+
 if TYPE_CHECKING:
     OwnAgent = CommandAgent | None
+    Registry = RegistrySettings | None
     Endpoints = dict[str, EndpointConfig]
     McpServers = dict[str, McpServer] | None
 else:
     OwnAgent = Annotated[Any, BeforeValidator(_read_agent)]
+    Registry = Annotated[Any, BeforeValidator(parse_json), AfterValidator(_read_registry)]
     Endpoints = Annotated[
         dict[str, Any], BeforeValidator(parse_json), AfterValidator(_read_endpoints)
     ]

@@ -39,6 +39,7 @@ from batch_trajectories.config.option_types import (
     Names,
     OwnAgent,
     Place,
+    Registry,
     Resource,
     StopIf,
     Weight,
@@ -96,7 +97,14 @@ class RunConfig(AgentOptions):
         None, "OCI runtime of these containers, as runsc (gVisor); default: the engine's."
     )
     pull: Pull = running(
-        "never", "With --sandbox=docker: whether images that the engine lacks are pulled."
+        "never",
+        "Whether images that are not here are pulled: into the engine of --sandbox=docker, or from "
+        "their registries into --images.",
+    )
+    registry: Registry = running(
+        None,
+        "Mirrors of registries, and limits, for pulls into --images, {mirrors: {HOST: URL}, "
+        "parallel: N, max_gb: N} (docs/images.md).",
     )
     row_setup: bool = meaning(
         False,
@@ -389,12 +397,18 @@ class RunConfig(AgentOptions):
             runtime=self.container_runtime,
             images=self.images,
             pull=self.pull,
+            registry=self.registry,
         )
 
     @property
     def is_inside(self) -> bool:
         """Whether the workspace is a directory of an image."""
         return self.workspace == "image"
+
+    @property
+    def pulls_images(self) -> bool:
+        """Whether missing images are fetched from their registries into `images`."""
+        return self.is_inside and self.sandbox == "bwrap" and self.pull == "missing"
 
     @property
     def uses_images(self) -> bool:

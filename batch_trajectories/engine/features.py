@@ -27,6 +27,8 @@ FEATURES: Mapping[str, str] = {
     "batch_api": "batch_trajectories.batch_api.service:BatchService",
     "batch_api_calls": "batch_trajectories.batch_api.model:BatchApiClient",
     "batch_api_log": "batch_trajectories.batch_api.batch_log",
+    # `--pull=missing` with `--images`: an `ImagesAhead`, which fetches images before their tasks.
+    "images_ahead": "batch_trajectories.image_pulls.ahead:ImagesAhead",
     # `--executor=ray`: an `Executor`, and the `SentJournal` of a worker on another machine.
     "ray": "batch_trajectories.ray_cluster.executor:RayExecutor",
     "ray_journal": "batch_trajectories.ray_cluster.remote_journal:RemoteJournal",

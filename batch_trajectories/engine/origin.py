@@ -70,6 +70,7 @@ ACTIVE = (
     "preparation_toolsets",
     "pull",
     "ray_address",
+    "registry",
     "shared_limits",
     "simulated_user",
     "subagents",

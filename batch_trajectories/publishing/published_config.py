@@ -67,6 +67,7 @@ DROPPED = frozenset(
         "only_sound",  # the published prompts are what it left
         "output_dir",
         "ray_address",
+        "registry",
         "rows",  # likewise; the options that it set are published
         "shared_limits",
     }

@@ -6,16 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from batch_trajectories.basics.errors import ToolError
 from toolsets.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from toolsets.images.registry.settings import RegistrySettings
 
 Engine = Literal["docker", "podman"]
 """A program that runs containers."""
 
 Pull = Literal["never", "missing"]
-"""The rule for pulling images: never, or only images that the engine does not have."""
+"""The rule for pulling images: never, or only images that are not here."""
 
 SessionKind = Literal["shell", "python"]
 """A session: a shell or an interpreter whose state lasts from call to call; one each per task."""
@@ -112,6 +115,8 @@ class SandboxSettings:
     images: Path | None = None
     """The directory of images."""
     pull: Pull = "never"
+    registry: RegistrySettings | None = None
+    """How images are fetched from registries; None: without mirrors, with the usual limits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ overlays, each conversation gets a copy of the tree.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import os
@@ -24,6 +25,7 @@ from batch_trajectories.basics.errors import HostError
 from toolsets.images.bases import find_base, keep_base, remove_bases, remove_work, use_base
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
+from toolsets.images.registry.names import parse_name
 from toolsets.images.store import ImageStore, UnpackedImage, find_user
 from toolsets.sandbox.base import (
     Extras,
@@ -60,7 +62,11 @@ class BwrapImages(ImageSandboxes):
 
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
         """Without `settings.images` only `problem` may be called."""
-        self._image_store = None if settings.images is None else ImageStore(settings.images)
+        self._pulls = settings.pull == "missing"
+        self._image_store = (
+            None if settings.images is None else ImageStore(settings.images, is_filled=self._pulls)
+        )
+        self._registry = settings.registry
         self._run_dir = run_dir
 
     @property
@@ -78,10 +84,25 @@ class BwrapImages(ImageSandboxes):
             )
         return self._store.problem()
 
+    async def fetch(self, reference: str) -> None:
+        """See `ImageSandboxes`."""
+        if not self._pulls or await asyncio.to_thread(self._store.has, reference):
+            return
+        from toolsets.images.registry.pulling import Puller  # most runs pull nothing
+        from toolsets.images.registry.settings import RegistrySettings
+
+        settings = self._registry or RegistrySettings()
+        async with Puller(self._store.directory, settings) as puller:
+            layout = await puller.pull(reference)
+        await asyncio.to_thread(self._store.add_fetched, layout)
+
     def problem_of_image(self, reference: str) -> str | None:
         """See `ImageSandboxes`."""
         try:
-            self._store.find(reference)
+            if self._pulls and not self._store.has(reference):
+                parse_name(reference)
+            else:
+                self._store.find(reference)
         except ImageError as error:
             return str(error)
         return None

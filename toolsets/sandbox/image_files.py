@@ -123,6 +123,13 @@ class ImageSandboxes(ABC):
     def problem(self) -> str | None:
         """Return None if images can be used here, else one sentence that says what to do."""
 
+    async def fetch(self, reference: str) -> None:  # noqa: B027 - engines pull in `make`
+        """Fetch an image from its registry if it is missing and these sandboxes can do that.
+
+        Several callers may wait for the same image, which is fetched once. Raises `ImageError` with
+        the reason, and `HostError`.
+        """
+
     def problem_of_image(self, reference: str) -> str | None:
         """Return why there is no image of this name; None also if only a start can tell."""
         del reference

@@ -291,6 +291,9 @@ def _open_start(
     config = plan.config
     executor = stack.enter_context(closing(open_executor(config, run_dir)))
     keys = _open_keys(stack, plan)
+    if config.pulls_images and config.executor == "local":
+        ahead = find_feature("images_ahead")(config, plan.scan, state.remaining, run_dir.path)
+        stack.callback(ahead.close)
     batches: CallCollector | None = None
     if config.batch_api:
         batches = find_feature("batch_api")(

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -64,6 +65,9 @@ class PreparedWorkspace(NamedTuple):
 
 
 log = logging.getLogger(__name__)
+
+_FAILED_FOR_S = 60.0
+"""Seconds for which an image that could not be fetched is not asked for again."""
 
 _ASK_PYTHON = ("python3", "-I", "-S", "-c", "import sys; sys.exit(sys.version_info < (3, 8))")
 _WITHOUT_PYTHON = (1, 126, 127)
@@ -531,6 +535,8 @@ class RunImages:
         change."""
         self._brought: set[str] = set()
         """References of images that were here when a conversation began."""
+        self._failed: dict[str, tuple[float, str]] = {}
+        """Why an image could not be fetched, and until when that holds, by reference."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def sandbox(
@@ -547,21 +553,36 @@ class RunImages:
         # One of the conversations that wait for an image occupies a thread, not each.
         async with self._waiting[spec.reference]:
             if spec.reference not in self._brought:
+                await self._fetch(spec.reference)
                 root = self._setup.run_dir / WORKSPACES / TEMPORARY
                 await asyncio.to_thread(self.sandbox_in_thread, root, limits, spec)
                 self._brought.add(spec.reference)
+
+    async def _fetch(self, reference: str) -> None:
+        """Fetch an image that is not here. Raises `SetupFailed`."""
+        until, reason = self._failed.get(reference, (0.0, ""))
+        if until > time.monotonic():  # others that waited for it need not try again at once
+            raise SetupFailed(reason)
+        try:
+            await self._sandboxes.fetch(reference)
+        except ToolError as error:
+            reason = f"{self._node}{error}"
+            self._failed[reference] = time.monotonic() + _FAILED_FOR_S, reason
+            raise SetupFailed(reason) from error
 
     def sandbox_in_thread(
         self, root: Path, limits: Limits, spec: ImageSpec, extras: Extras | None = None
     ) -> ImageSandbox:
         """Make a sandbox in an image that is already here; see `sandbox`."""
-        config = self._setup.config
-        # Which machine a message is about, where a run has several.
-        node = f"on {os.uname().nodename}: " if config.executor == "ray" else ""
         try:
             made = self._sandboxes.make(Workspace(root), limits, spec, extras)
         except ToolError as error:
-            raise SetupFailed(f"{node}{error}") from error
+            raise SetupFailed(f"{self._node}{error}") from error
         if problem := check_image_digest(self.digests, spec.reference, made.image_digest):
-            raise SetupFailed(f"{node}{problem}")
+            raise SetupFailed(f"{self._node}{problem}")
         return made
+
+    @property
+    def _node(self) -> str:
+        """Which machine a message is about, where a run has several."""
+        return f"on {os.uname().nodename}: " if self._setup.config.executor == "ray" else ""

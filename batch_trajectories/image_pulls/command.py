@@ -1,0 +1,113 @@
+"""What the command `images` does: all images of a dataset, with progress and totals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.text import plural
+from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.kept_dataset import ColumnRenamer, rows_of_source
+from batch_trajectories.dataset.lines import columns_in
+from batch_trajectories.dataset.rows_file import load_rows_file
+from batch_trajectories.dataset.scan import Scan
+from batch_trajectories.dataset.source import parse_source
+from batch_trajectories.image_pulls.fetching import Fetched, fetch_all
+from batch_trajectories.image_pulls.references import images_of_row, images_of_tasks
+from toolsets.images.registry.pulling import BlobEntry, Puller
+from toolsets.images.registry.settings import RegistrySettings
+from toolsets.images.store import ImageStore
+
+
+@dataclass(slots=True)
+class PullTotals:
+    """The totals of the command."""
+
+    fetched: int = 0
+    were_here: int = 0
+    errors: list[str] = field(default_factory=list)
+    """Why images could not be fetched; each names its image."""
+    blobs: set[BlobEntry] = field(default_factory=set)
+    """The different layers and configurations of the images that were fetched."""
+    received_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Number of different images."""
+        return self.fetched + self.were_here + len(self.errors)
+
+    def describe(self, source: str) -> str:
+        """A line for the user."""
+        layers = sum(blob.size for blob in self.blobs)
+        return (
+            f"{source}: {plural(self.total, 'image')}: {self.fetched:,} fetched, "
+            f"{self.were_here:,} here already, {len(self.errors):,} failed; "
+            f"{self.received_bytes / 1e6:,.1f} MB received for {layers / 1e6:,.1f} MB of "
+            "different layers"
+        )
+
+
+async def fetch_images(config: RunConfig, references: Iterator[str]) -> PullTotals:
+    """Fetch the images that the directory of images lacks.
+
+    Raises `ConfigError`, `ImageError` if the directory cannot be used, and `HostError`.
+    """
+    assert config.images is not None
+    store = ImageStore(config.images, is_filled=True)
+    if (problem := store.problem()) is not None:
+        raise DatasetError(problem)
+    outcome = PullTotals()
+    with LongWork("images", unit="images") as work:
+
+        def report(fetched: Fetched) -> None:
+            work.advance()
+            if fetched.error is not None:
+                outcome.errors.append(fetched.error)
+            elif fetched.was_here:
+                outcome.were_here += 1
+            else:
+                outcome.fetched += 1
+                if (manifest := fetched.manifest) is not None:
+                    outcome.blobs |= {manifest.config, *manifest.layers}
+
+        async with Puller(store.directory, config.registry or RegistrySettings()) as puller:
+            await fetch_all(puller, store, references, report)
+            outcome.received_bytes = puller.blobs.fetched_bytes
+    return outcome
+
+
+def images_of_run(scan: Scan, config: RunConfig) -> Iterator[str]:
+    """Yield the images of a run's rows, each once."""
+    return images_of_tasks(scan, range(scan.tasks), config.docker_image)
+
+
+def images_of_dataset(config: RunConfig) -> Iterator[str]:
+    """Yield the images of the rows of a dataset, each once.
+
+    Raises `DatasetError` for a row that cannot be read, and if no row names an image.
+    """
+    source = parse_source(config.dataset_file)
+    kind = config.rows or ("harbor" if source.tasks else None)
+    renaming = ColumnRenamer(config.columns, None if kind is None else load_rows_file(kind))
+    seen: set[str] = set()
+    rows = 0
+    for row in rows_of_source(source, set()):
+        if not (line := renaming.line(row)).strip():
+            continue
+        rows += 1
+        if config.max_samples is not None and rows > config.max_samples:
+            break
+        try:
+            names = images_of_row(columns_in(line), config.docker_image)
+        except ValueError as error:
+            raise DatasetError(f"{config.dataset_file}: row {rows}: {error}") from error
+        yield from (name for name in dict.fromkeys(names) if name not in seen)
+        seen.update(names)
+    renaming.check(str(config.dataset_file))
+    if not seen:
+        raise DatasetError(
+            f"{config.dataset_file}: none of its {plural(rows, 'row')} names an image "
+            "(columns docker_image, image or image_name); give --rows or --docker_image"
+        )
