@@ -19,7 +19,14 @@ from batch_trajectories.records.scores import score_key
 from batch_trajectories.view.conversation import _opening
 from batch_trajectories.view.index import parts, run_index
 from batch_trajectories.view.index.filters import read_filters
-from batch_trajectories.view.index.parts import extend, find_origin, merge, open_part, parts_in
+from batch_trajectories.view.index.parts import (
+    extend,
+    find_first_merged,
+    find_origin,
+    merge,
+    open_part,
+    parts_in,
+)
 from batch_trajectories.view.index.table import Table
 from batch_trajectories.view.runs import RunPlace
 from batch_trajectories.view.state import OpenRun
@@ -257,6 +264,25 @@ def test_an_index_of_many_parts_is_that_of_one(
     assert len(merged) == 1
     assert open_part(merged[0].path)[0][0].num_rows == ALL
     assert Table(merged).rows(numbers) == expected.rows(numbers)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "first"),
+    [
+        ([1, 1, 1, 1], 0),
+        ([1, 1, 1, 1, 0.3], 0),
+        ([500, 1, 1, 0.3], 1),
+        ([500, 200, 0.1], 2),
+        ([500, 3, 0.1, 0.1], 2),
+        ([7], 1),
+        ([], 0),
+    ],
+)
+def test_few_parts_are_left_whatever_the_size_of_the_last_one(
+    megabytes: list[float], first: int
+) -> None:
+    """A new index has equal parts, and in its last one what they left over."""
+    assert find_first_merged([int(size * 10**6) for size in megabytes]) == first
 
 
 def test_a_long_selection_is_answered(looking: Viewer) -> None:

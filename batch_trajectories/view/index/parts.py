@@ -280,19 +280,29 @@ def open_part(path: Path) -> tuple[list[pa.RecordBatch], int]:
     return [reader.get_batch(n) for n in range(reader.num_record_batches)], bad
 
 
+def find_first_merged(sizes: Sequence[int]) -> int:
+    """The number of the part from which on parts of these sizes are merged.
+
+    After that each part is more than twice as large as all after it together, so there are few.
+    """
+    first, after = len(sizes), 0
+    for number in range(len(sizes) - 1, -1, -1):
+        # A large one does not end the search: a new index has hundreds of that size before it.
+        if sizes[number] <= max(2 * after, _SMALL_BYTES):
+            first = number
+        after += sizes[number]
+    return first
+
+
 def merge(directory: Path) -> None:
-    """Merge the last parts as long as each is not much larger than those after it together.
+    """Merge the parts from the first one on that is not much larger than all after it together.
 
     Readers that have the old files open keep them. In a part no task has two records.
     """
     parts = parts_in(directory)
-    first, size = len(parts), 0
-    while first > 0:
-        own = parts[first - 1].path.stat().st_size
-        follows = first == len(parts) or parts[first - 1].end == parts[first].begin
-        if not follows or (size and own > max(2 * size, _SMALL_BYTES)):
-            break
-        first, size = first - 1, size + own
+    gaps = [n for n in range(1, len(parts)) if parts[n - 1].end != parts[n].begin]
+    parts = parts[gaps[-1] if gaps else 0 :]
+    first = find_first_merged([part.path.stat().st_size for part in parts])
     some = parts[first:]
     if len(some) < 2:
         return
