@@ -126,7 +126,18 @@ def find_siblings(
     same = table.find("prompt_id", table.value(found, "prompt_id"))[:_MOST_SIBLINGS]
     steps = {place: list(_steps(read_found(run, table, place, None))) for place in {*same, found}}
     rows = table.rows([table.number(place) for place in same])
-    keys = ("id", "sample", "status", "passed", "reward", "turns", "calls", "cost_usd", "record")
+    keys = (
+        "id",
+        "sample",
+        "model",
+        "status",
+        "passed",
+        "reward",
+        "turns",
+        "calls",
+        "cost_usd",
+        "record",
+    )
     siblings = [
         {
             **{key: row[key] for key in keys},

@@ -32,9 +32,33 @@ function callBlock(call, result, facts, inner) {
       state && h("strong", { class: "mark" }, state)),
     h("div", { class: "sides" },
       h("div", {}, h("h5", {}, "arguments"), argumentsBlock(call.function.arguments)),
-      h("div", {}, h("h5", {}, "result"), result ? block : h("p", { class: "soft" }, "none"),
+      h("div", {}, h("h5", {}, "result"), result ? block : h("p", { class: "soft" }, "none"), picturesOf(result),
         notesOf(result), details && fold("facts", "details", () => jsonBlock(details)))),
     inner && fold("inner", `conversation of ${inner.name}, ${plural(inner.turns.length, "turn")}`, () => messagesOf(inner)));
+}
+
+const SHOWN_PICTURES = /^data:image\/(png|jpeg|gif|webp);base64,/;
+
+// The address of a picture in a part of a message, in the forms of the APIs; undefined for other parts.
+function pictureIn(part) {
+  const { image_url: url, source, inlineData, inline_data: inline = inlineData, fileData, file_data: file = fileData } = part;
+  if (url) return url.url ?? url;
+  if (part.type === "image" && source) return source.url ?? `data:${source.media_type};base64,${source.data}`;
+  if (inline) return `data:${inline.mimeType ?? inline.mime_type};base64,${inline.data}`;
+  return file?.fileUri ?? file?.file_uri;
+}
+
+// The pictures that are stored with a message. A picture that has only an address is not asked for.
+function picturesOf(message) {
+  const parts = message?.provider_blocks?.blocks ?? [];
+  const shown = parts.map((part) => {
+    if (part.repeats) return h("p", { class: "soft" }, "a picture or file that an earlier message has");
+    const address = pictureIn(part);
+    if (typeof address !== "string") return null;
+    if (SHOWN_PICTURES.test(address)) return h("img", { src: address, alt: "picture of this message" });
+    return h("p", { class: "soft" }, address.startsWith("data:") ? `a file, not shown: ${address.slice(5, 60).split(/[;,]/)[0]}` : `not loaded: ${address.slice(0, 500)}`);
+  }).filter(Boolean);
+  return shown.length ? h("div", { class: "pictures" }, shown) : null;
 }
 
 function notesOf(message) {
@@ -153,14 +177,14 @@ function messageBlock(message, turn, read, callBlocks, reasons) {
     h("span", { class: "soft" }, turn ? turnFacts(turn) : isReply ? "brought along by the prompt" : ""),
     read?.row.missed_turns?.includes(turn?.turn) ? h("span", { class: "tag", title: "It lacked more than a tenth of what the request before had left in the prompt cache" }, "missed the cache") : null,
     lossMark(reasons, read?.form?.file));
-  const beside = read && turn ? source.besideTurn?.(turn, read) : null;
+  const beside = read && turn && source.besideTurn ? h("div", { class: "beside" }, source.besideTurn(turn, read)) : null;
   const body = isReply ? replyBody(message)
     : message.role === "system" && message.content.length > 600
       ? fold("facts", `${count(message.content.length)} characters`, () => textBlock(message.content))
       : textBlock(message.content);
   const learnt = reasons && !reasons.length ? (read?.form?.file === "training" ? " learnt" : " learnt-partly") : "";
   return h("article", { class: `message ${message.role}${learnt}`, tabindex: -1, "data-turn": turn?.turn, "aria-label": name },
-    heading, body, isReply ? null : notesOf(message), callBlocks, beside);
+    heading, body, picturesOf(message), isReply ? null : notesOf(message), callBlocks, beside);
 }
 
 function factList(pairs) {
@@ -288,7 +312,7 @@ function sideFacts(row, record) {
     ["cost", record.cost_usd ? dollars(record.cost_usd) : ""], ["time at work", row.duration_s == null ? "" : seconds(row.duration_s)],
     ["ended", record.finished_at == null ? "" : moment(record.finished_at)], ["attempt", record.attempt > 1 ? count(record.attempt) : ""],
     ["sample", record.sample ? count(record.sample) : ""],
-    ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox],
+    ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox], ["image", record.image && record.image.reference],
     ["check", row.reward == null ? "" : checkWords(row)],
     ["rewards", row.rewards && Object.entries(row.rewards).map(([name, reward]) => `${name} ${digits(reward)}`).join(", ")],
     ["unusual", row.flags.filter((flag) => !["passed", "not passed"].includes(flag)).join(", ")],

@@ -3,6 +3,8 @@
 let open = null; // what is read: {id, row, around, …}
 let visits = 0;
 
+const SOON_MS = 300; // what takes longer is said
+
 async function show() {
   visits += 1;
   const visit = visits;
@@ -15,6 +17,7 @@ async function show() {
     else await showList();
   } catch (error) {
     if (visit !== visits) return;
+    if (!open) $("reader").replaceChildren();
     trouble(error.message, { lasts: !(error instanceof Missing) });
     if (error instanceof Missing) showList();
   }
@@ -22,7 +25,8 @@ async function show() {
 
 async function showConversation({ id, turn }, visit) {
   if (open?.id !== id || !source.isOpen(open)) {
-    const read = await source.read(id);
+    const waits = setTimeout(() => visit === visits && showReadingOf(id), SOON_MS);
+    const read = await source.read(id).finally(() => clearTimeout(waits));
     if (visit !== visits) return; // another was opened meanwhile
     if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
     open = { id, ...read };
@@ -31,6 +35,14 @@ async function showConversation({ id, turn }, visit) {
     $("reader-title").focus({ preventScroll: true });
   }
   if (turn) focusOn(turnOf(turn));
+}
+
+// A long conversation takes a while: what was shown before is not taken for it.
+function showReadingOf(id) {
+  open = null;
+  $("list").hidden = true;
+  $("reader").hidden = false;
+  $("reader").replaceChildren(h("p", { class: "soft", role: "status" }, `Reading ${visible(id)} …`));
 }
 
 function drawConversation() {
@@ -54,7 +66,7 @@ async function showList() {
   if (takeState(location.hash)) await applyFilters();
   else keepAddress();
   drawRows({ force: true });
-  if (before?.around.place != null) select(before.around.place);
+  if (before?.around.place != null && source.isOpen(before)) select(before.around.place);
 }
 
 function focusOn(element) {

@@ -104,9 +104,63 @@ function valueBlock(value) {
 
 // Text that is no JSON.
 function plainBlock(text, kind = "") {
+  if (isBinary(text)) return fold(`facts binary ${kind}`, `binary data, ${plural(text.length, "character")}`, () => shortBlock(text));
+  if (hasColours(text)) return colouredBlock(text, kind);
   if (isDifference(text)) return shortBlock(text, `diff ${kind}`, differenceLines);
   const table = separatedIn(text);
   return table ? tableBlock(table, text, kind) : shortBlock(text, kind);
+}
+
+const BINARY_SHARE = 0.1;
+
+// Many characters that no text has: controls but tabs and ends of lines, and what could not be decoded.
+function isBinary(text) {
+  const head = text.slice(0, 4000);
+  const strange = head.match(/[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]/g)?.length ?? 0;
+  return strange > BINARY_SHARE * head.length;
+}
+
+// Colours of a terminal (SGR), and what erases the rest of a line, as programs write it beside them.
+const COLOURS = /(\x1b\[[0-9;:]*m|\x1b\[[0-2]?K)/;
+
+// Other escapes stay to be seen, so a text that has any is drawn as it is.
+function hasColours(text) {
+  return text.includes("\x1b[") && !text.split(COLOURS).some((part, n) => n % 2 === 0 && part.includes("\x1b"));
+}
+
+function colouredBlock(text, kind) {
+  const box = h("div", { class: kind });
+  const asText = h("button", { type: "button", class: "more", click: () => box.replaceWith(shortBlock(text, kind)) }, "in the colours of a terminal · as text");
+  return fill(box, {}, [shortBlock(text, kind, colouredSpans), asText]);
+}
+
+function colouredSpans(text) {
+  let style = {};
+  return text.split(COLOURS).map((part, n) => {
+    if (n % 2 === 0) return part && h("span", { class: Object.values(style).join(" ") || null }, part);
+    if (part.endsWith("m")) style = styleAfter(style, part.slice(2, -1).split(/[;:]/).map(Number));
+    return null;
+  });
+}
+
+const COLOUR_NAMES = [null, "red", "green", "yellow", "blue", "magenta", "cyan", null]; // black and white are the ink
+
+function styleAfter(before, codes) {
+  let style = { ...before };
+  const take = (colour) => (COLOUR_NAMES[colour] ? style.colour = `ansi-${COLOUR_NAMES[colour]}` : delete style.colour);
+  for (let n = 0; n < codes.length; n += 1) {
+    const code = codes[n];
+    if (code === 0) style = {};
+    else if (code === 1) style.weight = "ansi-bold";
+    else if (code === 22) delete style.weight;
+    else if (code === 38 || code === 48) {
+      // One of 256 colours, of which the first 16 have names, or red, green and blue.
+      if (codes[n + 1] === 5 && code === 38) take(codes[n + 2] < 16 ? codes[n + 2] % 8 : 0);
+      n += codes[n + 1] === 5 ? 2 : 4;
+    } else if (code === 39) delete style.colour;
+    else if ((code >= 30 && code < 38) || (code >= 90 && code < 98)) take(code % 10);
+  }
+  return style;
 }
 
 function isDifference(text) {
@@ -176,16 +230,42 @@ function isLong(value) {
   return lines > SHOWN_LINES;
 }
 
+const PREVIEW_CHARS = 60;
+
+// What is in an object or list, as far as it fits a line.
+function previewOf(value) {
+  const size = Array.isArray(value) ? plural(value.length, "item") : plural(Object.keys(value).length, "key");
+  const parts = [];
+  for (const [name, one] of Object.entries(value)) {
+    if (!isPlain(one)) continue;
+    const text = typeof one === "string" ? one.slice(0, PREVIEW_CHARS) : JSON.stringify(one);
+    parts.push(Array.isArray(value) ? text : `${name} ${text}`);
+    if (parts.join(", ").length > PREVIEW_CHARS) break;
+  }
+  const said = parts.join(", ");
+  return said ? `${size} · ${said.length > PREVIEW_CHARS ? `${said.slice(0, PREVIEW_CHARS)}…` : said}` : size;
+}
+
 // JSON whose objects and lists unfold.
 function treeBlock(value) {
   const entries = Object.entries(value);
   const line = ([name, one]) => isPlain(one) || !Object.keys(one).length
     ? h("li", {}, h("strong", {}, name), ": ", textBlock(typeof one === "string" ? one : JSON.stringify(one)))
-    : h("li", {}, fold("branch", `${name}: ${Array.isArray(one) ? plural(one.length, "item") : plural(Object.keys(one).length, "key")}`, () => treeBlock(one)));
-  const list = h("ul", { class: "tree" }, entries.slice(0, SHOWN_ROWS).map(line));
-  if (entries.length > SHOWN_ROWS) {
-    list.append(h("li", {}, h("button", { type: "button", class: "more", click: (event) => event.target.parentElement.replaceWith(...entries.slice(SHOWN_ROWS).map(line)) },
-      `… ${count(entries.length - SHOWN_ROWS)} more`)));
-  }
+    : h("li", {}, fold("branch", `${name}: ${previewOf(one)}`, () => treeBlock(one)));
+  const list = h("ul", { class: "tree" });
+  // As many again as are there, so that a list of a million is not drawn at once.
+  const grow = (from) => {
+    const to = Math.max(SHOWN_LINES, 4 * from);
+    list.append(...entries.slice(from, to).map(line));
+    if (entries.length <= to) return;
+    const more = h("button", { type: "button", class: "more", click: (event) => {
+      const next = event.target.parentElement;
+      grow(to);
+      next.nextElementSibling?.querySelector("summary")?.focus();
+      next.remove();
+    } }, `… ${count(entries.length - to)} more`);
+    list.append(h("li", {}, more));
+  };
+  grow(0);
   return list;
 }

@@ -524,15 +524,15 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
 
     It loads nothing else but files with data. All text of models, tools and users is data in JSON,
     never markup: scripts insert it as text. The content policy allows only the page's own scripts
-    and, if its data is in files beside it, these script files; no other address, image, frame or
-    form.
+    and, if its data is in files beside it, these script files; pictures only as data; no other
+    address, frame or form.
     """
     style = read_part("page.css")
     script = joined(sources=read_part("source.js"))
     files = " 'self' file:" if meta["row_pieces"] else ""
     policy = (
         f"default-src 'none'; script-src {_source(script)}{files}; style-src {_source(style)}; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types report-files"
     )
     policy_element = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

@@ -40,8 +40,15 @@ function siblingsOf(read) {
 
 const others = (read) => (read.siblings ?? []).filter(({ id }) => id !== read.id);
 
+function sameWords({ same_turns: same, turns }, read) {
+  if (!turns && !read.record.turns.length) return "";
+  if (!same) return "differs from the first turn";
+  return same === turns && same === read.record.turns.length ? "the same in all turns" : `the same up to turn ${same}`;
+}
+
 function drawSiblings(box, read) {
   box.hidden = false;
+  const ofModels = new Set(read.siblings.map(({ model }) => model)).size > 1;
   const line = (one) => {
     const isThis = one.id === read.id;
     return h("tr", { class: isThis && "selected" },
@@ -49,8 +56,9 @@ function drawSiblings(box, read) {
       h("td", {}, h("span", { class: `status ${statusKind(one.status)}` }, one.status)),
       h("td", {}, one.reward == null ? "" : h("span", { class: one.passed === false && "failed" }, one.passed === false ? "✗ " : one.passed ? "✓ " : "", digits(one.reward))),
       h("td", { class: "number" }, plural(one.turns, "turn")),
+      ofModels && h("td", {}, one.model),
       h("td", {}, verdictMark(one.verdict)),
-      h("td", {}, isThis ? "this one" : one.same_turns ? `the same up to turn ${one.same_turns}` : "differs from the first turn"),
+      h("td", {}, isThis ? "this one" : sameWords(one, read)),
       h("td", {}, !isThis && h("button", { type: "button", click: () => showPair(one) }, "side by side")));
   };
   box.replaceChildren(
