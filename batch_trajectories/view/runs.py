@@ -160,6 +160,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
             "pass_rate",
             "cost_usd",
             "health",
+            "verdicts",
             "now",
         )
     )
@@ -184,7 +185,7 @@ def _found(run: RunPlace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "state": "not running" if holder is None else "running",
         "begun": identity["created"],
-        "model": config.get("model"),
+        "model": config.get("model") or config.get("models"),
         "dataset": dataset_name(identity["dataset"]),
         "rows": identity["dataset"]["rows"],
         "samples": config.get("num_samples"),
@@ -201,6 +202,7 @@ def _found(run: RunPlace) -> dict[str, Any]:
     if (cache := find_cache(run.path)) is not None:
         facts, _ = read_facts(cache, run.path)
         found["health"] = None if facts is None else facts["health"]
+        found["verdicts"] = None if facts is None else facts.get("verdicts")
     return found
 
 

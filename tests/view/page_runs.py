@@ -109,6 +109,44 @@ def make_rich(folder: Path) -> Path:
     return make(folder, [good, bad] * 6, samples=2, name="rich")
 
 
+RED = "\x1b[1mstarts\x1b[0m\ntest_a.py \x1b[32m.\x1b[31mF\x1b[0m\x1b[K\n\x1b[38;5;12mblue\x1b[0m"
+PICTURE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJg"
+    "gg=="
+)
+"""A pixel."""
+
+
+def make_kinds(folder: Path) -> Path:
+    """Results in colours and of binary data, and pictures as the APIs have them."""
+    kinds = talk(
+        ("In colours.", shell("pytest --color=yes"), RED),
+        ("In bytes.", shell("cat a.out"), "\x7fELF\x00\x01\x00\x00\ufffd" * 40),
+        ("A list.", shell("rows"), json.dumps([{"n": n, "sub": {"deep": n}} for n in range(500)])),
+        ("A window.", shell("screenshot"), "[image]"),
+        answer="A red dot.",
+        finished_at=1790000300,
+    )
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}},
+        {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}},
+        {"type": "image_url", "image_url": {"url": "data:image/svg+xml;base64,PHN2Zy8+"}},
+        {"repeats": "0123"},
+    ]
+    messages = kinds["messages"]
+    blocks = {"api": "openai_chat", "blocks": parts}
+    messages[1] = {**user("What is here?\n[image]\n[image]"), "provider_blocks": blocks}
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE}
+    shown = [{"type": "image", "source": source}]
+    messages[-2]["provider_blocks"] = {"api": "anthropic_messages", "blocks": shown}
+    many = talk(
+        *((f"Step {n}.", shell(f"step {n}"), f"line {n}\n" * (n % 40)) for n in range(499)),
+        answer="Done.",
+        finished_at=1790000400,
+    )
+    return make(folder, [kinds, many], name="kinds")
+
+
 def make_hostile(folder: Path) -> Path:
     """A conversation for each payload, which is in all places that a model or tool can fill."""
     records = [

@@ -17,6 +17,8 @@ import pytest
 
 from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export.dataset.runs import Source
+from batch_trajectories.export.statistics.health import HEALTH_CHECKS
+from batch_trajectories.report.page.frame import read_part
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.exporting import rows
 from tests.helpers.running import (
@@ -29,7 +31,7 @@ from tests.helpers.running import (
     write_prompts,
     write_rows,
 )
-from tests.view.page_runs import PAYLOADS, make_hostile, make_pairs, make_rich
+from tests.view.page_runs import PAYLOADS, make_hostile, make_kinds, make_pairs, make_rich
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -83,6 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_rich(folder)
     make_hostile(folder)
     make_pairs(folder, 100)
+    make_kinds(folder)
     return folder
 
 
@@ -153,7 +156,7 @@ def test_runs_are_listed_and_compared_by_keyboard(browser: Browser, address: str
     with opened(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
         names = page.locator("#runs-rows th a").all_text_contents()
-        assert sorted(names) == ["hostile", "pairs", "rich"]
+        assert sorted(names) == ["hostile", "kinds", "pairs", "rich"]
         for key in ("j", "x", "j", "x", "c"):
             page.keyboard.press(key)
         page.locator("#compare table.sums").wait_for()
@@ -277,6 +280,74 @@ def test_a_conversation_shows_results_as_what_they_are(browser: Browser, address
         assert "900 in · 60 out" in (turn.nth(2).text_content() or "")
         page.get_by_text("request of this turn: 4 messages, those above").click()
         page.locator("details.request article", has_text="How many primes").wait_for()
+
+
+def test_colours_are_drawn_and_binary_data_is_folded(browser: Browser, address: str) -> None:
+    """The text with its escapes is a click away; a long list is drawn in parts."""
+    with opened(browser, address, "#") as page:
+        read(page, "kinds", "t0")
+        coloured = page.locator("pre", has_text="test_a.py")
+        assert coloured.text_content() == "starts\ntest_a.py .F\nblue"
+        for colour, text in (("bold", "starts"), ("green", "."), ("red", "F"), ("blue", "blue")):
+            assert coloured.locator(f".ansi-{colour}").all_text_contents() == [text]
+        page.get_by_role("button", name="as text").first.click()
+        page.get_by_text("⟨U+001B⟩[32m.").wait_for()
+        binary = page.locator("details.binary")
+        assert binary.locator("summary").text_content() == "binary data, 360 characters"
+        assert "⟨U+0000⟩" not in page.locator("#reader").inner_text()
+        binary.locator("summary").click()
+        binary.get_by_text("⟨U+0000⟩").wait_for()
+        tree = page.locator(".tree > li")
+        assert tree.first.inner_text() == "0: 2 keys · n 0"
+        assert tree.count() == 25
+        page.get_by_role("button", name="476 more").click()
+        assert tree.count() == 97
+        assert page.evaluate("document.activeElement.textContent") == "24: 2 keys · n 24"
+
+
+def test_pictures_are_drawn_and_no_address_is_asked_for(browser: Browser, address: str) -> None:
+    """Those that are stored, as pixels; what is no picture of pixels is named."""
+    with opened(browser, address, "#") as page:
+        read(page, "kinds", "t0")
+        asked, shown = page.locator("article.user img"), page.locator(".call img")
+        for picture in (asked, shown):
+            picture.wait_for()
+            assert picture.evaluate("one => one.decode().then(() => one.naturalWidth)") == 1
+        words = page.locator("article.user .pictures p").all_text_contents()
+        assert words == [
+            "not loaded: https://example.com/a.png",
+            "a file, not shown: image/svg+xml",
+            "a picture or file that an earlier message has",
+        ]
+
+
+def test_a_turn_of_a_long_conversation_is_shown_and_stays(browser: Browser, address: str) -> None:
+    """Of 500 turns: by a link, and by keys; while it is read, the page says so."""
+    with opened(browser, address, "#") as page:
+        read(page, "kinds", "t0")
+        page.route(
+            "**/record?id=t1*",
+            lambda route: page.wait_for_timeout(800) or route.continue_(),
+            times=1,
+        )
+        go(page, "#kinds/t1/400")
+        page.locator("#reader", has_text="Reading t1 …").wait_for()
+        turn = page.locator("#reader article[data-turn='400']")
+        turn.wait_for()
+        places = [place_of(turn)]
+        for _ in range(4):
+            page.wait_for_timeout(150)
+            places.append(place_of(turn))
+        assert len(set(places)) == 1, places
+        for number in range(401, 411):
+            page.keyboard.press("j")
+            assert page.evaluate("document.activeElement.dataset.turn") == str(number)
+            at = page.evaluate("document.activeElement.getBoundingClientRect().top")
+            assert abs(at - places[0]) <= 2
+
+
+def place_of(element: Any) -> int:
+    return round(element.bounding_box()["y"])
 
 
 def test_samples_stand_side_by_side(browser: Browser, address: str) -> None:
@@ -445,6 +516,7 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
                 page.locator("#pause", has_text="Resume").wait_for()
                 page.locator("#pause").click()
                 page.locator("#pause", has_text="Pause").wait_for()
+                page.locator("#limits-fold > summary").click()
                 page.fill("#limit-max_in_flight", "2")
                 page.locator("#limits button").click()
                 answer.get_by_text("max_in_flight 2 until").wait_for()
@@ -591,6 +663,9 @@ def test_runs_are_listed_with_their_worth_and_audits_apart(
         identity = json.loads(path.read_text())
         if name == "tasks":
             identity["config"]["audit"] = True
+            verdicts = ["sound", "sound", "flaky", "no_check", "flaky", "sound"]
+            tasks = [{"id": f"t{n}", "verdict": verdict} for n, verdict in enumerate(verdicts)]
+            write_rows(runs / name / "tasks.jsonl", *tasks)
         path.write_text(json.dumps({**identity, "run_name": name}))
     with served(runs) as address, opened(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
@@ -606,7 +681,81 @@ def test_runs_are_listed_with_their_worth_and_audits_apart(
         page.keyboard.press("j")
         assert page.evaluate("document.activeElement.textContent") == "tasks"
         page.keyboard.press("Enter")
-        page.locator("#sentence", has_text="12 steps of an audit").wait_for()
+        page.locator("#sentence", has_text="6 tasks audited, 3 sound").wait_for()
+        names = page.locator("#numbers dt").all_text_contents()
+        assert names == ["Tasks", "Sound", "Steps", "Checks passed", "Time"]
+        problem = page.locator("#problems.bad li").inner_text()
+        assert problem.startswith("3 tasks with a defect")
+        assert "2 flaky, 1 no_check; `report tasks` shows each" in problem
+        page.keyboard.press("g")
+        sound = page.locator("#audits-rows td[data-name='Sound']", has_text="3")
+        sound.wait_for()
+        assert sound.inner_text() == "3\n50%"
+
+
+def test_problems_are_said_in_words_and_in_few_on_a_phone(browser: Browser, address: str) -> None:
+    """No name of a check, in the list or above the table."""
+    with opened(browser, address, "#", viewport=PHONE) as page:
+        row = page.locator("#runs-rows tr", has=page.get_by_role("link", name="rich"))
+        row.locator(".problems", has_text="12 of 12 without token counts").wait_for()
+        assert "no_tokens" not in page.locator("#runs").inner_text()
+        go(page, "#rich")
+        page.locator("#rows a").first.wait_for()
+        line = page.locator("#problems li[data-name='no_tokens']")
+        assert line.inner_text().replace("\n", " ").startswith("12 of 12 without token counts such")
+        page.set_viewport_size(WIDE)
+        assert "12 of 12 conversations have replies but no output tokens" in line.inner_text()
+        assert "no_tokens:" not in line.inner_text()
+
+
+def test_every_health_check_has_few_words() -> None:
+    page = read_part("overview.js")
+    words = page[page.index("const SHORT_PROBLEMS") : page.index("const shortProblem")]
+    assert re.findall(r"(\w+): \"", words) == [*HEALTH_CHECKS]
+
+
+def test_a_cascade_names_its_models_in_order(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(folder / "rich", runs / "rich")
+    path = runs / "rich" / "run.json"
+    identity = json.loads(path.read_text())
+    identity["config"] |= {"model": None, "models": ["small", "large"], "escalate_after": 1}
+    path.write_text(json.dumps(identity))
+    with served(runs) as address, opened(browser, address, "#") as page:
+        page.locator("#runs-rows td.model", has_text="small → large").wait_for()
+
+
+def test_a_run_that_is_partly_read_says_so(browser: Browser, address: str) -> None:
+    """What is counted of some records is not said of the run."""
+
+    def half(route: Route) -> None:
+        answer = route.fetch()
+        said = answer.json()
+        said["index"] |= {"is_complete": False, "bytes": said["index"]["of_bytes"] // 2}
+        route.fulfill(response=answer, json=said)
+
+    with opened(browser, address, "#") as page:
+        page.locator("#runs-rows a").first.wait_for()
+        page.route("**/api/runs/rich", half)
+        page.route("**/api/events*", lambda route: route.fulfill(status=204))
+        go(page, "#rich")
+        page.locator("#found", has_text="12 shown, 50% read").wait_for()
+        time = page.locator("#numbers div", has_text="Time")
+        assert time.locator("dd").inner_text() == "–"
+        page.unroute_all(behavior="wait")
+
+
+def test_a_row_is_chosen_in_the_run_that_was_read_only(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#") as page:
+        read(page, "rich", "t2")
+        page.keyboard.press("Escape")
+        page.locator("#rows tr.selected", has_text="t2").wait_for()
+        read(page, "rich", "t2")
+        go(page, "#pairs")
+        page.locator("#rows a", has_text="t5").first.wait_for()
+        assert page.locator("#rows tr.selected").count() == 0
 
 
 def test_runs_of_one_dataset_are_drawn_beside_each_other(browser: Browser, tmp_path: Path) -> None:

@@ -130,9 +130,9 @@ function reasoningItems({ sums, reasoning: { all, some, none } }) {
   });
   return [
     item("turns with it", sums.reasoned, sums.turns, "good"),
-    item("all turns of a row", all, rows, "good"),
-    item("some turns", some, rows, "fair"),
-    item("no turn", none, rows, "bad"),
+    item("in all turns", all, rows, "good"),
+    item("in some turns", some, rows, "fair"),
+    item("in no turn", none, rows, "bad"),
   ];
 }
 

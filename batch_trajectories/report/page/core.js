@@ -96,6 +96,7 @@ let meta = null;
 //   link(id, turn)       the address of a conversation; of the table without an id
 //   total, choices       number of rows; {status, tool, flag, model: [names]} for the filters
 //   has(id)              whether there is such a row, as far as it is known
+//   readWords()          how much of the records is read, as words after the number of rows
 //   isOpen(read)         whether what is read is still that
 //   find(filters, order, places)  promise of {matching, summary}: number of rows, promise of
 //                        `summarize`'s; rows of these places are here then

@@ -11,6 +11,17 @@ const ROWS_OF_CHECKS = {
 };
 const PROBLEMS_SHOWN = 3;
 
+// What health checks find, to be put after the count where there is little room.
+const SHORT_PROBLEMS = {
+  unfinished: "not completed", no_tokens: "without token counts", hollow_turns: "empty turns", cut_turns: "turns cut at the token limit",
+  repeated_calls: "repeat one call", invalid_calls: "calls with invalid arguments", interrupted_calls: "interrupted calls",
+  failing_tools: "tools always fail", failing_prompts: "prompts always fail", cache_misses: "turns missed the prompt cache",
+  leak_suspected: "look for the solution", failed_checks: "checks without result", instant_passes: "instant passes",
+  constant_rewards: "values with one reward",
+};
+
+const shortProblem = ({ name, problem, found, of }) => `${count(found)} of ${count(of)} ${SHORT_PROBLEMS[name] ?? problem}`;
+
 const noneOr = (n, word) => (n ? count(n) : "none") + (word ? ` ${word}` : "");
 
 // "120 conversations, 49 passed, 27 training rows".
@@ -25,11 +36,12 @@ function sentenceOf({ words = null, ended, tasks, isRunning, passed, judged, com
 }
 
 // The five numbers of a run, as [name, value, words]; an audit has fewer.
-function numbersOf({ ended, done, failed, tasks, isRunning, passed, judged, completed, trainingRows, costUsd, costUnknown, leftS, tookS, sound }) {
+function numbersOf({ steps, ended, done, failed, tasks, isRunning, passed, judged, completed, trainingRows, costUsd, costUnknown, leftS, tookS, sound }) {
   if (meta.is_audit) return [["Tasks", count(ended), ""], ["Sound", count(sound), percent(sound, ended)]];
+  if (steps) return numbersOfSteps(steps, { passed, judged, costUsd, tookS });
   const progress = ["Done", count(done), tasks == null ? "" : `of ${count(tasks)}${failed ? `, ${count(failed)} failed` : ""}`];
   const verdict = judged ? ["Passed", percent(passed, judged), `${count(passed)} of ${count(judged)}`]
-    : ["Completed", percent(completed, ended), count(completed)];
+    : ["Completed", completed == null ? "–" : percent(completed, ended), completed == null ? "" : count(completed)];
   const rows = ["Training rows", trainingRows == null ? "–" : count(trainingRows), trainingRows == null ? "written at the end" : ended ? `${percent(trainingRows, ended)} of all` : ""];
   const cost = ["Cost", costUsd == null || (!costUsd && costUnknown) ? "unknown" : dollars(costUsd),
     costUsd && costUnknown ? `and unknown for ${count(costUnknown)}` : costUsd && passed ? `${dollars(costUsd / passed)} per passed one` : ""];
@@ -38,10 +50,22 @@ function numbersOf({ ended, done, failed, tasks, isRunning, passed, judged, comp
   return [progress, verdict, rows, cost, time];
 }
 
+// Of an audit whose rows are steps.
+function numbersOfSteps({ done, failed, all, tasks, verdicts }, { passed, judged, tookS }) {
+  return [
+    ["Tasks", count(tasks), ""],
+    ["Sound", verdicts ? count(verdicts.sound ?? 0) : "–", verdicts ? percent(verdicts.sound ?? 0, tasks) : "said at the end"],
+    ["Steps", count(done + failed), `of ${count(all)}${failed ? `, ${count(failed)} without a result` : ""}`],
+    ["Checks passed", percent(passed, judged), `${count(passed)} of ${count(judged)}`],
+    ["Time", tookS == null ? "–" : seconds(tookS), tookS == null ? "" : "from start to end"],
+  ];
+}
+
 // What went wrong, the worst first: {words, reason, pick: filters, examples: ids}.
-function problemsOf({ ended, failed, passed, judged, trainingRows, isRunning, statuses }) {
+function problemsOf({ steps, ended, failed, passed, judged, trainingRows, isRunning, statuses }) {
   const found = [];
   if (meta.is_audit) return found;
+  if (steps) return verdictLines(steps);
   const [error] = meta.errors;
   if (failed) {
     found.push({
@@ -66,9 +90,17 @@ function problemsOf({ ended, failed, passed, judged, trainingRows, isRunning, st
   }
   for (const one of meta.health) {
     const flag = ROWS_OF_CHECKS[one.name];
-    found.push({ words: `${count(one.found)} of ${count(one.of)} ${one.problem}`, name: one.name, examples: one.examples, pick: flag ? { flag } : null });
+    found.push({ words: `${count(one.found)} of ${count(one.of)} ${one.problem}`, brief: shortProblem(one), name: one.name, examples: one.examples, pick: flag ? { flag } : null });
   }
   return found;
+}
+
+// The verdicts of an audit that are against its tasks, the most frequent first.
+function verdictLines({ verdicts }) {
+  const against = Object.entries(verdicts ?? {}).filter(([name]) => name !== "sound").sort((a, b) => b[1] - a[1]);
+  if (!against.length) return [];
+  const all = against.reduce((total, [, n]) => total + n, 0);
+  return [{ words: `${plural(all, "task")} with a defect`, reason: `${against.map(([name, n]) => `${count(n)} ${name}`).join(", ")}; \`report ${meta.run_name}\` shows each with its evidence` }];
 }
 
 const firstUpper = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -86,12 +118,13 @@ function pickOfLost(reason) {
 // Whether the filters of the page know what is picked.
 const canPick = (pick) => pick && Object.entries(pick).every(([name, value]) => source.choices[name]?.includes(value));
 
-function problemLine({ words, reason, name, pick, examples = [] }) {
+function problemLine({ words, brief, reason, name, pick, examples = [] }) {
   const shown = examples.slice(0, 3).flatMap((id, n) => [n ? ", " : " ", source.has(id) ? h("a", { href: source.link(id) }, visible(id)) : visible(id)]);
-  return h("li", { "data-name": name },
-    canPick(pick) ? h("button", { type: "button", class: "as-link", title: "Show these conversations", click: () => showPicked(pick) }, words) : h("strong", {}, words),
+  const said = brief ? [h("span", { class: "in-full" }, words), h("span", { class: "in-brief" }, brief)] : words;
+  return h("li", { "data-name": name, title: name && `${words} (${name})` },
+    canPick(pick) ? h("button", { type: "button", class: "as-link", title: "Show these conversations", click: () => showPicked(pick) }, said) : h("strong", {}, said),
     reason && h("span", { class: "reason" }, reason),
-    examples.length ? h("span", { class: "soft" }, name, ":", shown) : null);
+    examples.length ? h("span", { class: "soft" }, "such as", shown) : null);
 }
 
 function showPicked(pick) {

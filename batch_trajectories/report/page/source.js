@@ -179,6 +179,7 @@ const source = {
   isOpen: () => true,
   link: (id, turn) => `#${id == null ? "" : `${encodeURIComponent(id)}${turn ? `/${turn}` : ""}`}${stateText()}`,
   has: (id) => byId.has(id),
+  readWords: () => "",
 
   async find(filters, order) {
     const words = filters.query.toLowerCase().split(/\s+/).filter(Boolean);

@@ -144,8 +144,8 @@ async function drawSummary() {
 
 function showFound(all, stays) {
   matching = all;
-  $("found").textContent =
-    all === source.total ? `${count(all)} shown` : `${count(all)} of ${count(source.total)} shown`;
+  const of = all === source.total ? "" : ` of ${count(source.total)}`;
+  $("found").textContent = `${count(all)}${of} shown${source.readWords()}`;
   $("table").setAttribute("aria-rowcount", all + 1);
   if (!stays) {
     selected = -1;
@@ -173,7 +173,7 @@ function showFilters() {
   }
   const used = Object.entries(filters).filter(([name, value]) => name !== "query" && value).length;
   $("more-filters").textContent = used ? `Filters (${used})` : "Filters";
-  if (["model", "label", "where"].some((name) => filters[name])) openFilters(true);
+  if (["model", "label", "where", "inside"].some((name) => filters[name])) openFilters(true);
 }
 
 function openFilters(isOpen) {

@@ -7,12 +7,14 @@ a new one is made, as of so many records.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.audit.verdicts import TASKS_FILE
 from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS, Health, problems_in
@@ -24,7 +26,6 @@ from batch_trajectories.records.reader import RecordPart, process_records
 
 NAME = "facts.json"
 
-_READ = (RECORDS_FILE, FAILURES_FILE, SCORES_FILE, "exports/dataset/manifest.json")
 _WAITS = 20
 """A run that grows is read again after so many times as long as that takes."""
 
@@ -63,6 +64,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
     health = whole.health.to_json(stored.price_of)
     funnel, why, signs = stored.funnel_if_known()
     facts = {
+        "verdicts": _count_verdicts(run_dir) if config.get("audit") else None,
         "as_of": {"records": whole.records, "at": time.time()},
         "funnel": funnel,
         "signs": [sign.to_json() for sign in signs],
@@ -79,6 +81,15 @@ def make_facts(run_dir: Path, cache: Path) -> None:
     replace_file(cache / NAME, orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))
 
 
+def _count_verdicts(run_dir: Path) -> dict[str, int] | None:
+    """How many tasks of an audit have each verdict; None before its end."""
+    try:
+        with (run_dir / TASKS_FILE).open("rb") as file:
+            return dict(Counter(orjson.loads(line)["verdict"] for line in file))
+    except FileNotFoundError:
+        return None
+
+
 def source_state(run_dir: Path) -> list[list[int]]:
     """Changes when the facts do."""
     found = []
@@ -87,6 +98,7 @@ def source_state(run_dir: Path) -> list[list[int]]:
         FAILURES_FILE,
         SCORES_FILE,
         "exports/dataset/manifest.json",
+        TASKS_FILE,
     ):
         try:
             status = (run_dir / name).stat()

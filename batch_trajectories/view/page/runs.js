@@ -10,7 +10,7 @@ const unknownYet = () => h("span", { class: "soft", title: "not known yet" }, "�
 const RUN_CELLS = [
   ["Model", "model", (run) => nameOfModel(run.model)],
   ["Rows", "number", (run) => [run.rows == null ? unknownYet() : count(run.rows), run.samples > 1 && h("small", {}, `${count(run.samples)} samples each`)]],
-  ["State", "", (run) => [stateMark(run), run.now ? progressOf(run) : null, problemsOfRun(run)]],
+  ["State", "", (run) => [stateMark(run), run.now ? progressOf(run) : stageOf(run), problemsOfRun(run)]],
   ["Passed", "number", (run) => run.pass_rate == null ? (run.done ? h("span", { class: "soft" }, "not judged") : unknownYet())
     : [h("span", { class: run.passed ? false : "failed" }, percent(run.pass_rate, 1)), h("small", {}, `${count(run.passed)} of ${count(run.checked)}`)]],
   ["Training rows", "number", (run) => run.training_rows == null ? unknownYet() : h("span", { class: run.training_rows ? false : "failed" }, count(run.training_rows))],
@@ -21,6 +21,7 @@ const RUN_CELLS = [
 const AUDIT_CELLS = [
   ["Dataset", "", (run) => run.dataset ?? ""],
   ["Tasks", "number", (run) => run.rows == null ? unknownYet() : count(run.rows)],
+  ["Sound", "number", (run) => run.verdicts == null ? unknownYet() : [count(run.verdicts.sound ?? 0), h("small", {}, percent(run.verdicts.sound ?? 0, run.rows))]],
   ["State", "", (run) => stateMark(run)],
   ["Age", "number", (run) => ageOf(run)],
 ];
@@ -28,7 +29,8 @@ const cellsOf = (run) => (run.is_audit ? AUDIT_CELLS : RUN_CELLS);
 
 const STATE_KINDS = { running: "good", paused: "fair", "not running": "rest", unreadable: "bad" };
 
-const nameOfModel = (model) => model == null ? "" : typeof model === "string" ? model : Object.keys(model).join(", ");
+// One model, models by weight, or a cascade from small to large.
+const nameOfModel = (model) => model == null ? "" : typeof model === "string" ? model : Array.isArray(model) ? model.join(" → ") : Object.keys(model).join(", ");
 
 // Whole units: "4 min", "3 h", "12 d".
 function ageOf({ begun }) {
@@ -38,14 +40,23 @@ function ageOf({ begun }) {
   return h("span", { title: `begun ${moment(begun)}` }, `${count(Math.floor(s / unit))} ${name}`);
 }
 
-const isDone = (run) => run.state === "not running" && run.tasks > 0 && run.done + run.failed >= run.tasks;
+const isAtWork = (run) => ["running", "paused"].includes(run.state);
+const hasEnded = (run) => run.tasks > 0 && run.done + run.failed >= run.tasks;
+const isDone = (run) => run.state === "not running" && hasEnded(run);
+
+const hasNoRow = (run) => run.training_rows === 0 && run.done > 0;
 
 function stateMark(run) {
   if (run.is_audit) return h("span", { class: `status ${STATE_KINDS[run.state] ?? "rest"}` }, run.state === "not running" ? "ended" : run.state);
   const words = isDone(run) ? "complete" : run.state === "not running" && run.done != null ? `stopped at ${count(run.done)} of ${count(run.tasks)}` : run.state;
-  const isBad = run.failed > 0 || (isDone(run) && run.checked > 0 && !run.passed);
+  const isBad = run.failed > 0 || (isDone(run) && ((run.checked > 0 && !run.passed) || hasNoRow(run)));
   return [h("span", { class: `status ${isBad ? "bad" : isDone(run) ? "good" : STATE_KINDS[run.state] ?? "rest"}` }, words),
     run.error && h("small", { class: "failed" }, " ", run.error)];
+}
+
+// Before its first conversations and after the last one, a run says nothing of its progress.
+function stageOf(run) {
+  return isAtWork(run) ? h("small", {}, hasEnded(run) ? "all ended, writing its files" : "starting") : null;
 }
 
 function progressOf({ tasks, done, failed, now }) {
@@ -60,7 +71,8 @@ function problemsOfRun(run) {
   const words = [];
   if (!run.now && run.failed) words.push(`${count(run.failed)} failed`);
   if (!run.now && run.checked >= 10 && !run.passed) words.push("none passed");
-  for (const found of run.health ?? []) words.push(`${found.name} ${count(found.found)} of ${count(found.of)}`);
+  if (isDone(run) && hasNoRow(run)) words.push("no training row");
+  words.push(...(run.health ?? []).map(shortProblem));
   if (!words.length) return null;
   const shown = words.length > 2 ? [...words.slice(0, 2), `${count(words.length - 2)} more`] : words;
   return h("span", { class: "problems", title: visible(words.join("\n")) }, shown.join(" · "));
@@ -90,7 +102,7 @@ function showRun(run) {
 
 function drawRuns() {
   const list = [...runs.values()];
-  const working = list.filter((run) => run.now);
+  const working = list.filter(isAtWork);
   $("runs-words").textContent = `${plural(list.length, "run")}${working.length ? `, ${count(working.length)} at work` : ""}`;
   const audits = list.filter((run) => run.is_audit);
   $("runs-rows").replaceChildren(...list.filter((run) => !run.is_audit).map(runRow));

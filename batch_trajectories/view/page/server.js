@@ -221,6 +221,8 @@ function takeChoices() {
   source.choices = Object.fromEntries(["status", "tool", "flag", "model"].map((name) => [name, (about.choices[name] ?? []).map(([value]) => value)]));
 }
 
+const labelBytes = new Map(); // key of a run → bytes of its decisions, as last heard: each stream says them first
+
 const EVENTS = {
   run(run) {
     runs.set(run.key, run);
@@ -258,8 +260,12 @@ const EVENTS = {
     describeRun();
     refreshSoon();
   },
-  labels() {
+  labels({ size }) {
+    const before = labelBytes.get(about.run.key);
+    if (before === size) return;
+    labelBytes.set(about.run.key, size);
     showAgreement();
+    if (before === undefined) return; // what is shown was read just now
     refreshSoon();
     if (open && !open.live) othersDecided();
   },
@@ -286,6 +292,16 @@ async function rowsOf(number) {
   parts.append("offset", number * PAGE_ROWS);
   parts.append("limit", PAGE_ROWS);
   return ask(runPath(`/rows?${parts}`));
+}
+
+const MOSTLY = 0.9;
+const isMostlyRead = ({ is_complete: isComplete, bytes, of_bytes: ofBytes }) => isComplete || bytes > MOSTLY * ofBytes;
+
+// The rows of an audit in progress are its steps; what they say of each task is counted at the end.
+function auditWords(run, facts) {
+  const tasks = plural(run.rows ?? 0, "task");
+  const { verdicts } = facts ?? {};
+  return verdicts ? `${tasks} audited, ${noneOr(verdicts.sound)} sound` : `Audit of ${tasks}: no verdicts yet`;
 }
 
 const source = {
@@ -341,22 +357,26 @@ const source = {
 
   // What `drawOverview` says: of the whole run, whatever the filters leave.
   numbers() {
-    const { run, facts, identity, choices: known } = about;
-    const statuses = known.status ?? [];
+    const { run, facts, identity, choices: known, index } = about;
+    // Before nearly all records are read, counts of rows say nothing of the run, unless nothing else does.
+    const isRead = isMostlyRead(index);
+    const statuses = isRead || run.done == null ? known.status ?? [] : [];
     const flagged = (wanted) => known.flag?.find(([name]) => name === wanted)?.[1] ?? 0;
     const number = (wanted) => statuses.find(([name]) => name === wanted)?.[1] ?? 0;
     const all = statuses.reduce((n, [, of]) => n + of, 0);
     const done = run.done ?? all - number("failed");
     const failed = run.failed ?? number("failed");
     return {
-      words: run.is_audit ? `${plural(done + failed, "step")} of an audit of ${plural(run.rows ?? 0, "task")}: \`report ${run.name}\` writes the page with its verdicts` : null,
-      ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: Boolean(run.now), passed: run.passed ?? flagged("passed"), judged: run.checked ?? flagged("passed") + flagged("not passed"),
-      completed: number("completed"), sound: number("sound"), trainingRows: run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
+      words: run.is_audit ? auditWords(run, facts) : isRead || run.done != null ? null : `${plural(all, "conversation")} read so far`,
+      steps: run.is_audit ? { done, failed, all: run.tasks, tasks: run.rows, verdicts: facts?.verdicts ?? null } : null,
+      ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: Boolean(run.now), passed: run.passed ?? flagged("passed"), judged: run.checked ?? (isRead || run.done == null ? flagged("passed") + flagged("not passed") : 0),
+      completed: isRead ? number("completed") : null, sound: number("sound"), trainingRows: run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
       costUsd: run.cost_usd, costUnknown: run.cost_unknown ? facts?.spent.unknown || 1 : 0, leftS: run.now?.left_s ?? null,
-      tookS: known.ended > identity.created ? known.ended - identity.created : null, statuses,
+      tookS: isRead && known.ended > identity.created ? known.ended - identity.created : null, statuses,
     };
   },
   has: () => true,
+  readWords: () => isMostlyRead(about.index) ? "" : `, ${percent(about.index.bytes, about.index.of_bytes)} read`,
   isOpen: (read) => read.key === about.run.key,
 
   // `around` are the places in view: rows that are there stay until the new ones come.
