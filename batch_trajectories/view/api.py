@@ -148,11 +148,20 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
         "total": count_selected(table.counting),
         "matching": len(ordered),
         "offset": offset,
+        "place": _find_place(table, ordered, query.values.get("place_of")),
         "rows": _add_groups(table, [_add_labels(run, row) for row in table.rows(numbers)]),
         "index": run.index.to_json(),
         "text": run.texts.state if selected.filters.text else None,
         "version": run.version,
     }
+
+
+def _find_place(table: Table, ordered: Any, id: str | None) -> int | None:
+    """Where the row with an id is in an order; None without it, or if the filters leave it out."""
+    if id is None:
+        return None
+    places = [ordered.index(table.number(found)).as_py() for found in table.find("id", id)]
+    return max((place for place in places if place >= 0), default=None)
 
 
 def _add_groups(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -747,6 +747,57 @@ def test_a_run_that_is_partly_read_says_so(browser: Browser, address: str) -> No
         page.unroute_all(behavior="wait")
 
 
+@pytest.mark.parametrize("most_height", [15_000_000, 3_000])
+def test_the_row_in_view_stays_when_others_come_before_it(
+    browser: Browser, folder: Path, tmp_path: Path, most_height: int
+) -> None:
+    """Also where rows are so many that a pixel of the table is several of them."""
+    runs = tmp_path / "runs"
+    shutil.copytree(folder / "pairs", runs / "pairs")
+    records = runs / "pairs" / "records.jsonl"
+    all_lines = records.read_bytes().splitlines(keepends=True)
+    later = all_lines[1:80:2]  # the second samples of the first prompts
+    records.write_bytes(b"".join(line for line in all_lines if line not in later))
+
+    def lower(route: Route) -> None:
+        answer = route.fetch()
+        assert "MOST_HEIGHT = 15_000_000" in answer.text()
+        body = answer.text().replace("15_000_000", str(most_height))
+        route.fulfill(response=answer, body=body)
+
+    in_view = """() => {
+        const { left, bottom } = document.querySelector("#heads th").getBoundingClientRect();
+        const row = document.elementFromPoint(left + 300, bottom + 4).closest("tr");
+        return [row.querySelector("a")?.textContent, row.getBoundingClientRect().top];
+    }"""
+    with served(runs) as address, browser.new_context() as context:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.route("**/static/page.js", lower)
+        page.goto(address)
+        go(page, "#pairs")
+        page.locator("#found", has_text="160 shown").wait_for()
+        page.evaluate("document.getElementById('scroller').scrollTop = 1500")
+        page.wait_for_timeout(500)
+        id, top = page.evaluate(in_view)
+        assert id is not None
+        with records.open("ab") as file:
+            file.writelines(later)
+        page.locator("#found", has_text="200 shown").wait_for()
+        page.wait_for_timeout(500)
+        assert page.evaluate(in_view) == [id, pytest.approx(top, abs=2)]
+        page.unroute_all(behavior="wait")
+
+
+def test_a_run_that_was_left_is_shown_with_its_rows_again(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#rich") as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        page.keyboard.press("g")
+        page.locator("#runs-rows a").first.wait_for()
+        go(page, "#rich")
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+
+
 def test_a_row_is_chosen_in_the_run_that_was_read_only(browser: Browser, address: str) -> None:
     with opened(browser, address, "#") as page:
         read(page, "rich", "t2")

@@ -98,8 +98,9 @@ let meta = null;
 //   has(id)              whether there is such a row, as far as it is known
 //   readWords()          how much of the records is read, as words after the number of rows
 //   isOpen(read)         whether what is read is still that
-//   find(filters, order, places)  promise of {matching, summary}: number of rows, promise of
-//                        `summarize`'s; rows of these places are here then
+//   find(filters, order, places, top)  promise of {matching, summary, place}: number of rows, promise
+//                        of `summarize`'s, where the row with the id `top` is; rows of these places are here
+//                        then
 //   rowAt(place)         a row of what was found; undefined while it is not here
 //   load(from, to)       promise: rows of these places are here
 //   read(id)             promise of {row, record, form, around: {before, after, place, matching}}

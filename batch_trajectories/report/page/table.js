@@ -113,9 +113,10 @@ async function applyFilters({ stays = false } = {}) {
   searches += 1;
   const search = searches;
   try {
-    const { matching: all, summary } = await source.find(filters, order, stays ? [drawn[0], Math.max(drawn[0], drawn[1] - 1)] : [0]);
+    const top = stays ? rowOnTop() : null;
+    const { matching: all, summary, place } = await source.find(filters, order, stays ? [drawn[0], Math.max(drawn[0], drawn[1] - 1)] : [0], top?.id);
     if (search !== searches) return;
-    showFound(all, stays);
+    showFound(all, stays, top && place != null ? place - top.place : 0);
     askSummary = summary;
     if (tab === "charts") await drawSummary();
   } catch (error) {
@@ -142,7 +143,16 @@ async function drawSummary() {
   }
 }
 
-function showFound(all, stays) {
+// The row on top of the view; none while the beginning of the table is in view, which stays there.
+function rowOnTop() {
+  const place = Math.floor(firstInView());
+  const row = place > 0 ? source.rowAt(place) : null;
+  return row && { place, id: row.id };
+}
+
+// `moved`: how many rows have come before the one on top of the view.
+function showFound(all, stays, moved = 0) {
+  const first = firstInView() + moved;
   matching = all;
   const of = all === source.total ? "" : ` of ${count(source.total)}`;
   $("found").textContent = `${count(all)}${of} shown${source.readWords()}`;
@@ -150,8 +160,13 @@ function showFound(all, stays) {
   if (!stays) {
     selected = -1;
     $("scroller").scrollTop = 0;
-  }
+    held = { top: -1, first: 0 };
+  } else if (selected >= 0) selected += moved;
   drawRows({ force: true });
+  if (stays && first > 0) {
+    scrollToPlace(first);
+    drawRows({ force: true });
+  }
 }
 
 // The words are those of the field, which may have been typed since the last search.
@@ -209,6 +224,9 @@ function sortBy(column) {
   $("heads").children[columns.indexOf(column)].querySelector("button").focus();
 }
 
+// Where the table was scrolled to. Of very many rows a pixel is several, so its height alone does not say.
+let held = { top: -1, first: 0 };
+
 const heightOf = (places) => Math.min(places * ROW_HEIGHT, MOST_HEIGHT);
 
 // The first row in view, with a fraction; rows beyond the most height are further apart than drawn.
@@ -216,6 +234,7 @@ function firstInView() {
   const { scrollTop, clientHeight } = $("scroller");
   const height = heightOf(matching);
   if (height === matching * ROW_HEIGHT) return scrollTop / ROW_HEIGHT;
+  if (scrollTop === held.top) return held.first;
   const part = Math.min(1, scrollTop / (height - clientHeight + ROW_HEIGHT));
   return part * (matching - clientHeight / ROW_HEIGHT + 1);
 }
@@ -225,6 +244,7 @@ function scrollToPlace(place) {
   const height = heightOf(matching);
   $("scroller").scrollTop = height === matching * ROW_HEIGHT ? place * ROW_HEIGHT
     : (place / (matching - clientHeight / ROW_HEIGHT + 1)) * (height - clientHeight + ROW_HEIGHT);
+  held = { top: $("scroller").scrollTop, first: place };
 }
 
 // Draw the rows that are in view and some around them; the others are two empty rows, as high.

@@ -13,7 +13,7 @@ const RUN_CELLS = [
   ["State", "", (run) => [stateMark(run), run.now ? progressOf(run) : stageOf(run), problemsOfRun(run)]],
   ["Passed", "number", (run) => run.pass_rate == null ? (run.done ? h("span", { class: "soft" }, "not judged") : unknownYet())
     : [h("span", { class: run.passed ? false : "failed" }, percent(run.pass_rate, 1)), h("small", {}, `${count(run.passed)} of ${count(run.checked)}`)]],
-  ["Training rows", "number", (run) => run.training_rows == null ? unknownYet() : h("span", { class: run.training_rows ? false : "failed" }, count(run.training_rows))],
+  ["Training rows", "number", (run) => run.training_rows == null || isAtWork(run) ? unknownYet() : h("span", { class: run.training_rows ? false : "failed" }, count(run.training_rows))],
   ["Cost", "number", (run) => run.cost_usd == null || (!run.cost_usd && run.cost_unknown) ? unknownYet()
     : [dollars(run.cost_usd), run.cost_unknown ? h("small", {}, "and some unknown") : run.cost_usd && run.passed ? h("small", {}, `${dollars(run.cost_usd / run.passed)} per passed one`) : null]],
   ["Age", "number", (run) => ageOf(run)],

@@ -144,7 +144,7 @@ async function openRun(key) {
   if (isNew) {
     if (!takeState(location.hash)) showTab(TABS[0]);
     await applyFilters();
-  }
+  } else await applyFilters({ stays: true });
 }
 
 // The filters as the server takes them. Raises an error that says what cannot be read.
@@ -188,6 +188,24 @@ function listen(run, id) {
   });
 }
 
+const heardAt = new Map(); // key of a run → when an event told its state
+
+// The state of a run in an answer, unless an event told a later one while the server made the answer.
+function latestRun(run, askedAt) {
+  return heardAt.get(run.key) > askedAt ? runs.get(run.key) : run;
+}
+
+// What is known of the run that is shown, asked again; whether it is still shown.
+async function askAgain() {
+  const { key } = about.run;
+  const askedAt = performance.now();
+  const now = await ask(`/api/runs/${encodeURIComponent(key)}`);
+  if (about.run.key !== key || meta === null) return false;
+  about = { ...now, run: latestRun(now.run, askedAt) };
+  meta = metaOf(about);
+  return true;
+}
+
 let refreshAt = null;
 
 // Rows have come or changed: once in a while, the same rows again.
@@ -204,12 +222,7 @@ let chooseAt = null;
 function chooseAgainSoon() {
   chooseAt ??= setTimeout(async () => {
     chooseAt = null;
-    if (meta === null) return;
-    const { key } = about.run;
-    const now = await ask(`/api/runs/${encodeURIComponent(key)}`).catch(() => null);
-    if (!now || about.run.key !== key || meta === null) return;
-    about = now;
-    meta = metaOf(about);
+    if (meta === null || !(await askAgain().catch(() => false))) return;
     takeChoices();
     startTable();
     drawOverview();
@@ -226,6 +239,7 @@ const labelBytes = new Map(); // key of a run → bytes of its decisions, as las
 const EVENTS = {
   run(run) {
     runs.set(run.key, run);
+    heardAt.set(run.key, performance.now());
     showRun(run);
     if (about?.run.key !== run.key) return;
     about.run = run;
@@ -252,11 +266,7 @@ const EVENTS = {
     if (filters.inside && filters.query) refreshSoon();
   },
   async facts() {
-    const { key } = about.run;
-    const now = await ask(runPath());
-    if (meta === null || about.run.key !== key) return;
-    about = now;
-    meta = metaOf(about);
+    if (!(await askAgain())) return;
     describeRun();
     refreshSoon();
   },
@@ -287,8 +297,9 @@ function put(number, list) {
   if (pages.size > PAGES_KEPT) pages.delete(pages.keys().next().value);
 }
 
-async function rowsOf(number) {
+async function rowsOf(number, top) {
   const parts = new URLSearchParams(query);
+  if (top !== undefined) parts.append("place_of", top);
   parts.append("offset", number * PAGE_ROWS);
   parts.append("limit", PAGE_ROWS);
   return ask(runPath(`/rows?${parts}`));
@@ -370,7 +381,7 @@ const source = {
       words: run.is_audit ? auditWords(run, facts) : isRead || run.done != null ? null : `${plural(all, "conversation")} read so far`,
       steps: run.is_audit ? { done, failed, all: run.tasks, tasks: run.rows, verdicts: facts?.verdicts ?? null } : null,
       ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: Boolean(run.now), passed: run.passed ?? flagged("passed"), judged: run.checked ?? (isRead || run.done == null ? flagged("passed") + flagged("not passed") : 0),
-      completed: isRead ? number("completed") : null, sound: number("sound"), trainingRows: run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
+      completed: isRead ? number("completed") : null, sound: number("sound"), trainingRows: run.now ? null : run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
       costUsd: run.cost_usd, costUnknown: run.cost_unknown ? facts?.spent.unknown || 1 : 0, leftS: run.now?.left_s ?? null,
       tookS: isRead && known.ended > identity.created ? known.ended - identity.created : null, statuses,
     };
@@ -380,19 +391,19 @@ const source = {
   isOpen: (read) => read.key === about.run.key,
 
   // `around` are the places in view: rows that are there stay until the new ones come.
-  async find(wanted, { key, down }, around) {
+  async find(wanted, { key, down }, around, top) {
     query = queryOf(wanted);
     if (key) query.append("order", key);
     if (key && down) query.append("down", "1");
     if (!key && hasSamples()) query.append("order", "samples");
     const numbers = [...new Set(around.map(pageOf))];
-    const answers = await Promise.all(numbers.map((number) => rowsOf(number)));
+    const answers = await Promise.all(numbers.map((number) => rowsOf(number, top)));
     pages = new Map();
     coming.clear();
     answers.forEach((answer, n) => put(numbers[n], answer.rows));
     this.total = answers[0].total;
     showText(answers[0].text);
-    return { matching: answers[0].matching, summary: () => ask(runPath(`/charts?${queryOf(wanted)}`)) };
+    return { matching: answers[0].matching, place: answers[0].place, summary: () => ask(runPath(`/charts?${queryOf(wanted)}`)) };
   },
 
   rowAt(place) {
