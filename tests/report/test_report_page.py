@@ -609,14 +609,20 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
         plain_row("fine"),
         plain_row("leaking", prompt=given),
         plain_row("empty", check="true", prompt=given),
+        plain_row("broken", setup="exit 3"),
     ]
     write_rows(tmp_path / "p.jsonl", *tasks)
     code, said = audit(tmp_path, repeats=1)
     assert code == 1, said
     run_dir = tmp_path / "trajectories" / "audit"
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
-        assert shown_ids(page) == ["fine", "leaking", "empty"]
-        assert text_of(page, "#sentence") == "3 tasks audited, 1 sound"
+        assert shown_ids(page) == ["fine", "leaking", "empty", "broken"]
+        assert text_of(page, "#sentence") == "4 tasks audited, 1 sound"
+        problem = page.locator("#problems.bad li")
+        assert problem.inner_text().startswith("3 tasks with a defect")
+        assert "1 setup_fails" in problem.inner_text()
+        assert page.locator("#numbers dd").all_inner_texts() == ["4", "1\n25%", "3\n75%"]
+        assert page.locator("#rows .badge").count() == 0, "steps are no samples"
         charts(page)
         page.get_by_role("button", name="Filter by sound: 1").click()
         page.get_by_role("tab", name="Conversations").click()
@@ -628,9 +634,12 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
         assert shown_ids(page) == ["empty"]
         page.click("text=Clear")
         page.fill("#query", "prompt has")
-        page.locator("#found", has_text="1 of 3 shown").wait_for()
+        page.locator("#found", has_text="1 of 4 shown").wait_for()
         page.locator("#rows a", has_text="leaking").click()
         page.locator("#reader .is-error").wait_for()
+        step, all_of_it = page.locator("#reader .call").first, page.locator("#reader")
+        widths = [one.evaluate("one => one.clientWidth") for one in (step, all_of_it)]
+        assert widths[0] > 0.9 * widths[1], "there are no facts beside it"
         (evidence,) = page.locator("#reader .is-error").all_text_contents()
         assert "the prompt has the solution" in evidence
         tampered = page.locator("#reader .call", has_text="tamper startup").text_content() or ""
@@ -650,7 +659,7 @@ def test_prompt_caches_are_shown_by_endpoint_turn_and_conversation(
     (source.run_dir / "run.json").write_bytes(orjson.dumps({**identity, "run_name": "r"}))
     report = write_report(StoredRun(source.run_dir), tmp_path / "caches.html").path
     with opened(context, report) as page:
-        problem = page.locator("#problems li", has_text="cache_misses").inner_text()
+        problem = page.locator("#problems li[data-name='cache_misses']").inner_text()
         assert "24 of 36" in problem
         page.get_by_role("tab", name="Details").click()
         (line,) = page.locator("#caches-table tbody tr").all_inner_texts()
@@ -806,6 +815,18 @@ def test_columns_are_those_that_the_run_has(context: BrowserContext, judged: Pat
         assert heads == ["Verdict", "Prompt", "Answer", "Expected", "Calls", "Time", "Ended"]
         page.get_by_role("button", name="Usual columns").click()
         assert page.locator("#heads th").last.text_content() == "Time"
+
+
+def test_the_prompt_has_room_beside_many_columns(context: BrowserContext, judged: Path) -> None:
+    """What is least asked for is left out until there is room, and can be chosen."""
+    with opened(context, judged) as page:
+        page.set_viewport_size({"width": 995, "height": 800})
+        page.locator("#heads th", has_text="Time").wait_for(state="detached")
+        prompt = page.locator("#heads th", has_text="Prompt")
+        assert prompt.evaluate("head => head.clientWidth") >= 200
+        assert not page.get_by_label("Time").is_checked()
+        page.set_viewport_size({"width": 1440, "height": 900})
+        page.locator("#heads th", has_text="Time").wait_for()
 
 
 def test_an_address_shows_the_same_to_a_colleague(context: BrowserContext, judged: Path) -> None:

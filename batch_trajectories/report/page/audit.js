@@ -1,10 +1,10 @@
 // The page of an audit: rows are tasks, their statuses verdicts, and what a task did are its steps.
 
 const AUDIT_COLUMNS = [
-  { key: "status", name: "Verdict", rem: 9, cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
+  { key: "status", name: "Verdict", rem: 11, cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
   { key: "id", name: "Task", rem: 0, cell: titleCell },
   {
-    key: "failed_calls", name: "Steps", number: true, rem: 8,
+    key: "failed_calls", name: "Steps", number: true, rem: 10,
     cell: (row) => [count(row.calls), row.failed_calls ? h("span", { class: "failed" }, ` ${count(row.failed_calls)} against it`) : null],
   },
   { key: "setup_s", name: "Set-up", number: true, rem: 7, less: true, cell: (row) => seconds(row.setup_s) },

@@ -37,7 +37,7 @@ function sentenceOf({ words = null, ended, tasks, isRunning, passed, judged, com
 
 // The five numbers of a run, as [name, value, words]; an audit has fewer.
 function numbersOf({ steps, ended, done, failed, tasks, isRunning, passed, judged, completed, trainingRows, costUsd, costUnknown, leftS, tookS, sound }) {
-  if (meta.is_audit) return [["Tasks", count(ended), ""], ["Sound", count(sound), percent(sound, ended)]];
+  if (meta.is_audit) return [["Tasks", count(ended), ""], ["Sound", count(sound), percent(sound, ended)], ["With a defect", count(ended - sound), percent(ended - sound, ended)]];
   if (steps) return numbersOfSteps(steps, { passed, judged, costUsd, tookS });
   const progress = ["Done", count(done), tasks == null ? "" : `of ${count(tasks)}${failed ? `, ${count(failed)} failed` : ""}`];
   const verdict = judged ? ["Passed", percent(passed, judged), `${count(passed)} of ${count(judged)}`]
@@ -64,8 +64,8 @@ function numbersOfSteps({ done, failed, all, tasks, verdicts }, { passed, judged
 // What went wrong, the worst first: {words, reason, pick: filters, examples: ids}.
 function problemsOf({ steps, ended, failed, passed, judged, trainingRows, isRunning, statuses }) {
   const found = [];
-  if (meta.is_audit) return found;
-  if (steps) return verdictLines(steps);
+  if (meta.is_audit) return verdictLines(statuses);
+  if (steps) return verdictLines(Object.entries(steps.verdicts ?? {}), `\`report ${meta.run_name}\` shows each with its evidence`);
   const [error] = meta.errors;
   if (failed) {
     found.push({
@@ -96,11 +96,11 @@ function problemsOf({ steps, ended, failed, passed, judged, trainingRows, isRunn
 }
 
 // The verdicts of an audit that are against its tasks, the most frequent first.
-function verdictLines({ verdicts }) {
-  const against = Object.entries(verdicts ?? {}).filter(([name]) => name !== "sound").sort((a, b) => b[1] - a[1]);
+function verdictLines(verdicts, more) {
+  const against = verdicts.filter(([name]) => name !== "sound").sort((a, b) => b[1] - a[1]);
   if (!against.length) return [];
   const all = against.reduce((total, [, n]) => total + n, 0);
-  return [{ words: `${plural(all, "task")} with a defect`, reason: `${against.map(([name, n]) => `${count(n)} ${name}`).join(", ")}; \`report ${meta.run_name}\` shows each with its evidence` }];
+  return [{ words: `${plural(all, "task")} with a defect`, reason: [against.map(([name, n]) => `${count(n)} ${name}`).join(", "), more].filter(Boolean).join("; ") }];
 }
 
 const firstUpper = (text) => text.charAt(0).toUpperCase() + text.slice(1);

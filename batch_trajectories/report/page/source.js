@@ -159,7 +159,8 @@ const source = {
     const number = (pick) => rows.reduce((n, row) => n + (pick(row) ? 1 : 0), 0);
     const last = rows.reduce((at, row) => Math.max(at, row.finished_at ?? 0), 0);
     const { statuses } = this;
-    const failed = meta.funnel ? Object.entries(meta.funnel.steps.find((step) => step.name === "tasks").lost).reduce((n, [reason, lost]) => n + (reason.startsWith("failed: ") ? lost : 0), 0) : number((row) => row.status === "failed");
+    // Tasks of an audit have verdicts; attempts that failed are among their steps.
+    const failed = meta.is_audit ? 0 : meta.funnel ? Object.entries(meta.funnel.steps.find((step) => step.name === "tasks").lost).reduce((n, [reason, lost]) => n + (reason.startsWith("failed: ") ? lost : 0), 0) : number((row) => row.status === "failed");
     const done = number((row) => row.status !== "failed");
     return {
       ended: done + failed, done, failed, tasks: meta.is_audit ? null : meta.tasks, isRunning: meta.is_running,

@@ -20,7 +20,7 @@ const twoLines = (text) => h("div", { class: "two-lines" }, text);
 const COLUMNS_OF_DATA = ["answer", "expected", "reward", "cost_usd", "turns", "calls", "input_tokens", "output_tokens", "duration_s"];
 const isWorthAColumn = (key, value) => value != null && value !== "" && value !== 0 && !(["turns", "reward"].includes(key) && value === 1);
 const has = (key) => meta.has.includes(key);
-const hasSamples = () => meta.samples > 1;
+const hasSamples = () => meta.samples > 1 && !meta.is_audit;
 
 // `rem` is the width, or `share` of the whole in percent; the prompt has the rest. `isThere`: whether the run has it; `isExtra`: shown if chosen.
 const COLUMNS = [
@@ -79,9 +79,33 @@ function titleCell(row, place) {
   return [h("span", { class: "prompt" }, words), h("span", { class: "under" }, link, badge, row.answer && h("span", { class: "snippet answer" }, "→ ", row.answer))];
 }
 
+const PROMPT_REM = 16;
+const ANSWER_REM = 14;
+const LEAST_FIRST = ["duration_s", "cached_share", "turns", "failed_calls", "expected", "cost_usd"];
+
+// Those that leave room for the prompt. On narrow screens the style leaves out more.
+function fittingColumns(list) {
+  if (!matchMedia("(min-width: 62rem)").matches) return list;
+  const rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+  const room = Math.min(window.innerWidth - 2 * rem, 90 * rem) / rem;
+  const needed = (some) => some.reduce((sum, column) => sum + (column.rem || (column.share ? ANSWER_REM : PROMPT_REM)), 0);
+  let some = list;
+  for (const key of LEAST_FIRST) if (needed(some) > room) some = some.filter((column) => column.key !== key);
+  return some;
+}
+
+function fitColumns() {
+  if (meta === null) return;
+  const before = columns.length;
+  chooseColumns();
+  if (columns.length !== before) drawHeads();
+  drawRows({ force: true });
+}
+
 function chooseColumns() {
   const there = (meta.is_audit ? AUDIT_COLUMNS : COLUMNS).filter((column) => column.isThere?.() ?? true);
-  columns = there.filter((column) => chosenColumns ? chosenColumns.includes(column.key) || column.key === "id" : !column.isExtra?.());
+  columns = chosenColumns ? there.filter((column) => chosenColumns.includes(column.key) || column.key === "id")
+    : fittingColumns(there.filter((column) => !column.isExtra?.()));
   $("table").classList.toggle("chosen", chosenColumns !== null);
   $("table").style.minWidth = chosenColumns ? `${columns.reduce((rem, column) => rem + (column.rem || 14), 0)}rem` : "";
   const box = (column) => {
@@ -356,5 +380,5 @@ function listenToTable() {
     setFilters(noFilters());
   });
   $("scroller").addEventListener("scroll", () => drawRows(), { passive: true });
-  window.addEventListener("resize", () => drawRows());
+  window.addEventListener("resize", fitColumns);
 }
