@@ -625,7 +625,7 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
         assert page.locator("#rows .badge").count() == 0, "steps are no samples"
         charts(page)
         page.get_by_role("button", name="Filter by sound: 1").click()
-        page.get_by_role("tab", name="Conversations").click()
+        page.get_by_role("tab", name="Tasks").click()
         assert shown_ids(page) == ["fine"]
         page.click("text=Clear")
         page.select_option("#by-flag", "leaks_fix")

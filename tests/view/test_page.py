@@ -347,7 +347,7 @@ def test_a_turn_of_a_long_conversation_is_shown_and_stays(browser: Browser, addr
 
 
 def place_of(element: Any) -> int:
-    return round(element.bounding_box()["y"])
+    return int(element.bounding_box()["y"])
 
 
 def test_samples_stand_side_by_side(browser: Browser, address: str) -> None:

@@ -1,7 +1,7 @@
 // The page of an audit: rows are tasks, their statuses verdicts, and what a task did are its steps.
 
 const AUDIT_COLUMNS = [
-  { key: "status", name: "Verdict", rem: 11, cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
+  { key: "status", name: "Verdict", rem: 11, cell: (row) => statusMark(row.status) },
   { key: "id", name: "Task", rem: 0, cell: titleCell },
   {
     key: "failed_calls", name: "Steps", number: true, rem: 10,
@@ -13,6 +13,7 @@ const AUDIT_COLUMNS = [
 
 function startAudit() {
   $("funnel").hidden = true;
+  $("tab-conversations").textContent = "Tasks";
   $("query").placeholder = "id, evidence";
   for (const [id, words] of [["by-status", "Verdict "], ["by-tool", "Against it "], ["by-flag", "Defect "]]) $(id).parentElement.firstChild.data = words;
 }

@@ -56,7 +56,8 @@ const COLUMNS = [
 ];
 let chosenColumns = null; // keys of the columns that the user chose; null: what fits the run
 
-const statusMark = (status) => h("span", { class: `status ${statusKind(status)}` }, status);
+// On narrow screens a long name goes on in a second line, after one of its parts.
+const statusMark = (status) => h("span", { class: `status ${statusKind(status)}` }, status.split(/(?<=_)/).map((part, n) => [n > 0 && h("wbr"), part]));
 
 function verdictCell(row) {
   if (row.passed == null) return statusMark(row.status);
