@@ -89,8 +89,8 @@ async def _serve(server: ViewServer, guard: AccessGuard, host: str, port: int) -
         token = "" if guard.has_password else f"?token={guard.token}"
         show(f"http://{name}:{taken}/{token}")
         say("open this address; Ctrl-C ends it")
-        # With its first value Arrow imports pandas, where that is installed: the first page would wait
-        # 0.2 s for it.
+        # With its first value Arrow imports pandas, if that is installed, for which the first page
+        # would wait.
         asyncio.get_running_loop().run_in_executor(None, pa.scalar, True)
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()

@@ -542,6 +542,7 @@ PLACES = {
     "charts": "#rich?tab=charts",
     "details": "#rich?tab=details",
     "conversation": "#rich/t0",
+    "kinds": "#kinds/t0",
     "hostile": "#hostile/t11",
     "comparison": "#=compare/rich/pairs",
 }
@@ -555,6 +556,7 @@ def settled(page: Page, name: str) -> None:
         "charts": "#charts figure",
         "details": "#funnel",
         "conversation": "#siblings tr",
+        "kinds": "#reader img",
         "hostile": "#reader article",
         "comparison": "#compare table",
     }
