@@ -74,7 +74,7 @@ const keyLink = (key) => `#${encodeURIComponent(key)}`;
 // Until the rows of a run come, what is read is said, and nothing of another run is left.
 function showReading(key) {
   meta = null;
-  $("run-state").hidden = !runs.get(key)?.now;
+  $("run-state").hidden = !isAtWork(runs.get(key) ?? {});
   $("sentence").textContent = `Reading ${visible(key)} …`;
   for (const id of ["numbers", "rows", "heads", "tiles", "charts"]) $(id).replaceChildren();
   // As many lines as the problems that the list knows will have, so that the table stays in its place.
@@ -190,9 +190,18 @@ function listen(run, id) {
 
 const heardAt = new Map(); // key of a run → when an event told its state
 
+const COUNTED = ["tasks", "done", "failed", "pending", "passed", "checked", "pass_rate", "cost_usd", "cost_unknown"];
+
+// A large run that writes its files says no numbers: those that it said last are still right.
+function withNumbers(run) {
+  const before = runs.get(run.key);
+  if (!isAtWork(run) || run.done != null || before?.done == null) return run;
+  return { ...run, ...Object.fromEntries(COUNTED.map((name) => [name, before[name]])) };
+}
+
 // The state of a run in an answer, unless an event told a later one while the server made the answer.
 function latestRun(run, askedAt) {
-  return heardAt.get(run.key) > askedAt ? runs.get(run.key) : run;
+  return heardAt.get(run.key) > askedAt ? runs.get(run.key) : withNumbers(run);
 }
 
 // What is known of the run that is shown, asked again; whether it is still shown.
@@ -237,7 +246,8 @@ function takeChoices() {
 const labelBytes = new Map(); // key of a run → bytes of its decisions, as last heard: each stream says them first
 
 const EVENTS = {
-  run(run) {
+  run(said) {
+    const run = withNumbers(said);
     runs.set(run.key, run);
     heardAt.set(run.key, performance.now());
     showRun(run);
@@ -380,8 +390,8 @@ const source = {
     return {
       words: run.is_audit ? auditWords(run, facts) : isRead || run.done != null ? null : `${plural(all, "conversation")} read so far`,
       steps: run.is_audit ? { done, failed, all: run.tasks, tasks: run.rows, verdicts: facts?.verdicts ?? null } : null,
-      ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: Boolean(run.now), passed: run.passed ?? flagged("passed"), judged: run.checked ?? (isRead || run.done == null ? flagged("passed") + flagged("not passed") : 0),
-      completed: isRead ? number("completed") : null, sound: number("sound"), trainingRows: run.now ? null : run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
+      ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: isAtWork(run), passed: run.passed ?? flagged("passed"), judged: run.checked ?? (isRead || run.done == null ? flagged("passed") + flagged("not passed") : 0),
+      completed: isRead ? number("completed") : null, sound: number("sound"), trainingRows: isAtWork(run) ? null : run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
       costUsd: run.cost_usd, costUnknown: run.cost_unknown ? facts?.spent.unknown || 1 : 0, leftS: run.now?.left_s ?? null,
       tookS: isRead && known.ended > identity.created ? known.ended - identity.created : null, statuses,
     };

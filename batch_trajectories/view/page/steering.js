@@ -36,9 +36,9 @@ function showRunState() {
   const { run } = about;
   fill(($("state-mark").replaceChildren(), $("state-mark")), {}, [stateMark(run)]);
   fill(($("state-line").replaceChildren(), $("state-line")), {}, [
-    run.tasks ? progressOf({ ...run, now: null }) : null, run.now?.line ? h("span", { class: "soft" }, ` ${run.now.line}`) : null,
+    run.tasks ? progressOf({ ...run, now: null }) : null, run.now ? h("span", { class: "soft" }, ` ${run.now.line}`) : stageOf(run),
   ]);
-  $("run-state").hidden = !run.now; // the overview says all of a run that has ended
+  $("run-state").hidden = !isAtWork(run); // the overview says all of a run that has ended
   $("steer").hidden = !run.can_steer;
   $("pause").textContent = run.state === "paused" ? "Resume" : "Pause";
   if (!run.now) $("flight").hidden = true;
