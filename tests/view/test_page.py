@@ -800,6 +800,29 @@ def test_a_run_that_was_left_is_shown_with_its_rows_again(browser: Browser, addr
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
 
 
+def test_a_run_that_writes_its_files_keeps_its_numbers(browser: Browser, tmp_path: Path) -> None:
+    """A large one says none between its last conversation and its end."""
+    rows = [{"id": f"q{n}", "prompt": "Go.", "script": [{"content": "yes"}]} for n in range(12)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    with served(tmp_path / "trajectories") as address, opened(browser, address, "#") as page:
+        page.locator("#runs-rows a").first.wait_for()
+        (said,) = page.evaluate("fetch('/api/runs').then(answer => answer.json())")["runs"]
+        assert said["done"] == 12
+        said |= dict.fromkeys(("tasks", "done", "failed")) | {"state": "running"}
+        page.route(
+            "**/api/events?run=r*",
+            lambda route: route.fulfill(
+                content_type="text/event-stream",
+                body=f"event: run\ndata: {json.dumps(said)}\n\n",
+            ),
+        )
+        go(page, "#r")
+        page.locator("#state-line", has_text="all ended, writing its files").wait_for()
+        assert page.locator("#sentence").text_content() == "12 conversations, 12 completed"
+        page.unroute_all(behavior="wait")
+
+
 def test_a_row_is_chosen_in_the_run_that_was_read_only(browser: Browser, address: str) -> None:
     with opened(browser, address, "#") as page:
         read(page, "rich", "t2")
