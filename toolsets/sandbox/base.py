@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.errors import HostError, ToolError
 from toolsets.workspace.workspace import Workspace
 
 Engine = Literal["docker", "podman"]
@@ -23,6 +23,16 @@ SessionKind = Literal["shell", "python"]
 
 class SandboxError(ToolError):
     """The sandbox could not run the command at all."""
+
+
+class SandboxLost(HostError):
+    """The sandbox's own machine, elsewhere, does not answer any more; this machine is well.
+
+    The attempt of its conversation fails and is repeated. A command may be the reason, so a
+    conversation that loses its sandbox in every attempt is recorded as failed.
+    """
+
+    error_class = "sandbox_lost"
 
 
 @dataclass(frozen=True, slots=True)
