@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from batch_trajectories.basics.errors import HostError, ToolError
+from batch_trajectories.basics.errors import ToolError
 from toolsets.workspace.workspace import Workspace
 
 Engine = Literal["docker", "podman"]
@@ -23,16 +23,6 @@ SessionKind = Literal["shell", "python"]
 
 class SandboxError(ToolError):
     """The sandbox could not run the command at all."""
-
-
-class SandboxLost(HostError):
-    """The sandbox's own machine, elsewhere, does not answer any more; this machine is well.
-
-    The attempt of its conversation fails and is repeated. A command may be the reason, so a
-    conversation that loses its sandbox in every attempt is recorded as failed.
-    """
-
-    error_class = "sandbox_lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +197,8 @@ class Sandbox(ABC):
     ) -> ExecResult:
         """Run one command outside of all sessions; kill its processes when it ends.
 
-        Raises `SandboxError` if the command could not be started.
+        Raises `SandboxError` if the command could not be started, and `SandboxLost` if the
+        sandbox's own machine, elsewhere, has failed.
         """
 
     @abstractmethod
@@ -223,7 +214,7 @@ class Sandbox(ABC):
 
         With `output_file`, a path in the sandbox, the shell starts the command in the background,
         in its own process group, with its output in that file. Raises `SandboxError` if the session
-        could not be started.
+        could not be started, and `SandboxLost` as `exec` does.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -31,17 +32,20 @@ _LATE_S = 3.0
 
 def computer() -> str:
     """Return a name of this computer, or container, since its start."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    space = str(Path("/proc/self/ns/pid").readlink())
+    # Letters and digits: servers differ in how they decode others in a filter.
+    return hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:16]
 
 
 def process_start(pid: int | str) -> str | None:
-    """Return when a process started, in ticks of the clock; None if there is none."""
+    """Return when a process started, in ticks of the clock; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    return status.rpartition(b")")[2].split()[19].decode()
+    fields = status.rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 class Keeper:
@@ -55,7 +59,7 @@ class Keeper:
         self.name = {
             "keeper": secrets.token_hex(8),
             "computer": computer(),
-            "process": f"{os.getpid()}:{process_start('self')}",
+            "process": f"{os.getpid()}-{process_start('self')}",
         }
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +141,7 @@ class Keeper:
         """End machines of this computer whose keepers have been killed."""
         of_computer = {"computer": self.name["computer"]}
         for found in await self._api.list_machines(of_computer):
-            pid, _, started = found.get("metadata", {}).get("process", "").partition(":")
+            pid, _, started = found.get("metadata", {}).get("process", "").partition("-")
             if not pid.isdecimal() or process_start(pid) != started:
                 await self._api.kill_machine(found["sandboxID"])
 

@@ -15,11 +15,11 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from batch_trajectories.basics.errors import HostError
+from batch_trajectories.basics.errors import HostError, SandboxLost
 from batch_trajectories_e2b.service import Service
-from toolsets.sandbox.base import SandboxError, SandboxLost
+from toolsets.sandbox.base import SandboxError
 
 STUB = """\
 import socket, sys
@@ -42,6 +42,7 @@ class KeeperClient:
         self._process: subprocess.Popen[str] | None = None
         self._pid = 0
         self._directory: Path | None = None
+        self._errors: IO[str] | None = None
 
     @property
     def path(self) -> str:
@@ -93,8 +94,7 @@ class KeeperClient:
                 self._forget()
             # The private directory is the only protection of the socket.
             self._directory = Path(tempfile.mkdtemp(prefix="bt-e2b-"))
-            errors = tempfile.TemporaryFile("w+")
-            self._errors = errors
+            self._errors = tempfile.TemporaryFile("w+")
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "batch_trajectories_e2b.keeper"),
@@ -102,7 +102,7 @@ class KeeperClient:
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=self._errors,
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # a signal to the run is not for it
@@ -124,6 +124,8 @@ class KeeperClient:
                 raise HostError(f"sandbox e2b: its keeper did not start: {message}")
 
     def _last_words(self) -> str:
+        if self._errors is None:
+            return "it said nothing"
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
         return self._service.without_secrets(lines[-1][:300]) if lines else "it said nothing"
@@ -135,6 +137,9 @@ class KeeperClient:
             assert process.stdout is not None
             process.stdin.close()
             process.stdout.close()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 

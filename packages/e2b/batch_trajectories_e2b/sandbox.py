@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Self, TypeVar
 
-from batch_trajectories.basics.errors import HostError
+from batch_trajectories.basics.errors import HostError, SandboxLost
 from batch_trajectories_e2b.keeper_client import STUB, KeeperClient
 from batch_trajectories_e2b.service import DEFAULT_TEMPLATE, Service, SettingsError
 from toolsets.sandbox.base import (
@@ -26,7 +26,6 @@ from toolsets.sandbox.base import (
     Extras,
     Limits,
     SandboxError,
-    SandboxLost,
     SandboxSettings,
     SessionKind,
 )
@@ -194,6 +193,7 @@ class E2BSandbox(ServedSandbox):
             await self._keeper.ask("push", self._box)
         except BaseException as error:
             await self._end_machine()
+            await self.discard("was ended with its machine")
             if isinstance(error, SandboxError) and not self._has_run:
                 # Nothing has run there that could have damaged it: the template is not suited.
                 raise HostError(f"{error} (template {self._template!r})") from error

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote_plus
 
 import aiohttp
 from aiohttp import web
@@ -251,7 +251,7 @@ class Loopback:
     async def _list(self, request: web.Request) -> web.Response:
         if not self._is_trusted(request):
             return _error(401, "Invalid API key")
-        wanted = dict(parse_qsl(request.query.get("metadata", "")))
+        wanted = _metadata(request.query.get("metadata", ""))
         limit = int(request.query.get("limit", "100"))
         if not 1 <= limit <= 100:
             return _error(400, "limit must be from 1 to 100")
@@ -335,7 +335,9 @@ class Loopback:
                     await passed.write(piece)
                 await passed.write_eof()
                 return passed
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, OSError) as error:
+            if id in self.machines:
+                print(f"loopback: {request.method} {request.path}: {error!r}", file=sys.stderr)
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=502)
@@ -369,6 +371,12 @@ def _bwrap(directory: Path, *, network: bool) -> list[str]:
     argv += ["--ro-bind", str(directory / "envd.py"), "/opt/envd.py"]
     argv += ["--setenv", "PATH", f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
     return [*argv, "--chdir", "/", "python3", "/opt/envd.py", "/run/envd/envd"]
+
+
+def _metadata(query: str) -> dict[str, str]:
+    """Read a filter as the service does: decoded as a whole, and each part of it again."""
+    pairs = [pair.split("=") for pair in unquote_plus(query).split("&") if pair]
+    return {unquote_plus(name): unquote_plus(value) for name, value in pairs}
 
 
 def _error(code: int, message: str) -> web.Response:
