@@ -68,7 +68,9 @@ def forbid_namespaces() -> None:
     code = ctypes.create_string_buffer(raw, len(raw))
     fprog = struct.pack("HxxxxxxP", len(raw) // 8, ctypes.addressof(code))
     prctl(
-        _PR_SET_SECCOMP, _MODE_FILTER, ctypes.cast(ctypes.create_string_buffer(fprog), ctypes.c_void_p)
+        _PR_SET_SECCOMP,
+        _MODE_FILTER,
+        ctypes.cast(ctypes.create_string_buffer(fprog), ctypes.c_void_p),
     )
 
 

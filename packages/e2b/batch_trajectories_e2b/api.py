@@ -117,9 +117,7 @@ class Api:
             for other in await self.list_machines(metadata):
                 if other["sandboxID"] != machine_id:
                     await self.kill_machine(other["sandboxID"])
-        return Machine(
-            machine_id, self._service.machine_url(machine_id, made.get("domain")), token
-        )
+        return Machine(machine_id, self._service.machine_url(machine_id, made.get("domain")), token)
 
     async def list_machines(
         self, metadata: Mapping[str, str], *, limit: int | None = None

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ class Keeper:
         except OSError as error:
             # Of the workspace or of temporary files here.
             return {"error": "host", "message": str(error)}
+        except Exception as error:  # else the worker would only see that no answer comes
+            traceback.print_exc()
+            return {"error": "host", "message": f"a bug: {type(error).__name__}: {error}"}
 
     async def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
         terms = dict(request["terms"])
@@ -128,6 +132,8 @@ class Keeper:
         try:
             await asyncio.wait([command, ended], return_when=asyncio.FIRST_COMPLETED)
             code = 1
+            if not command.done():
+                machine.note_cut_off()
             if command.done() and not command.cancelled() and command.exception() is None:
                 code = command.result()
             with contextlib.suppress(OSError):

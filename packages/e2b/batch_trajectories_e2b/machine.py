@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -117,9 +118,7 @@ class RemoteMachine:
                 await asyncio.to_thread(tree.pack, root, now, changed, gone, file)
                 file.flush()
                 there = f"{self._box.state}/in-{number}.tar"
-                await self._again(
-                    lambda machine: self._api.upload(machine, there, Path(file.name))
-                )
+                await self._again(lambda machine: self._api.upload(machine, there, Path(file.name)))
             await self._exchange("push", _ANY_SIZE)
             self._known, self._number = now, number
 
@@ -254,6 +253,11 @@ class RemoteMachine:
         self._link = _Link(self, here, errors, argv, env)
         return self._link.task
 
+    def note_cut_off(self) -> None:
+        """The sandbox gave up the link's command: because of the network, if that broke lately."""
+        if self._link is not None and self._link.broke_within(_PATIENCE_S):
+            self.lost = self.lost or "the connection with the machine breaks again and again"
+
     @property
     def is_linked(self) -> bool:
         """Whether the command of the link still runs."""
@@ -282,10 +286,16 @@ class _Link:
         self._exit_code: int | None = None
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(maxsize=8)
         self._unsent_ack = False
+        self._broke_at = float("-inf")
         self.task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
+        """Pass nothing on any more; the command may still run."""
         self.task.cancel()
+
+    def broke_within(self, seconds: float) -> bool:
+        """Whether the stream has broken off that lately."""
+        return time.monotonic() - self._broke_at < seconds
 
     async def _run(self) -> int:
         helpers: list[asyncio.Task[None]] = []
@@ -302,7 +312,8 @@ class _Link:
                         body, method = {"process": {"pid": self._pid}}, "Connect"
                     async with self._remote._api.stream(machine, method, body) as events:
                         async for event in events:
-                            waits = Waits(_PATIENCE_S)
+                            if "start" not in event:
+                                waits = Waits(_PATIENCE_S)
                             if (start := event.get("start")) is not None:
                                 if self._pid is not None:
                                     await self._ask_again()
@@ -328,6 +339,7 @@ class _Link:
                     self._remote.lost = f"machine {machine.id}: {error}"
                     continue
                 log.info("%s: the stream is opened again", failure)
+                self._broke_at = time.monotonic()
                 await self._remote._check_there(machine, failure)
                 if not await waits.wait():
                     self._remote.lost = f"machine {machine.id} does not answer: {failure}"

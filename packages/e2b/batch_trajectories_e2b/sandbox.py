@@ -161,7 +161,7 @@ class E2BSandbox(ServedSandbox):
             looking = asyncio.create_task(self._look_now_and_then())
             try:
                 result = await call()
-            except SandboxError as error:
+            except (SandboxError, HostError) as error:
                 await self._finish(looking, error)
                 raise
             except BaseException:
@@ -187,9 +187,7 @@ class E2BSandbox(ServedSandbox):
                     "network": self._limits.network,
                     "metadata": {"workspace": self._workspace.root.name},
                 }
-                await self._keeper.ask(
-                    "open", self._box, terms=terms, patience_s=_OPEN_PATIENCE_S
-                )
+                await self._keeper.ask("open", self._box, terms=terms, patience_s=_OPEN_PATIENCE_S)
             await self._keeper.ask("push", self._box)
         except BaseException as error:
             await self._end_machine()
@@ -211,7 +209,9 @@ class E2BSandbox(ServedSandbox):
             except (HostError, SandboxError):
                 return  # the end of the call will say so
 
-    async def _finish(self, looking: asyncio.Task[None], failed: SandboxError | None) -> None:
+    async def _finish(
+        self, looking: asyncio.Task[None], failed: SandboxError | HostError | None
+    ) -> None:
         """Bring the files here after a call, also if it is cut off.
 
         Raises `SandboxLost` if the machine is lost, also as the reason of `failed`. Ends the

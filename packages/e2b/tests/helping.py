@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -41,3 +42,14 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
     while not is_so():
         assert time.monotonic() < give_up, f"never: {what}"
         time.sleep(0.02)
+
+
+def children_of(pid: int, *options: str) -> list[int]:
+    """The processes that a process has started and not yet waited for."""
+    found = subprocess.run(["pgrep", "-P", str(pid), *options], capture_output=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def keepers_of(pid: int) -> list[int]:
+    """The keepers that a process has started."""
+    return children_of(pid, "-f", "batch_trajectories_e2b.keeper")

@@ -305,7 +305,9 @@ class Loopback:
             text = {"sandboxId": id, "message": "The sandbox was not found", "code": 502}
             return web.json_response(text, status=502)
         assert request.headers["E2b-Sandbox-Port"] == "49983"
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in _HOP
+        }
         left = request.get("bytes_before")
         try:
             async with (

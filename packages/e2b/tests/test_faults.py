@@ -24,7 +24,9 @@ async def work(sandbox: Sandbox) -> list[str]:
     said = []
     for n in range(6):
         (root / f"in{n}").write_text(f"{n}" * 50_000)
-        result = await sandbox.run("shell", f"X=${{X}}{n}; echo $X; wc -c < in{n}; cat in{n} > out{n}")
+        result = await sandbox.run(
+            "shell", f"X=${{X}}{n}; echo $X; wc -c < in{n}; cat in{n} > out{n}"
+        )
         assert (result.exit_code, result.stderr) == (0, "")
         said.append(result.stdout)
         assert (root / f"out{n}").read_text() == f"{n}" * 50_000
@@ -68,7 +70,7 @@ def test_a_stream_that_breaks_loses_and_doubles_nothing(service: Loopback, root:
 
     def cut(name: str) -> Fault | None:
         if name in (f"{RPC}/Connect", f"{RPC}/Start"):
-            return Fault("", bytes_before=chosen.randrange(200, 60_000))
+            return Fault("", bytes_before=chosen.randrange(200, 200_000))
         return None
 
     async def act(sandbox: Sandbox) -> list[str]:
@@ -79,6 +81,19 @@ def test_a_stream_that_breaks_loses_and_doubles_nothing(service: Loopback, root:
     assert use(root, act) == [f"{n}\n" + "a" * 40_000 for n in range(1, 13)]
     assert service.requests.count(f"{RPC}/Connect") > 5
     assert len(service.made) == 1
+
+
+def test_a_stream_that_always_breaks_is_a_lost_machine(service: Loopback, root: Path) -> None:
+    """The command has long ended when its time is over: only its answer never comes."""
+
+    async def act(sandbox: Sandbox) -> None:
+        await sandbox.run("shell", "true")
+        service.on_request = lambda name: Fault("", 502) if "Connect" in name else None
+        with pytest.raises(SandboxLost):
+            await sandbox.run("shell", "head -c 90000 /dev/zero | tr '\\0' a; sleep 1", timeout_s=2)
+
+    service.faults = [Fault(f"{RPC}/Start", bytes_before=50_000, times=3)]
+    use(root, act)
 
 
 def test_faults_everywhere_change_no_result(service: Loopback, root: Path) -> None:
@@ -130,7 +145,9 @@ def test_a_command_that_breaks_its_machine_is_the_models_doing(
 
     async def act(sandbox: Sandbox) -> ExecResult:
         with pytest.raises(SandboxError, match="the next call starts a new one"):
-            await sandbox.run("shell", "echo kept > file; pkill -9 -f 'toolsets|BOOT|exec' ; sleep 9")
+            await sandbox.run(
+                "shell", "echo kept > file; pkill -9 -f 'toolsets|BOOT|exec' ; sleep 9"
+            )
         return await sandbox.run("shell", "cat file")
 
     try:

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from helping import PATIENCE_S, use, wait_until
+from helping import PATIENCE_S, keepers_of, use, wait_until
 from loopback import KEY, Fault, Loopback
 
+from batch_trajectories.basics.errors import SandboxLost
 from toolsets.sandbox.base import Sandbox
 
 
@@ -30,12 +31,6 @@ use(root, act)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen([sys.executable, "-c", source], env=environment)
-
-
-def keepers_of(pid: int) -> list[int]:
-    """The keepers that a process has started."""
-    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "keeper"], capture_output=True)
-    return [int(line) for line in found.stdout.split()]
 
 
 def test_a_machine_starts_with_the_first_call_and_ends_with_its_sandbox(
@@ -128,8 +123,6 @@ def test_the_next_keeper_ends_what_a_killed_one_has_left(service: Loopback, root
 def test_a_keeper_that_was_killed_costs_its_machines_and_is_replaced(
     service: Loopback, root: Path
 ) -> None:
-    from batch_trajectories.basics.errors import SandboxLost
-
     async def act(sandbox: Sandbox) -> str:
         await sandbox.run("shell", "echo kept > file")
         for pid in keepers_of(os.getpid()):
