@@ -14,7 +14,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,10 +151,8 @@ class Api:
 
     async def kill_machine(self, machine_id: str) -> None:
         """End the machine; it may have ended before."""
-        try:
+        with suppress(Gone):
             await self._ask("DELETE", f"/sandboxes/{machine_id}")
-        except Gone:
-            pass
 
     async def call(self, machine: Machine, method: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Call a method of a machine's process service, once."""

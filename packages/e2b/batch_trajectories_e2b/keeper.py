@@ -166,10 +166,10 @@ class Keeper:
 async def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive a request, and the descriptors that came with it."""
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(connection, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(connection, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(connection)
     data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, _LINK_FDS)
@@ -198,22 +198,15 @@ async def _serve(keeper: Keeper, connection: socket.socket) -> None:
 async def _until_worker_ends(worker: int) -> None:
     """Wait for the end of the worker, or of the pipe that it holds."""
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    loop.add_reader(0, end)
+    ended = asyncio.Event()
+    loop.add_reader(0, ended.set)
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(worker)
         # It may have ended before, and its number may be another process's.
         if os.getppid() != worker:
-            end()
-        loop.add_reader(handle, end)
-        await ended
-        return
-    end()
+            return
+        loop.add_reader(handle, ended.set)
+        await ended.wait()
 
 
 async def keep(path: str, worker: int) -> None:

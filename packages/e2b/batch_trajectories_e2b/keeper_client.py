@@ -94,7 +94,7 @@ class KeeperClient:
                 self._forget()
             # The private directory is the only protection of the socket.
             self._directory = Path(tempfile.mkdtemp(prefix="bt-e2b-"))
-            self._errors = tempfile.TemporaryFile("w+")
+            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `_forget` closes it
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "batch_trajectories_e2b.keeper"),

@@ -93,7 +93,7 @@ class RemoteMachine:
         self._machine = await self._api.make_machine(
             box.template, box.metadata, network=box.network, patience_s=patience_s
         )
-        self._renewing = asyncio.create_task(self._renew())
+        self._renewing = asyncio.create_task(self._renew(self._machine))
 
     async def kill(self) -> None:
         """End the machine with everything on it; may be repeated."""
@@ -115,7 +115,7 @@ class RemoteMachine:
                 return
             number = self._number + 1
             with tempfile.NamedTemporaryFile(prefix="e2b-") as file:
-                await asyncio.to_thread(tree.pack, root, now, changed, gone, file)
+                await asyncio.to_thread(tree.pack, root, now, changed, gone, file.file)
                 file.flush()
                 there = f"{self._box.state}/in-{number}.tar"
                 await self._again(lambda machine: self._api.upload(machine, there, Path(file.name)))
@@ -157,7 +157,7 @@ class RemoteMachine:
         for path in gone:
             self._known.pop(path, None)
         for path in paths:
-            if (described := tree.describe(os.path.join(root, path))) is not None:
+            if (described := tree.describe(f"{root}/{path}")) is not None:
                 self._known[path] = described
 
     async def _exchange(self, act: str, max_bytes: int) -> dict[str, Any]:
@@ -221,23 +221,22 @@ class RemoteMachine:
     async def _check_there(self, machine: Machine, failure: Exception) -> None:
         """Find out from the service whether the machine is gone. Raises `Lost`."""
         try:
-            if not await self._api.is_there(machine.id):
-                self.lost = f"machine {machine.id} is gone"
+            is_there = await self._api.is_there(machine.id)
         except (Unreachable, Refused) as error:
             log.warning("%s; %s", failure, error)
-        if self.lost is not None:
+            return
+        if not is_there:
+            self.lost = f"machine {machine.id} is gone"
             raise Lost(self.lost) from failure
 
-    async def _renew(self) -> None:
+    async def _renew(self, machine: Machine) -> None:
         """Keep the machine alive while it is used."""
-        while self._machine is not None and self.lost is None:
+        while self.lost is None:
             await asyncio.sleep(self._service.lifetime_s / _RENEWALS)
-            if self._machine is None:
-                return
             try:
-                await self._api.keep_machine(self._machine.id)
+                await self._api.keep_machine(machine.id)
             except Gone:
-                self.lost = f"machine {self._machine.id} is gone"
+                self.lost = f"machine {machine.id} is gone"
                 if self._link is not None:
                     self._link.cancel()
             except (Refused, Unreachable) as error:
@@ -299,8 +298,8 @@ class _Link:
 
     async def _run(self) -> int:
         helpers: list[asyncio.Task[None]] = []
+        reader, writer = await asyncio.open_connection(sock=self._here)
         try:
-            reader, writer = await asyncio.open_connection(sock=self._here)
             waits = Waits(_PATIENCE_S)
             while True:
                 machine = self._remote._usable()
@@ -346,7 +345,8 @@ class _Link:
         finally:
             for helper in helpers:
                 helper.cancel()
-            self._here.close()
+            # Not the socket: the event loop would watch a number that another file may get.
+            writer.close()
             os.close(self._errors)
 
     def _ended(self, exit_code: int) -> int:

@@ -19,7 +19,7 @@ import shutil
 import stat
 import sys
 import tarfile
-from typing import Any, BinaryIO, Dict, List  # noqa: UP035 - for machines with Python 3.8
+from typing import IO, Any, BinaryIO, Dict, List  # noqa: UP035 - for machines with Python 3.8
 
 CONTROL = "control.json"
 """The first member of an archive; the others are files below `tree/`."""
@@ -86,7 +86,7 @@ def differences(before: Tree, now: Tree) -> tuple[list[str], list[str]]:
 
 
 def pack(
-    root: str, tree: Tree, changed: list[str], gone: list[str], out: BinaryIO, **facts: Any
+    root: str, tree: Tree, changed: list[str], gone: list[str], out: IO[bytes], **facts: Any
 ) -> None:
     """Write an archive of the changed paths of a described tree to a binary file."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -326,7 +326,8 @@ def _known(state: str, number: int) -> Tree | None:
     """What both sides know of the tree since an exchange; None if that was lost."""
     try:
         with open(os.path.join(state, "known-%d.json" % number)) as file:
-            return json.load(file)
+            known: Tree = json.load(file)
+            return known
     except (OSError, ValueError):
         return {} if number == 0 else None
 

@@ -192,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise Failure(401, "unauthenticated", f"invalid username: '{name}'")
 
     def _path(self, query: dict[str, list[str]]) -> str:
-        return os.path.join("/home/user", query["path"][0])
+        return str(Path("/home/user", query["path"][0]))
 
     def _write_file(self, query: dict[str, list[str]], body: bytes) -> None:
         kind = self.headers["Content-Type"]
@@ -328,5 +328,5 @@ class Server(socketserver.ThreadingUnixStreamServer):
 if __name__ == "__main__":
     Handler.token = sys.argv[2]
     with Server(sys.argv[1], Handler) as server:
-        os.chmod(sys.argv[1], 0o777)
+        Path(sys.argv[1]).chmod(0o777)
         server.serve_forever()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from batch_trajectories_e2b.service import Service, SettingsError
 from loopback import KEY, Loopback
 
-from batch_trajectories_e2b.service import Service, SettingsError
 from toolsets.sandbox.factory import sandbox_problem
 
 
