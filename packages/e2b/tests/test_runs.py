@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,14 @@ def write_rows(directory: Path) -> None:
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def start(directory: Path, name: str, **more: object) -> subprocess.Popen[bytes]:
+def start(
+    directory: Path, name: str, wrapper: Sequence[str] = (), **more: object
+) -> subprocess.Popen[bytes]:
     options = [f"--{key}={value}" for key, value in {**RUN, "run_name": name, **more}.items()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (directory / f"{name}.out").open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "batch_runner", *options],
+            [*wrapper, sys.executable, "-m", "batch_runner", *options],
             cwd=directory,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -70,8 +73,10 @@ def start(directory: Path, name: str, **more: object) -> subprocess.Popen[bytes]
         )
 
 
-def finish(directory: Path, name: str, **more: object) -> None:
-    assert start(directory, name, **more).wait(300) == 0, (directory / f"{name}.out").read_text()
+def finish(directory: Path, name: str, wrapper: Sequence[str] = (), **more: object) -> None:
+    assert start(directory, name, wrapper, **more).wait(300) == 0, (
+        directory / f"{name}.out"
+    ).read_text()
 
 
 def results(directory: Path, name: str) -> dict[str, list[str]]:
@@ -168,3 +173,12 @@ def test_templates_are_named_by_the_run(service: Loopback, tmp_path: Path) -> No
     finish(tmp_path, "other", docker_image="other")
     assert {one["templateID"] for one in service.made} == {"other"}
     assert json.loads((tmp_path / "trajectories/other/run.json").read_text())
+
+
+def test_the_runner_needs_no_namespaces(service: Loopback, tmp_path: Path) -> None:
+    """As in a pod of a cluster that forbids them, where bwrap does not work."""
+    write_rows(tmp_path)
+    helper = Path(__file__).parents[3] / "tests/helpers/without_namespaces.py"
+    finish(tmp_path, "pod", wrapper=[sys.executable, str(helper)])
+    assert {said[0] for said in results(tmp_path, "pod").values()} == {"completed"}
+    assert len(service.made) == ROWS
