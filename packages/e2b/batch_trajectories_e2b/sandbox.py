@@ -145,9 +145,11 @@ class E2BSandbox(ServedSandbox):
             await super().stop()
         finally:
             if self._box is not None:
-                with contextlib.suppress(SandboxLost, SandboxError):
-                    await self._keeper.ask("pull", self._box)
-                await self._end_machine()
+                try:
+                    with contextlib.suppress(SandboxLost, SandboxError):
+                        await self._keeper.ask("pull", self._box)
+                finally:
+                    await self._end_machine()
 
     @property
     def _user_home(self) -> str:
