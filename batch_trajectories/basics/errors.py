@@ -26,6 +26,16 @@ class HostError(Exception):
     """
 
 
+class SandboxLost(HostError):
+    """The machine of one sandbox, elsewhere, does not answer any more; this machine is well.
+
+    The attempt of its conversation fails, and the next one continues it on another machine. A
+    command may be the reason, so the attempts are counted.
+    """
+
+    error_class = "sandbox_lost"
+
+
 _DISK = "free space on the disk or repair it"
 _FILES = "raise the limit of open files (ulimit -n), or run fewer conversations at a time"
 _MEMORY = "give it more memory, or run fewer conversations at a time (--batch_size, --num_workers)"

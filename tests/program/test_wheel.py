@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if int(version("setuptools").partition(".")[0]) < 77:
         pytest.skip("needs setuptools 77, as pyproject.toml says")
     copy = tmp_path_factory.mktemp("checkout")  # setuptools leaves files where it builds
-    for name in ("agent", "batch_trajectories", "configs", "toolsets"):
+    for name in ("agent", "batch_trajectories", "configs", "packages", "toolsets"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("batch_runner.py", "run_agent.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

@@ -202,7 +202,8 @@ class Sandbox(ABC):
     ) -> ExecResult:
         """Run one command outside of all sessions; kill its processes when it ends.
 
-        Raises `SandboxError` if the command could not be started.
+        Raises `SandboxError` if the command could not be started, and `SandboxLost` if the
+        sandbox's own machine, elsewhere, has failed.
         """
 
     @abstractmethod
@@ -218,7 +219,7 @@ class Sandbox(ABC):
 
         With `output_file`, a path in the sandbox, the shell starts the command in the background,
         in its own process group, with its output in that file. Raises `SandboxError` if the session
-        could not be started.
+        could not be started, and `SandboxLost` as `exec` does.
         """
 
     @abstractmethod

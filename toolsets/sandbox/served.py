@@ -227,17 +227,17 @@ class ServedSandbox(Sandbox):
                     raise Gone("ran too many processes and was ended")
                 return read(reply, time.monotonic() - begun)
             except HostError:
-                await self._discard("was ended by a failure of the machine")
+                await self.discard("was ended by a failure of the machine")
                 raise
             except (Gone, TimeoutError) as error:
                 why = str(error) if isinstance(error, Gone) else "did not react and was ended"
-                await self._discard(why, besides=session)
+                await self.discard(why, besides=session)
                 raise SandboxError(
                     f"the sandbox {why}, with all that ran in it; the next call starts a new one"
                 ) from error
             except asyncio.CancelledError:
                 # The command must not run on, and only the server inside knows its processes.
-                await self._discard("was ended with a call that was cut off")
+                await self.discard("was ended with a call that was cut off")
                 raise
 
     def _count_refusals(self, channel: Channel) -> int:
@@ -272,8 +272,11 @@ class ServedSandbox(Sandbox):
     def _out_of_memory(self) -> str:
         return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
 
-    async def _discard(self, why: str, besides: SessionKind | None = None) -> None:
-        """End the sandbox; remember for each session, except `besides`, why its state is lost."""
+    async def discard(self, why: str, besides: SessionKind | None = None) -> None:
+        """End all that runs; the next call starts anew, and says why the sessions are lost.
+
+        `why` continues "the sandbox". `besides` is a session whose call says so itself.
+        """
         channel, self._channel = self._channel, None
         self._lost |= dict.fromkeys(self._open_sessions - {besides}, f"the sandbox {why}")
         self._open_sessions.clear()

@@ -24,7 +24,13 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices, Setup, replies_played
 from agent.state.trajectory import Trajectory, WaitUntilPersisted
-from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
+from batch_trajectories.basics.errors import (
+    AgentFailed,
+    HostError,
+    SandboxLost,
+    Stopped,
+    machine_failure,
+)
 from batch_trajectories.basics.text import plural, single_line
 from batch_trajectories.config.models import Setups, setup_of_task
 from batch_trajectories.config.run_config import RunConfig
@@ -262,7 +268,7 @@ class TaskRunner:
                 error_class=error.kind,
                 message=str(error),
             )
-        except (SetupFailed, AgentFailed) as error:
+        except (SetupFailed, AgentFailed, SandboxLost) as error:
             work.end = Finish("failed")
             failure = _failure(task, assignment, error.error_class, str(error))
         finally:
