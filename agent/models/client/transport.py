@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
-import truststore
 from yarl import URL
 
 from agent.models.client.direct_requests import DirectRequests, Response
@@ -41,6 +40,7 @@ from agent.models.client.reply_bodies import (
     read_parts,
     read_whole,
 )
+from agent.models.client.tls_context import make_tls_context
 from agent.models.connection import find_proxy
 from agent.models.dialects.dialect import Assembly, get_dialect, read_paid
 from agent.models.error_bodies import read_refusal
@@ -164,9 +164,7 @@ class Transport:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
-            connector=aiohttp.TCPConnector(
-                limit=0, ssl=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            ),
+            connector=aiohttp.TCPConnector(limit=0, ssl=make_tls_context()),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=timeout,
             max_line_size=_MAX_HEADER_BYTES,
