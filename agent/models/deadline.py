@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 _MARGIN_S = 0.01
 """Seconds by which a call is cut off late, so that its rounded time exceeds the limit."""
@@ -41,36 +45,38 @@ class Deadline:
     """
 
     def __init__(self, left_s: float | None) -> None:
-        import asyncio  # imported here, to keep --help fast
+        self._timeout: asyncio.Timeout | None = None
+        if left_s is not None:
+            import asyncio  # imported here, to keep --help fast
 
-        self._timeout = asyncio.timeout(None if left_s is None else max(left_s, 0.0) + _MARGIN_S)
+            self._timeout = asyncio.timeout(max(left_s, 0.0) + _MARGIN_S)
         self.waited_s = 0.0
         """Seconds spent inside `waiting`."""
 
     async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
 
     async def __aexit__(self, *exception: Any) -> None:
-        await self._timeout.__aexit__(*exception)
+        if self._timeout is not None:
+            await self._timeout.__aexit__(*exception)
 
     @property
     def has_passed(self) -> bool:
         """Whether the deadline has cut off the code inside."""
-        return self._timeout.expired()
+        return self._timeout is not None and self._timeout.expired()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Pause the deadline: the conversation waits for rate limits or for a batch."""
-        import asyncio
-
-        clock = asyncio.get_running_loop()
-        began, when = clock.time(), self._timeout.when()
-        if when is not None:
-            self._timeout.reschedule(None)
+        timeout, began = self._timeout, time.monotonic()
+        when = None if timeout is None else timeout.when()
+        if timeout is not None and when is not None:
+            timeout.reschedule(None)
         try:
             yield
         finally:
-            waited_s = clock.time() - began
+            waited_s = time.monotonic() - began
             self.waited_s += waited_s
-            if when is not None:
-                self._timeout.reschedule(when + waited_s)
+            if timeout is not None and when is not None:
+                timeout.reschedule(when + waited_s)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from batch_trajectories.audit.reference import Reference, SolvedFile
 from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
-from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
+from toolsets.sandbox.commands import require_sandbox
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError
 

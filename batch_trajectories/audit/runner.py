@@ -21,8 +21,8 @@ from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.engine.worker.judging import collect
 from batch_trajectories.engine.worker.task_runner import TaskRunner, Work
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
-from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
+from toolsets.sandbox.commands import require_sandbox
 from toolsets.sandbox.factory import sandbox_kind
 
 # Scripts that forge the result of a check, as an agent could that wants to avoid its task.

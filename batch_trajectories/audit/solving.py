@@ -8,8 +8,8 @@ from typing import Any
 from batch_trajectories.audit.reference import Reference
 from batch_trajectories.basics.text import clip
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command, write_files
-from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
+from toolsets.sandbox.commands import require_sandbox
 
 _SHOWN = 2000
 # `safe.directory`: the files may belong to another user than commands. Outside of a repository

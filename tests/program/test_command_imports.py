@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.running import ROOT, run, write_rows
 
 _OUR_FOLDERS = {"agent", "batch_trajectories", "toolsets"}
@@ -23,6 +24,13 @@ _PACKAGES = {
     "typing_inspection",
 }
 """The packages of others that each command may import."""
+
+_CLIENT_PACKAGES = {
+    *("aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "genai_prices", "idna"),
+    *("multidict", "propcache", "tenacity", "tqdm", "truststore", "yarl"),
+    *("aiodns", "backports", "brotli", "brotlicffi", "envwrap", "tornado"),  # asked for in vain
+}
+"""The packages of others that a run with a live model may import beside these."""
 
 _OPTIONS = {
     *("agent.loop", "agent.messages", "agent.models", "agent.options", "agent.state"),
@@ -44,6 +52,10 @@ _FOLDERS = {
     "--dry_run": _OPTIONS
     | _TOOLS
     | {"agent.gateway", "agent.runner", "batch_trajectories.engine", "toolsets.builtin"},
+    "first call": _OPTIONS
+    | _TOOLS
+    | {"agent.runner", "batch_trajectories.api", "batch_trajectories.engine"}
+    | {"batch_trajectories.export"},
 }
 """Our folders, and modules beside them, that a command may import."""
 
@@ -63,6 +75,9 @@ _COSTLY_ALLOWED = {
     "--help": set[str](),
     "status": _OF_VERSIONS | _OF_SANDBOXES,
     "--dry_run": _OF_VERSIONS | _OF_SANDBOXES | {"http", "multiprocessing"},
+    "first call": _OF_VERSIONS
+    | _OF_SANDBOXES
+    | {"http", "multiprocessing", "tomllib", "urllib.request"},
 }
 
 
@@ -92,7 +107,11 @@ def test_a_command_imports_only_what_is_listed_for_it(tmp_path: Path, command: s
         arguments.append("r")
     elif command == "--dry_run":
         arguments += flags
-    modules = _modules_of(tmp_path, *arguments)
+    with FakeEndpoint(turns=1) as endpoint:
+        if command == "first call":
+            arguments = [*flags, "--model=openai:m", "--key_env=none"]
+            arguments.append(f"--base_url={endpoint.openai_url}")
+        modules = _modules_of(tmp_path, *arguments)
     ours = {name for name in modules if name.partition(".")[0] in _OUR_FOLDERS}
     assert "batch_trajectories.cli" in ours, "the list of modules was read"
     folders = {".".join(name.split(".")[:2]) for name in ours} - _OUR_FOLDERS
@@ -102,4 +121,5 @@ def test_a_command_imports_only_what_is_listed_for_it(tmp_path: Path, command: s
     known = sys.stdlib_module_names | _OUR_FOLDERS
     # Those with an underscore, and these two, are of the interpreter and its installation.
     packages = {name.partition(".")[0] for name in modules} - known - {"sitecustomize", "org"}
-    assert {name for name in packages if not name.startswith("_")} <= _PACKAGES
+    allowed = _PACKAGES | (_CLIENT_PACKAGES if command == "first call" else set())
+    assert {name for name in packages if not name.startswith("_")} <= allowed

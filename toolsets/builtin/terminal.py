@@ -8,32 +8,15 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
-from toolsets.sandbox.base import ExecResult, Sandbox, SessionKind
+from toolsets.sandbox.base import ExecResult, SessionKind
+from toolsets.sandbox.commands import require_sandbox
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult, tool
 
 # Makes a tool result of a command's result.
 
-# The sandbox itself looks for bash: it need not have the programs of this machine.
-_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1" bash; exec sh -c "$1" sh'
 _STATE_LOST = "its state (variables, functions, current directory) is lost; files are kept"
-
-
-def shell_argv(command: str, prefix: str = "") -> list[str]:
-    """Return the arguments that run a command outside the task's shell, with bash if possible.
-
-    `prefix` is run by `sh` first, as `export NAME=TEXT; `.
-    """
-    return ["sh", "-c", prefix + _SHELL, "sh", command]
-
-
-def require_sandbox(context: ToolContext) -> Sandbox:
-    """Return the sandbox for commands; raises `ToolError` if there is none."""
-    if context.sandbox is None:
-        raise ToolError("this task has no sandbox to run commands in")
-    return context.sandbox
 
 
 def as_tool_result(

@@ -96,18 +96,15 @@ def relayed_headers(
     return headers | taken
 
 
-def add_session_headers(
+def session_headers(
     headers: Mapping[str, str], names: Sequence[str], conversation: str
 ) -> dict[str, str]:
-    """Add the id of the conversation to headers, as each of `names`.
+    """The headers with the id of the conversation, as each of `names`, to be added to `headers`.
 
     Headers that are there already stay: the user has configured them, or an agent has sent them.
     """
     # A signed request accepts further headers, since its signature lists the ones that it covers.
-    with_id = dict(headers)
-    for name in _missing_names(tuple(headers), tuple(names)):
-        with_id[name] = conversation
-    return with_id
+    return dict.fromkeys(_missing_names(tuple(headers), tuple(names)), conversation)
 
 
 @lru_cache(maxsize=64)
@@ -397,8 +394,8 @@ __all__ = [
     "Preparer",
     "UnusableClient",
     "add_query",
-    "add_session_headers",
     "fixed_headers",
     "make_preparer",
+    "session_headers",
     "take_client_request",
 ]

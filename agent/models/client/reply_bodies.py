@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
+from agent.models.client.direct_requests import Response
 from agent.models.client.relayed import OnEvent
 from agent.models.dialects.dialect import Assembly, is_usable, read_paid
 from agent.models.error_bodies import error_behind_200, find_error, quote
@@ -166,11 +167,14 @@ _CONTENT_FIELDS = frozenset({"choices", "candidates", "type", "usageMetadata"})
 """Fields of the parts that the dialects read; a part without any of them may be an error."""
 
 
-async def read_whole(response: aiohttp.ClientResponse) -> bytes:
+async def read_whole(response: Response) -> bytes:
     """Read the body of a reply. Raises `ModelError("malformed")` if it is too large."""
+    content = response.content
+    if content.is_eof() and content.total_bytes <= MAX_REPLY_BYTES:
+        return content.read_nowait()
     parts = []
     left = MAX_REPLY_BYTES
-    while part := await response.content.readany():
+    while part := await content.readany():
         parts.append(part)
         left -= len(part)
         if left < 0:
@@ -178,7 +182,7 @@ async def read_whole(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def read_parts(response: Response) -> AsyncIterator[bytes]:
     """Read an error's body in parts, up to the maximum size; the rest is ignored."""
     left = MAX_REPLY_BYTES
     async for part in response.content.iter_any():
@@ -188,7 +192,7 @@ async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         yield part
 
 
-async def read_first(response: aiohttp.ClientResponse) -> bytes:
+async def read_first(response: Response) -> bytes:
     """Read the first bytes of a body until they are more than white space, without a BOM."""
     first = b""
     while part := await response.content.readany():
@@ -295,7 +299,7 @@ class StreamReader:
 
     def __init__(
         self,
-        response: aiohttp.ClientResponse,
+        response: Response,
         assembly: Assembly,
         *,
         idle_timeout_s: float,

@@ -12,23 +12,24 @@ import logging
 import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
-import truststore
 from yarl import URL
 
+from agent.models.client.direct_requests import DirectRequests, Response
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.prepared import (
     Prepared,
     Preparer,
     add_query,
-    add_session_headers,
     fixed_headers,
     make_preparer,
     relayed_headers,
+    session_headers,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
@@ -39,6 +40,7 @@ from agent.models.client.reply_bodies import (
     read_parts,
     read_whole,
 )
+from agent.models.client.tls_context import make_tls_context
 from agent.models.connection import find_proxy
 from agent.models.dialects.dialect import Assembly, get_dialect, read_paid
 from agent.models.error_bodies import read_refusal
@@ -159,18 +161,22 @@ class Transport:
         dialect = get_dialect(settings.api)
         self._unasked = lambda: dialect.assembly(ignore_event)
         self._timeouts = CallTimeouts(settings.attempt_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
-            connector=aiohttp.TCPConnector(
-                limit=0, ssl=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            ),
+            connector=aiohttp.TCPConnector(limit=0, ssl=make_tls_context()),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=timeout,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
             # Not `trust_env`, which reads the environment and a file for each call.
             proxy=self._proxy and self._proxy.url,
         )
+        self._direct: DirectRequests | None = None
+        if self._proxy is None:
+            self._direct = DirectRequests(
+                self._session, timeout=timeout, max_header_bytes=_MAX_HEADER_BYTES
+            )
 
     async def post(
         self,
@@ -310,21 +316,18 @@ class Transport:
 
         `unasked` makes the assembly of a stream that was not asked for; see `convert_to_json`.
         """
-        url, headers, body, key = prepared
+        body, key = prepared.body, prepared.key
+        added: Mapping[str, str] = {}
         if conversation and settings.session_headers:
-            headers = add_session_headers(headers, settings.session_headers, conversation)
+            added = session_headers(prepared.headers, settings.session_headers, conversation)
         timeout = self._timeouts.begin()
-        # Following a redirect would send the key to its target.
-        sending = self._session.request(
-            method, url, data=body, headers=headers, allow_redirects=False
-        )
         try:
-            async with timeout, sending as response:
+            async with timeout, self._send(method, prepared, added) as response:
                 if not 200 <= response.status < 300:
                     raise await self._refusal(response, key, body)
                 first = b""
                 # Some servers know no streams, or not for this model, and answer in one piece.
-                if assembly is not None and response.content_type != "application/json":
+                if assembly is not None and not _is_json(response):
                     first = await read_first(response)
                     if not begins_as_json(first):
                         reader = StreamReader(
@@ -354,6 +357,20 @@ class Transport:
             raise failure from error
         finally:
             self._timeouts.end(timeout)
+
+    def _send(
+        self, method: str, prepared: Prepared, added: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[Response]:
+        """Prepare to send a request, with the headers `added`, when the result is entered."""
+        url, headers, body, _ = prepared
+        if method == "POST" and self._direct is not None:
+            direct = self._direct.post(url, headers, added, body)
+            if direct is not None:
+                return direct
+        # Following a redirect would send the key to its target.
+        return self._session.request(
+            method, url, data=body, headers={**headers, **added}, allow_redirects=False
+        )
 
     def clean(self, body: bytes, key: Key | None = None) -> bytes:
         """Remove the key of the request from the endpoint's bytes, which may repeat it anywhere."""
@@ -441,9 +458,7 @@ class Transport:
             if self._preparer is not None:
                 await self._preparer.close()
 
-    async def _refusal(
-        self, response: aiohttp.ClientResponse, key: Key, request: bytes = b""
-    ) -> ModelError:
+    async def _refusal(self, response: Response, key: Key, request: bytes = b"") -> ModelError:
         """The error that a response reports by its status; `request` is the body that was sent."""
         body = b"".join([part async for part in read_parts(response)])
         headers = {
@@ -491,6 +506,11 @@ class Transport:
             was_sent=not isinstance(error, _UNSENT),
             is_lasting=is_unresolved or isinstance(cause, ssl.SSLError),
         )
+
+
+def _is_json(response: Response) -> bool:
+    content_type = response.headers.get("Content-Type", "").partition(";")[0]
+    return content_type.strip().lower() == "application/json"
 
 
 class _Cause(NamedTuple):

@@ -33,9 +33,9 @@ from batch_trajectories.records.checks import (
     parse_rewards,
     printed_rewards,
 )
-from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
+from toolsets.sandbox.commands import require_sandbox
 from toolsets.workspace.workspace import PathError
 
 if TYPE_CHECKING:

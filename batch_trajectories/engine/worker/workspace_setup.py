@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip
-from toolsets.builtin.terminal import shell_argv
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
+from toolsets.sandbox.commands import shell_argv
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 

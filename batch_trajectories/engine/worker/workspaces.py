@@ -34,9 +34,9 @@ from batch_trajectories.engine.worker.workspace_setup import (
 )
 from batch_trajectories.records.files import storage_error
 from batch_trajectories.records.names import RETAINED_WORKSPACES, WORKSPACES
-from toolsets.builtin.terminal import require_sandbox
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox, SandboxError
+from toolsets.sandbox.commands import require_sandbox
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.workspace.removal import remove_tree

@@ -13,7 +13,7 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.client.endpoint import open_model
-from agent.models.client.prepared import add_session_headers
+from agent.models.client.prepared import session_headers
 from agent.models.client.relayed import RelayRequest
 from agent.models.conversation_id import inner_conversation_id, new_run_key, task_conversation_id
 from agent.models.dialects import openai_chat, openai_responses
@@ -171,10 +171,8 @@ def test_what_cannot_be_a_session_header_is_refused(name: str) -> None:
 
 
 def test_headers_of_the_user_and_of_an_agent_win() -> None:
-    headers = add_session_headers(
-        {"X-Session-ID": "mine"}, ("x-session-id", "x-session-affinity"), ID
-    )
-    assert headers == {"X-Session-ID": "mine", "x-session-affinity": ID}
+    added = session_headers({"X-Session-ID": "mine"}, ("x-session-id", "x-session-affinity"), ID)
+    assert added == {"x-session-affinity": ID}
 
 
 def test_a_retry_has_the_same_id() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import os
 import ssl
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +22,7 @@ from agent.messages.message import Message
 from agent.models.client.endpoint import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
+from tests.helpers.running import ROOT
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -127,6 +131,96 @@ def test_a_certificate_that_is_trusted_is_accepted(
     reply = b"HTTP/1.1 418 Odd\r\nContent-Length: 0\r\n\r\n"
     error = asyncio.run(failure_at(saying(reply), issue(tmp_path, by=authority)))
     assert str(error).startswith("HTTP 418")
+
+
+async def status_at(model: EndpointModel) -> str:
+    """How a call to a server that answers with an odd status fails."""
+    with pytest.raises(ModelError) as caught:
+        await model.complete(Request([Message(role="user", content="Go.")]))
+    return str(caught.value)
+
+
+@contextlib.asynccontextmanager
+async def odd_server(certificate: Issued) -> AsyncIterator[EndpointModel]:
+    """A model at a server with this certificate, which closes each connection after a reply."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.file)
+    reply = b"HTTP/1.1 418 Odd\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    server = await asyncio.start_server(saying(reply), "127.0.0.1", 0, ssl=context)
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}/v1"
+    model = EndpointModel(
+        ModelSettings(name="m", api="openai_chat", base_url=url, key_env=None), "sk-secret"
+    )
+    try:
+        yield model
+    finally:
+        await model.close()
+        server.close()
+
+
+def test_trusted_authorities_are_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading them takes 20 ms of CPU, which each of a thousand connections would take."""
+    authority, other = issue(tmp_path, "authority"), issue(tmp_path, "other")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(other.file.read_bytes())
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
+
+    async def run() -> list[str]:
+        async with odd_server(issue(tmp_path, by=authority)) as model:
+            errors = [await status_at(model)]
+            changed_at = trusted.stat().st_mtime_ns
+            trusted.write_bytes(authority.file.read_bytes())
+            os.utime(trusted, ns=(changed_at, changed_at))
+            errors.append(await status_at(model))
+            os.utime(trusted, ns=(changed_at, changed_at + 1))
+            return [*errors, await status_at(model)]
+
+    before, unread, after = asyncio.run(run())
+    assert "local issuer" in before
+    assert "local issuer" in unread
+    assert after.startswith("HTTP 418")
+
+
+def test_clients_of_aiohttp_still_check_certificates(tmp_path: Path) -> None:
+    """Its own contexts read the authorities when they are used, not when it is imported."""
+    authority = issue(tmp_path, "authority")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(issue(tmp_path, by=authority).file)
+    code = (
+        "import asyncio, ssl, sys\n"
+        "from agent.models.client.tls_context import load_aiohttp\n"
+        "load_aiohttp()\n"
+        "import aiohttp\n"
+        "assert len(ssl.create_default_context().get_ca_certs()) == 1\n"
+        "async def run():\n"
+        "    async with aiohttp.ClientSession() as session:\n"
+        "        try:\n"
+        "            async with session.get(sys.argv[1]) as reply:\n"
+        "                return reply.status\n"
+        "        except aiohttp.ClientConnectorCertificateError:\n"
+        "            return 'refused'\n"
+        "print(asyncio.run(run()))\n"
+    )
+
+    async def run(file: Path) -> str:
+        reply = b"HTTP/1.1 418 Odd\r\nContent-Length: 0\r\n\r\n"
+        server = await asyncio.start_server(saying(reply), "127.0.0.1", 0, ssl=context)
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
+        client = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, url),
+            cwd=ROOT,
+            env={**os.environ, "SSL_CERT_FILE": str(file), "SSL_CERT_DIR": str(tmp_path / "none")},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        printed, _ = await client.communicate()
+        server.close()
+        return printed.decode().strip()
+
+    assert asyncio.run(run(authority.file)) == "418"
+    assert asyncio.run(run(issue(tmp_path, "other").file)) == "refused"
 
 
 @pytest.mark.parametrize(

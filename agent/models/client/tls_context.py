@@ -1,0 +1,74 @@
+"""The TLS context of connections to endpoints, which trusts the authorities of this machine."""
+
+from __future__ import annotations
+
+import ssl
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import truststore
+
+
+def make_tls_context() -> ssl.SSLContext:
+    """Make a context that reads the certificates of authorities when it is first used."""
+    if sys.platform == "linux" and ssl.get_default_verify_paths().cafile:
+        return _FileContext(ssl.PROTOCOL_TLS_CLIENT)
+    return truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+class _FileContext(ssl.SSLContext):
+    """Trusts OpenSSL's file of authorities, which it reads once, and again if it has changed.
+
+    A context of truststore reads the file for each connection. That takes more than 20 ms of CPU.
+    """
+
+    _read_version: tuple[str | None, int] | None = None
+    """The path and the time of change of the file that was read last; None: none was."""
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """See `ssl.SSLContext`."""
+        file = ssl.get_default_verify_paths().cafile
+        version = file, Path(file).stat().st_mtime_ns if file else 0
+        if version != self._read_version:
+            self.set_default_verify_paths()
+            self._read_version = version
+        return super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+
+def load_aiohttp() -> None:
+    """Import aiohttp, but let it read the certificates of authorities only when it uses them.
+
+    It makes two contexts when it is imported, and each reads all certificates. Its own clients get
+    the context above, as ours do. Its other context is for clients that check no certificate.
+    """
+    if "aiohttp.connector" in sys.modules:
+        return
+    importing = threading.get_ident()
+    make_default, read_paths = ssl.create_default_context, ssl.SSLContext.set_default_verify_paths
+
+    def make_in_this_thread(*args: Any, **options: Any) -> ssl.SSLContext:
+        is_here = threading.get_ident() == importing
+        return make_tls_context() if is_here else make_default(*args, **options)
+
+    def read_in_other_threads(context: ssl.SSLContext) -> None:
+        if threading.get_ident() != importing:
+            read_paths(context)
+
+    # By `setattr`, as types forbid it.
+    setattr(ssl, "create_default_context", make_in_this_thread)  # noqa: B010
+    setattr(ssl.SSLContext, "set_default_verify_paths", read_in_other_threads)  # noqa: B010
+    try:
+        import_module("aiohttp")
+    finally:
+        ssl.create_default_context = make_default
+        delattr(ssl.SSLContext, "set_default_verify_paths")
