@@ -53,11 +53,9 @@ def fork_ahead(config: RunConfig) -> None:
         if config.mcp:
             import toolsets.mcp.servers  # noqa: F401 - as above
         if config.model_weights().keys() != {SCRIPTED}:
-            from agent.models.client.tls_context import load_aiohttp
             from agent.models.prices import load_table
 
             load_table()
-            load_aiohttp()
             _load_clients(config)
         fork_workers(min(config.num_workers, _most_tasks(config)))
 

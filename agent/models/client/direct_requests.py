@@ -158,8 +158,9 @@ class DirectPost:
             raise aiohttp.ClientOSError(*error.args) from error
         try:
             protocol = connection.protocol
-            assert protocol is not None
-            assert protocol.transport is not None
+            if protocol is None or protocol.transport is None or protocol.transport.is_closing():
+                # A server may close a connection as soon as it has accepted it.
+                raise aiohttp.ClientConnectionResetError("the server closed a new connection")
             protocol.set_response_params(
                 read_until_eof=True,
                 max_line_size=requests.max_header_bytes,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ssl
 import sys
-import threading
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import truststore
 
@@ -43,32 +40,3 @@ class _FileContext(ssl.SSLContext):
             self.set_default_verify_paths()
             self._read_version = version
         return super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-
-
-def load_aiohttp() -> None:
-    """Import aiohttp, but let it read the certificates of authorities only when it uses them.
-
-    It makes two contexts when it is imported, and each reads all certificates. Its own clients get
-    the context above, as ours do. Its other context is for clients that check no certificate.
-    """
-    if "aiohttp.connector" in sys.modules:
-        return
-    importing = threading.get_ident()
-    make_default, read_paths = ssl.create_default_context, ssl.SSLContext.set_default_verify_paths
-
-    def make_in_this_thread(*args: Any, **options: Any) -> ssl.SSLContext:
-        is_here = threading.get_ident() == importing
-        return make_tls_context() if is_here else make_default(*args, **options)
-
-    def read_in_other_threads(context: ssl.SSLContext) -> None:
-        if threading.get_ident() != importing:
-            read_paths(context)
-
-    # By `setattr`, as types forbid it.
-    setattr(ssl, "create_default_context", make_in_this_thread)  # noqa: B010
-    setattr(ssl.SSLContext, "set_default_verify_paths", read_in_other_threads)  # noqa: B010
-    try:
-        import_module("aiohttp")
-    finally:
-        ssl.create_default_context = make_default
-        delattr(ssl.SSLContext, "set_default_verify_paths")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import pytest
@@ -200,3 +201,24 @@ def test_a_header_has_no_second_line(value: str) -> None:
 
     with pytest.raises(ValueError, match="x-session-id"):
         asyncio.run(run())
+
+
+def test_a_connection_that_is_closed_before_it_is_used_fails_as_one_that_is_lost() -> None:
+    """A server that is full accepts connections and closes them at once."""
+
+    async def run() -> None:
+        async with direct(answering(WHOLE)) as (requests, url, _):
+            connect = requests.connector.connect
+
+            async def connect_and_lose(*given: Any) -> Any:
+                connection = await connect(*given)
+                assert connection.transport is not None
+                connection.transport.abort()
+                await asyncio.sleep(0)
+                return connection
+
+            requests.connector.connect = connect_and_lose  # type: ignore[assignment,method-assign]
+            with pytest.raises(aiohttp.ClientConnectionResetError):
+                await ask(requests, url)
+
+    asyncio.run(run())

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import os
 import ssl
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from agent.messages.message import Message
 from agent.models.client.endpoint import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
-from tests.helpers.running import ROOT
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -182,45 +180,6 @@ def test_trusted_authorities_are_read_again_only_after_a_change(
     assert "local issuer" in before
     assert "local issuer" in unread
     assert after.startswith("HTTP 418")
-
-
-def test_clients_of_aiohttp_still_check_certificates(tmp_path: Path) -> None:
-    """Its own contexts read the authorities when they are used, not when it is imported."""
-    authority = issue(tmp_path, "authority")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(issue(tmp_path, by=authority).file)
-    code = (
-        "import asyncio, ssl, sys\n"
-        "from agent.models.client.tls_context import load_aiohttp\n"
-        "load_aiohttp()\n"
-        "import aiohttp\n"
-        "assert len(ssl.create_default_context().get_ca_certs()) == 1\n"
-        "async def run():\n"
-        "    async with aiohttp.ClientSession() as session:\n"
-        "        try:\n"
-        "            async with session.get(sys.argv[1]) as reply:\n"
-        "                return reply.status\n"
-        "        except aiohttp.ClientConnectorCertificateError:\n"
-        "            return 'refused'\n"
-        "print(asyncio.run(run()))\n"
-    )
-
-    async def run(file: Path) -> str:
-        reply = b"HTTP/1.1 418 Odd\r\nContent-Length: 0\r\n\r\n"
-        server = await asyncio.start_server(saying(reply), "127.0.0.1", 0, ssl=context)
-        url = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
-        client = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", code, url),
-            cwd=ROOT,
-            env={**os.environ, "SSL_CERT_FILE": str(file), "SSL_CERT_DIR": str(tmp_path / "none")},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        printed, _ = await client.communicate()
-        server.close()
-        return printed.decode().strip()
-
-    assert asyncio.run(run(authority.file)) == "418"
-    assert asyncio.run(run(issue(tmp_path, "other").file)) == "refused"
 
 
 @pytest.mark.parametrize(
