@@ -10,6 +10,7 @@ import click
 from batch_trajectories.basics.console import say, show, show_json
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
+from batch_trajectories.cli.shared import output_dir_option, run_argument
 
 
 @click.command()
@@ -60,11 +61,28 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-def errors() -> None:
-    """List how each endpoint error is handled, and by which words it is known."""
-    from batch_trajectories.cli.listings import endings_as_text, errors_as_text
+@run_argument("run", required=False)
+@output_dir_option
+@click.option("--json", "as_json", is_flag=True, help="With RUN: print JSON.")
+def errors(run: str | None, output_dir: Path, as_json: bool) -> None:
+    """List what failed in RUN, and what to do about it.
 
-    show(f"{errors_as_text()}\n\n{endings_as_text()}")
+    Without a RUN, list how each error of endpoints is handled, and by which words it is known.
+    """
+    if run is None:
+        if as_json:
+            raise click.UsageError("--json needs a RUN")
+        from batch_trajectories.cli.listings import endings_as_text, errors_as_text
+
+        show(f"{errors_as_text()}\n\n{endings_as_text()}")
+        return
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.report.remedies import errors_as_text as run_errors_as_text
+    from batch_trajectories.report.remedies import run_errors
+
+    with errors_as_exit_codes():
+        failed = run_errors(open_run(run, output_dir))
+    show_json(failed) if as_json else show(run_errors_as_text(failed))
 
 
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}

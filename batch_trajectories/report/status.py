@@ -215,7 +215,7 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
     if not errors:
         return []
     return [
-        "failed attempts, all starts",
+        "failed attempts, all starts (`errors RUN` says what to do)",
         *(
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
