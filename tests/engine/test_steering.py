@@ -181,8 +181,8 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
             assert "resumed" in run(tmp_path, "resume", "r").stdout
             assert process.wait(timeout=60) == 0
     log = (tmp_path / "trajectories/r/run.log").read_text()
-    assert "asked: pause: paused" in log
-    assert "asked: limits: max_in_flight 1" in log
+    assert "asked for `pause`. Done: paused" in log
+    assert "asked for `limits`. Done: max_in_flight 1" in log
     assert len(lines(tmp_path / "trajectories/r/records.jsonl")) == 40
 
 

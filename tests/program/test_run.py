@@ -921,7 +921,9 @@ def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> Non
         done = run(tmp_path, **given, base_url=url)
     assert done.returncode == 0, done.stderr
     records = {one["id"]: one for one in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
-    assert "silent" not in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    assert (
+        "does not answer any more" not in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    )
     assert counts == dict.fromkeys(names, 3)
     assert {id: one["status"] for id, one in records.items()} == {
         name: "errors" if name == "huge" else "completed" for name in names

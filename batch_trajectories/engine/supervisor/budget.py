@@ -249,7 +249,7 @@ class BudgetLog:
         lines = path.read_bytes().splitlines() if path.exists() else []
         for number, text in enumerate(lines, 1):
             if (line := _read_line(text)) is None:
-                log.warning("%s:%d: skipped: not a line of the budget log", path, number)
+                log.warning("Line %s:%d is no line of the budget log and is skipped.", path, number)
             else:
                 self._count(**line)
         self._path = path
