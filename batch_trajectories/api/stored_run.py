@@ -30,6 +30,8 @@ from batch_trajectories.engine.run_totals import (
     RunTotals,
     as_html,
     compute_totals,
+    format_usd,
+    known_usd,
     stopping_rule,
 )
 from batch_trajectories.engine.stored_scan import load_scan
@@ -117,14 +119,17 @@ class StoredRun:
             )
 
     def __repr__(self) -> str:
-        """A line: path, records by status, model, and whether the run is running."""
-        statuses = Counter(
-            entry.status for _, entry in load_index(self.path, lenient=True).records()
-        )
+        """A line: path, tasks by status, their cost, model, and whether the run is running."""
+        index = load_index(self.path, lenient=True)
+        statuses = Counter(entry.status for _, entry in index.records())
+        cost = format_usd(known_usd(*index.costs()))
         counts = ", ".join(f"{count:,} {status}" for status, count in statuses.most_common())
         model = self.identity["config"].get("model")
         state = "" if (holder := self.holder) is None else f", running (process {holder['pid']})"
-        return f"<StoredRun {str(self.path)!r}: {counts or 'no records'}; model {model}{state}>"
+        return (
+            f"<StoredRun {str(self.path)!r}: {counts or 'no task has ended'}; "
+            f"{cost}; model {model}{state}>"
+        )
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks. Raises `RunError` if the run cannot be read."""

@@ -152,7 +152,7 @@ def forecast(
         pilot=ended_count,
         pilot_failed=failed,
         conversations=in_flight,
-        dollars=of_all(lambda entry: entry.cost_usd, totals.cost_usd),
+        dollars=of_all(lambda entry: entry.cost_usd, totals.cost_usd or 0.0),
         input_tokens=of_all(lambda entry: entry.input_tokens, totals.input_tokens),
         output_tokens=of_all(lambda entry: entry.output_tokens, totals.output_tokens),
         hours=hours,

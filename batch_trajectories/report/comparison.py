@@ -247,7 +247,10 @@ def _format_share(run: dict[str, Any], status: str) -> str:
 def _format_money(runs: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
     """The dollars that each run paid, as far as known."""
     paid = [(run[f"{kind}_usd"], run[f"{kind}_unknown"]) for run in runs]
-    return tuple(dollars(usd) + (f" + {count(n)} unknown" if n else "") for usd, n in paid)
+    return tuple(
+        "unknown" if n and not usd else dollars(usd) + (f" + {count(n)} unknown" if n else "")
+        for usd, n in paid
+    )
 
 
 def _format_difference(mean: float | None, form: str, unit: str = "") -> str:

@@ -77,7 +77,7 @@ class Status(NamedTuple):
             "holder": self.holder,
             "progress": self.progress,
             **self.totals.to_json(),
-            "judges_usd": self.totals.judges_usd,
+            "judges_usd": self.totals.judges_usd or 0.0,
             "judges_unknown": self.totals.judges_unknown,
             **self.details,
             **({} if self.batches is None else {"batches": self.batches.to_json()}),
