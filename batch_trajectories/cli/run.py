@@ -20,7 +20,9 @@ from batch_trajectories.cli.shared import (
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
-@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
+@click.option(
+    "--dry_run", is_flag=True, help="Check everything and show what would run, without a call."
+)
 def run(
     starting: Starting,
     dry_run: bool,
@@ -52,7 +54,7 @@ def run(
     type=click.IntRange(min=2),
     metavar="N",
     default=30,
-    help="Tasks to run, chosen at random; with --until_passed, prompts.  [default: 30]",
+    help="Run N tasks, chosen at random (with --until_passed: N prompts).  [default: 30]",
 )
 def estimate(
     starting: Starting,

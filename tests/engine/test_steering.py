@@ -131,7 +131,7 @@ def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
     make_run(tmp_path, worked())
     done = run(tmp_path, "limits", "r", rpm="nan", output_dir=tmp_path)
     assert done.returncode == 2
-    assert "--rpm: nan is no limit" in done.stderr
+    assert "--rpm: nan cannot be a limit" in done.stderr
 
 
 def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
