@@ -91,7 +91,7 @@ RULES: Mapping[Kind, Rule] = {
     ),
     "auth": Rule(
         "stop_run",
-        "the endpoint rejected the credentials (401)",
+        "the endpoint refused the credentials (401)",
         "Put a valid key into that variable; `endpoints` lists which keys are set.",
     ),
     "no_credit": Rule(

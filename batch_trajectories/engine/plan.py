@@ -511,7 +511,7 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     source, rows = plan.config.dataset_file, plan.scan.bad_rows
     number = ":" if plan.dataset.source is None else ": row "
     for row in rows[:_BAD_ROWS_SHOWN]:
-        say(f"{source}{number}{row.line}: skipped: {row.reason}")
+        say(f"{source}{number}{row.line}: discarded: {row.reason}")
     more = len(rows) - _BAD_ROWS_SHOWN
     if more > 0:
         say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")

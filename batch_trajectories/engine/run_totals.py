@@ -396,7 +396,7 @@ def as_table(totals: RunTotals) -> str:
             f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
             for reason in totals.reasons[:_REASONS_SHOWN]
         ),
-        f"  discarded  {totals.discarded:>9,}{'  bad rows' if totals.discarded else ''}",
+        f"  discarded  {totals.discarded:>9,}{_bad_rows(totals)}",
         f"  pending    {totals.pending:>9,}{_under_way(totals)}",
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
@@ -414,7 +414,7 @@ def as_table(totals: RunTotals) -> str:
     elif totals.failed > totals.failures.get(WORKER_DIED, 0) and not totals.is_recording:
         lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
     if totals.gone:
-        lines.append(f"{plural(totals.gone, 'record')} of rows that are no longer in the dataset")
+        lines.append(f"{plural(totals.gone, 'task')} of rows that are no longer in the dataset")
     return "\n".join(lines)
 
 
@@ -452,6 +452,12 @@ def _describe_samples(totals: RunTotals) -> str:
     if totals.not_needed is None:
         return str(totals.samples)
     return f"up to {totals.samples}, {totals.not_needed:,} of them not needed,"
+
+
+def _bad_rows(totals: RunTotals) -> str:
+    if not totals.discarded:
+        return ""
+    return f"  of {plural(totals.discarded // totals.samples, 'bad row')}"
 
 
 def _token_ids(totals: RunTotals) -> list[str]:

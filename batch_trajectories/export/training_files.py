@@ -69,7 +69,7 @@ FileName = Literal["training", "partial", "rejects"]
 _HOLDS: dict[FileName, str] = {
     "training": "completed conversations, for training",
     "partial": "conversations that ended early",
-    "rejects": "records that cannot be exported, with the reason",
+    "rejects": "conversations in no row, with the reason",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import track_progress
-from batch_trajectories.basics.text import first_few
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.fingerprint import stored_meaning
 from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.statistics import by_model
@@ -147,7 +147,8 @@ def as_text(comparison: dict[str, Any]) -> str:
         rows.append((status, *(_format_share(run, status) for run in comparison["runs"]), ""))
     for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
         mean = _format_difference(paired.get(name), ".2f")
-        rows.append((name, count(first[name]), count(second[name]), mean))
+        label = "tasks ended" if name == "records" else name
+        rows.append((label, count(first[name]), count(second[name]), mean))
     rows.append(
         (
             "cost",
@@ -169,7 +170,7 @@ def as_text(comparison: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        f"{count(comparison['both'])} tasks have a record in both"
+        f"{plural(comparison['both'], 'task')} ended in both"
         + _describe_unshared(comparison["only"]),
     ]
     if not comparison["same_dataset"]:

@@ -178,7 +178,7 @@ class TestDryRun:
         accepted = {**SCRIPTED, "accept_config_change": "dataset_file"}
         seen = run(tmp_path, "--dry_run", **accepted)
         assert seen.returncode == 0, seen.stderr
-        assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
+        assert "on disk    5 tasks done; spent so far: $0.0000" in seen.stdout
         tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"
         assert f"to do      {tried}" in seen.stdout
         assert "removed    3 finished tasks no longer part of the run" in seen.stdout

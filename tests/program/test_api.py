@@ -101,7 +101,7 @@ class TestRun:
         write_rows(config.dataset_file, FAILS)
         ended = run(config, progress=False)
         assert (ended.exit_code, ended.totals.failed) == (1, 1)
-        assert repr(ended) == f"<RunEnd {str(config.run_dir)!r}: exit 1; 1 failed>"
+        assert repr(ended) == f"<RunEnd {str(config.run_dir)!r}: exit 1; 1 failed; cost_usd=0.0000>"
         table = ended._repr_html_()
         assert "<td>1 failed</td>" in table
         assert "<td>not judged</td>" in table
@@ -123,7 +123,7 @@ class TestRun:
             file.write("{}\n")
         messages: list[str] = []
         run(config, progress=messages.append)
-        assert any(":4: skipped" in message for message in messages)
+        assert any(":4: discarded" in message for message in messages)
         run(config, progress=False)
         assert capfd.readouterr() == ("", "")
 

@@ -120,7 +120,7 @@ def test_lasting_failures_are_retried_less_until_the_endpoint_has_answered() -> 
     assert [retry.attempt for retry in retries[:3]] == [1, 2, 3]
     assert [round(retry.left_s - retry.wait_s) for retry in retries[:3]] == [7, 4, 0]
     assert re.fullmatch(
-        r"failed in attempt 1, .* in .* s and given up in \d+ s: connection: no such name",
+        r"a call failed in attempt 1, .* in .* s and given up in \d+ s: connection: no such name",
         str(retries[0]),
     )
 

@@ -15,7 +15,7 @@ from tests.helpers.running import run, write_rows
 
 LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) "
-    r"(Task|A|Its|The|Calls) .+"
+    r"(Task|A|At|Its|The|Calls) .+"
 )
 FORGED = "2026-01-01 00:00:00.000Z INFO Task z ended as completed after 3 turns."
 BREAKS = "\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"

@@ -245,7 +245,7 @@ class Transport:
                         raise
                 renewals += 1
                 log.info(
-                    "The credentials were rejected; the call is sent again with others: %s", error
+                    "The credentials were refused, so the call is sent again with others: %s", error
                 )
 
     async def relay(self, request: RelayRequest, settings: ModelSettings) -> bytes:

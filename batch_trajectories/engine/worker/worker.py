@@ -334,9 +334,9 @@ class Worker:
         """
         url = settings.base_url or ""
         if task_id := TASK_ID.get(""):
-            log.info("Task %s: a call to %s %s", task_id, url, retry)
+            log.info("Task %s at %s: %s", task_id, url, retry)
         else:
-            log.info("A call to %s %s", url, retry)
+            log.info("At %s: %s", url, retry)
         now = time.monotonic()
         is_reported = now - self._reported_at.get(url, -_REPORT_EVERY_S) < _REPORT_EVERY_S
         if is_reported or (retry.kind == "rate_limited" and url in self._calls.proven):
