@@ -214,7 +214,12 @@ class TestDryRun:
             "2 rows with a column `expected`, which is only recorded: without --check_expected no "
             "answer is compared with it"
         ) in warned
-        assert "expected" not in run(tmp_path, "--dry_run", "--check_expected", **SCRIPTED).stderr
+        for decision in ("--check_expected", "--no_check_expected"):
+            assert "expected" not in run(tmp_path, "--dry_run", decision, **SCRIPTED).stderr
+        rows[1]["agent_options"] = {"check_expected": False}
+        write_rows(tmp_path / "p.jsonl", *rows)
+        warned = run(tmp_path, "--dry_run", **SCRIPTED).stderr
+        assert "1 row with a column `expected`, which is only recorded" in warned
 
     @pytest.mark.slow
     def test_it_refuses_what_the_start_would(self, finished: Path) -> None:

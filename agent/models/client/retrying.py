@@ -57,8 +57,8 @@ class Retry(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"a call failed in attempt {self.attempt}, is repeated in {self.wait_s:.1f} s and given "
-            f"up in {self.left_s:.0f} s: {self.kind}: {self.message}"
+            f"a call failed in attempt {self.attempt}, is repeated in {self.wait_s:.1f} s and "
+            f"given up in {self.left_s:.0f} s: {self.kind}: {self.message}"
         )
 
 
