@@ -215,7 +215,9 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
     if flags["render_rows"] is not None and not flags["render"]:
         raise ConfigError("--render_rows needs --render FILE")
     if flags["mix"] and flags["recipe"]:
-        raise ConfigError("--mix is a recipe with `runs`: put all of --recipe into its file")
+        raise ConfigError(
+            "--mix already names a recipe. Put the content of --recipe into the file of --mix"
+        )
     file = flags["mix"] or flags["recipe"]
     recipe = load_recipe(Path(file) if file else None, given, filters)
     if unknown := [name for name in recipe.runs if name not in {one.name for one in sources}]:
@@ -268,7 +270,9 @@ def _one(sources: Sequence[Source], output: Path | None) -> tuple[Source, Path]:
             f"two RUNs are named {twice[0]!r}; name each run once, or rename a run's directory"
         )
     if others and not output:
-        raise ConfigError("a dataset of several RUNs is in none of them: add --output PLACE")
+        raise ConfigError(
+            "a dataset of several RUNs needs a directory of its own. Add --output PLACE"
+        )
     where = output if output else first.run_dir / EXPORTS / "dataset"
     return replace(first, others=tuple(others)), where
 

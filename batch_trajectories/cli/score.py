@@ -319,7 +319,7 @@ def _judge_options(
     names_more = any(value for name, value in of_run.items() if name != "model")
     if prefix in endpoints or names_more:
         raise ConfigError(
-            f"--{role}: {describe_received(stored.path)}, so {name!r} is not asked where its "
-            f"run.json says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
+            f"--{role}: {describe_received(stored.path)}, so the address in its run.json is not "
+            f"used for {name!r}. Name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
         )
     return {"model": name}

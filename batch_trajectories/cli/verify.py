@@ -62,7 +62,7 @@ def verify(
     if (Path(run) / MANIFEST_FILE).exists() and not (Path(run) / RUN_FILE).exists():
         with errors_as_exit_codes():
             if read_data or repair:
-                raise ConfigError("--read_data and --repair are for runs")
+                raise ConfigError("--read_data and --repair are only for runs")
             is_whole = _verify_publication(
                 Path(run), sha256=sha256, given=given, same_as=same_as, as_json=as_json
             )
@@ -74,7 +74,7 @@ def verify(
     with errors_as_exit_codes():
         if (sha256, given, same_as) != (None, None, None):
             raise ConfigError(
-                f"{run}: no publication; --sha256, --given and --same_as are for these"
+                f"{run}: this is no publication; only for one are --sha256, --given and --same_as"
             )
         stored = open_run(run, output_dir, writes=repair)
         checked = check(

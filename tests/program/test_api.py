@@ -321,7 +321,7 @@ class TestOpenRun:
 
     def test_no_run_names_those_that_there_are(self, tmp_path: Path) -> None:
         run(scripted(tmp_path), progress=False)
-        with pytest.raises(RunDirError, match="no such run; runs there: r;"):
+        with pytest.raises(RunDirError, match=r"there is no such run\. Runs in .*: r\. "):
             open_run("q", tmp_path / "trajectories")
 
 

@@ -182,7 +182,9 @@ class RunBudget:
                 "the run, then `resume RUN --max_run_cost_usd=N`"
             )
         if self._shared is not None:
-            raise ValueError("max_run_cost_usd is shared with other runs, which would not know")
+            raise ValueError(
+                "max_run_cost_usd is shared with other runs, which would not know of the change"
+            )
         if usd < self.budget.usd:
             now = f"${self.budget.usd:g}"
             raise ValueError(f"max_run_cost_usd can only be raised during the run; it is {now}")
