@@ -92,7 +92,7 @@ RULES: Mapping[Kind, Rule] = {
     "auth": Rule(
         "stop_run",
         "the endpoint refused the credentials (401)",
-        "Put a valid key into that variable; `endpoints` lists which keys are set.",
+        "Put a valid key into the variable of --key_env. `endpoints` lists which keys are set.",
     ),
     "no_credit": Rule(
         "stop_run",

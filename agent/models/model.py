@@ -350,12 +350,13 @@ class ModelSettings:
         connection = self.connection
         if connection.client is not None or connection.key_command or connection.headers_env:
             return self.key_source
-        if api_key in ("", PLACEHOLDER):
-            return "No key was sent (see --key_env)."
-        if self.key_env != NO_KEY and os.environ.get(self.key_variable, "").strip() == api_key:
+        in_environment = os.environ.get(self.key_variable, "").strip()
+        if api_key and api_key == in_environment and self.key_env != NO_KEY:
             return (
                 f"The key is that of the environment variable {self.key_variable} (see --key_env)."
             )
+        if api_key in ("", PLACEHOLDER):
+            return "No key was sent (see --key_env)."
         return "The key is the one given as api_key."
 
     @property
