@@ -61,9 +61,9 @@ def estimate(
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of the tasks, then forecast cost and time of the whole run.
+    """Run some random tasks as a pilot, then forecast cost and time of the whole run.
 
-    The sample is part of the run: the same command without `estimate` runs the rest.
+    The pilot is part of the run. The same command without `estimate` runs the rest.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.config.models import endpoint_limits
@@ -94,6 +94,6 @@ def estimate(
             made = estimated.to_json() | ({"models": models} if models else {})
             replace_json(config.run_dir / "estimate.json", made)
     if estimated is None:
-        fail("no task of the sample finished, so there is nothing to forecast", 1)
+        fail("no task of the pilot has ended, so there is nothing to forecast", 1)
     show("\n".join([as_table(estimated), *by_model.as_text(models)]))
     end(ended)
