@@ -327,7 +327,8 @@ def _tools(tools: Sequence[Mapping[str, Any]], *, title: str = "tool") -> Iterat
             + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
         )
     if never := [tool["tool"] for tool in tools if not tool["count"]]:
-        yield f"offered, but never called: {', '.join(never)}"
+        whose = "" if title == "tool" else f"{title}: "
+        yield f"{whose}offered, but never called: {', '.join(never)}"
 
 
 def _toolsets(toolsets: Sequence[Mapping[str, Any]], shares: Mapping[str, float]) -> Iterator[str]:
