@@ -323,7 +323,8 @@ def _check(source: Any, directory: Path, place: Path, *, trusted: bool) -> int:
 
 
 def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
-    from batch_trajectories.export.dataset.losses import FAILED, kind_of_loss, task_counts
+    from batch_trajectories.export.dataset.losses import kind_of_loss, task_counts
+    from batch_trajectories.export.training_files import FAILED
 
     by_reason = manifest["rejected_by_reason"]
     counts = {**task_counts(manifest), "selected": manifest["selected"]}

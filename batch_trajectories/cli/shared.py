@@ -149,9 +149,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
 
     from batch_trajectories.engine.run_dir import read_run_json
     from batch_trajectories.engine.run_totals import as_table
-    from batch_trajectories.export.dataset.losses import FAILED
     from batch_trajectories.export.statistics.counts import reason_lines
-    from batch_trajectories.export.training_files import run_style
+    from batch_trajectories.export.training_files import FAILED, run_style
     from batch_trajectories.records.files import has_batches
 
     manifest = orjson.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())

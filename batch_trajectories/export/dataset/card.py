@@ -10,10 +10,11 @@ import yaml
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export.dataset.earlier import all_parts
-from batch_trajectories.export.dataset.losses import FAILED, kind_of_loss, task_counts
+from batch_trajectories.export.dataset.losses import kind_of_loss, task_counts
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
+from batch_trajectories.export.training_files import FAILED
 
 _LISTS: dict[str, dict[str, Any]] = {
     "turns": {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]},

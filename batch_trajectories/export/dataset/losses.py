@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batch_trajectories.basics.text import plural
-
-FAILED = "failed"
-"""The reason in manifests for a task whose record says that it failed."""
+from batch_trajectories.export.training_files import FAILED
 
 _DRAWS = ("balance", "max_per", "runs")
 """Reasons in manifests for sound conversations in place of which the recipe draws others."""
