@@ -57,10 +57,10 @@ def _use_underscores(name: str) -> str:
 )
 @click.version_option(package_name="batch-trajectories", prog_name="batch_runner")
 def main() -> None:
-    """Run one tool-using agent per prompt and keep every trajectory as training data.
+    """Run one tool-using agent per prompt, and keep every conversation as training data.
 
-    Reads JSONL prompts, survives being killed, and writes ShareGPT trajectories to
-    trajectories/RUN_NAME.jsonl and everything else to trajectories/RUN_NAME/.
+    Reads prompts, and writes ShareGPT rows to trajectories/RUN_NAME.jsonl. Everything else is in
+    trajectories/RUN_NAME/. A run that was killed continues with the same command.
     """
 
 

@@ -190,42 +190,50 @@ class AgentOptions(BaseModel):
 
     max_turns: PositiveInt = meaning(20, "Maximum model replies.", is_limit=True)
     max_errors: NonNegativeInt = meaning(
-        5, "Failed tool calls that end a conversation; 0: no limit.", is_inherited=True
+        5, "End a conversation after N failed tool calls. 0: no limit.", is_inherited=True
     )
     repeat_limit: NonNegativeInt = meaning(
         3,
-        "Equal calls with equal results in a row that end a conversation; 0: no limit.",
+        "End a conversation after N equal calls in a row with equal results. 0: no limit.",
         is_limit=True,
         is_inherited=True,
     )
     max_reasks: NonNegativeInt = meaning(
-        2, "Unusable replies in a row that are requested again.", is_inherited=True
+        2, "How many unusable replies in a row are requested again.", is_inherited=True
     )
     max_cost_usd: PositiveFloat | None = meaning(
-        None, "Dollar budget of a conversation.", is_limit=True, is_inherited=True
+        None, "Budget of a conversation in dollars.", is_limit=True, is_inherited=True
     )
     max_total_tokens: PositiveInt | None = meaning(
-        None, "Token budget of a conversation, input and output.", is_limit=True, is_inherited=True
+        None,
+        "Budget of a conversation in tokens, input and output together.",
+        is_limit=True,
+        is_inherited=True,
     )
     max_conversation_s: PositiveFloat | None = meaning(
         None,
-        "Time limit of a conversation's model and tool calls.",
+        "Time limit of a conversation, for its model and tool calls.",
         is_limit=True,
         is_inherited=True,
     )
     parallel_tools: bool = meaning(
-        True, "Run the calls of a reply concurrently where their tools allow it.", is_inherited=True
+        True,
+        "Run the calls of a reply at the same time if their tools allow it.",
+        is_inherited=True,
     )
     bad_arguments: Literal["feedback", "resample"] = meaning(
         "feedback",
-        "Report arguments that are no JSON object to the model, or request the reply again.",
+        "Arguments that are no JSON object. feedback: tell the model; resample: request the reply "
+        "again.",
         is_inherited=True,
     )
     repair_tool_names: bool = meaning(
-        False, "Correct a misspelt tool name if exactly one tool is close.", is_inherited=True
+        False,
+        "Correct a misspelt tool name if exactly one tool has a similar name.",
+        is_inherited=True,
     )
     continue_cut: NonNegativeInt = meaning(
-        0, "How often to continue a text that the token limit cut."
+        0, "Continue a text that the token limit cut, up to N times."
     )
     final_summary: bool = meaning(
         False,
@@ -236,29 +244,29 @@ class AgentOptions(BaseModel):
     )
     check_expected: bool = meaning(
         False,
-        "Compare answers with the row's `expected`.",
+        "Compare answers with the row's column `expected`.",
     )
     expected_match: Match = meaning(
         "auto",
-        "How: a number, a letter, a formula or a text, by what is expected; or one way for all "
-        "rows (docs/conversations.md).",
+        "How to compare. auto: as a number, a letter, a formula or a text, as `expected` is; else "
+        "one way for all rows (docs/conversations.md).",
     )
     expected_attempts: PositiveInt = meaning(
         1,
-        "Answers compared per conversation; after a wrong one the model may try again.",
+        "Answers that a conversation may give. After a wrong one, the model may try again.",
     )
     awaiting_input: bool = meaning(
         False,
-        "Answer tools that ask the user from the row's `user_replies`.",
+        "Answer tools that ask the user with the row's `user_replies`.",
     )
     simulated_user: Annotated[SimulatedUser | None, BeforeValidator(parse_json)] = meaning(
         None, "A model that plays the user after each answer."
     )
     result_references: bool = meaning(
-        False, "Name tool results for use in arguments, as $$NAME.", is_rare=True
+        False, "Name tool results, so that arguments can use them as $$NAME.", is_rare=True
     )
     observation_chars: PositiveInt | None = meaning(
-        None, "Characters of a tool result that the model sees.", is_inherited=True
+        None, "Maximum characters of a tool result that the model sees.", is_inherited=True
     )
     state_max_turns: bool = meaning(False, "State the turn limit in the system prompt.")
     text_protocol: Literal["react"] | None = meaning(
@@ -272,28 +280,31 @@ class AgentOptions(BaseModel):
         "Task of a conversation that first gathers context.",
     )
     preparation_toolsets: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = (
-        meaning(None, "Toolsets of the preparation; default: all on offer.")
+        meaning(None, "Toolsets of the preparation. Default: all on offer.")
     )
     ephemeral_system_prompt: str | None = meaning(
-        None, "System prompt that the model sees and no file contains."
+        None, "System prompt that the model sees, but that is in no file."
     )
     prefill_messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(parse_json)] = meaning(
-        (), "Messages (JSON, or a file of it) shown after the system prompt, not recorded."
+        (),
+        "Messages (JSON, or a file of it) that the model sees after the system prompt. They are "
+        "not recorded.",
     )
     compact_after: NonNegativeInt = meaning(
         0,
-        "Replies with text after which older reasoning and arguments are shown shortened; 0: "
-        "never.",
+        "After N replies with text, show older reasoning and arguments shortened. 0: never.",
         is_rare=True,
     )
     summarize_over_tokens: PositiveInt | None = meaning(
-        None, "Tokens (characters / 4) beyond which older messages are shown as a summary."
+        None, "Show older messages as a summary if there are more tokens (characters / 4)."
     )
     summarize_over_messages: PositiveInt | None = meaning(
         None,
-        "Messages beyond which older ones are shown as a summary.",
+        "Show older messages as a summary if there are more messages.",
     )
-    summarize_keep: PositiveInt = meaning(8, "Latest messages that are never summarized.")
+    summarize_keep: PositiveInt = meaning(
+        8, "How many of the latest messages are never summarized."
+    )
     approve: str | None = meaning(
         None,
         "MODULE:FUNCTION that approves or denies each tool call.",
@@ -303,7 +314,7 @@ class AgentOptions(BaseModel):
         (), "Agents that the model can call as tools."
     )
     max_subagent_depth: PositiveInt | None = meaning(
-        None, "Maximum nesting of subagents; required if one can reach itself.", is_inherited=True
+        None, "Maximum nesting of subagents. Required if one can reach itself.", is_inherited=True
     )
 
     def given(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class ToolContext:
         except Exception as error:
             if machine_failure(error) is not None:
                 raise
-            _log.warning("what a tool holds as %r was not released", name, exc_info=error)
+            _log.warning("A tool did not release what it holds as %r.", name, exc_info=error)
 
     async def _remove(self) -> None:
         import asyncio
@@ -121,4 +121,4 @@ class ToolContext:
         try:
             self.workspace.remove()
         except (OSError, ToolError) as error:
-            _log.warning("workspace %s was not removed: %s", self.workspace.root, error)
+            _log.warning("The workspace %s was not removed: %s", self.workspace.root, error)

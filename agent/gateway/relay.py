@@ -441,7 +441,7 @@ class Relay:
         """Return the reply to a model call, which may not be complete yet. Raises `WireError`."""
         wanted = self._threads.read(call.wire, call.path, call.body)
         if reply := self.answers.join(wanted, is_repeat=call.is_repeat):
-            log.debug("a call is asked for again: it gets the same reply")
+            log.debug("The agent made a call again and gets the same reply.")
             return reply
         if refusal := self._refuse_all():
             return Answer(refusal)
@@ -591,7 +591,10 @@ class Relay:
         completion = await model.complete(request)
         body, wanted = call.body(), call.wanted
         if not call.wire.has_read_earlier(wanted, body):
-            log.warning("the endpoint has not read the earlier response %s", wanted.follows)
+            log.warning(
+                "The endpoint has not read the earlier response %s; the record says so.",
+                wanted.follows,
+            )
             wanted = mark_earlier_unread(wanted)
         self._record(exchange_event(self._threads, wanted, completion, body, clock))
         if self._kept is not None:

@@ -214,7 +214,9 @@ async def _why_denied(
     try:
         key = exact_json.dumps([name, arguments], option=orjson.OPT_SORT_KEYS)
     except TypeError:
-        _log.warning("a call of %s is denied: its arguments are nested too deep", name)
+        _log.warning(
+            "A call of the tool %s is denied, because its arguments are nested too deeply.", name
+        )
         return ""
     if key in approved:
         return None
@@ -230,7 +232,7 @@ async def _why_denied(
             raise
         if machine_failure(error) is not None:
             raise
-        _log.exception("the approval hook failed; the call of %s is denied", name)
+        _log.exception("The approval hook failed, so the call of the tool %s is denied.", name)
         return ""
     reason = ""
     if isinstance(decision, tuple) and len(decision) == 2 and isinstance(decision[1], str):

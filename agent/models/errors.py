@@ -30,29 +30,79 @@ Kind = Literal[
 
 
 class Rule(NamedTuple):
-    """The consequence of one kind of failure, and its meaning in the user's words."""
+    """The consequence of one kind of failure, its meaning in the user's words, and what to do."""
 
     action: Action
     meaning: str
+    remedy: str
+    """What a person can do about it, as one or two sentences."""
 
 
 RULES: Mapping[Kind, Rule] = {
-    "rate_limited": Rule("retry", "the endpoint asked for fewer calls (429)"),
-    "overloaded": Rule("retry", "the endpoint is failing or overloaded (5xx, 529, 408, 409)"),
-    "connection": Rule("retry", "the connection failed or was cut"),
-    "timeout": Rule("retry", "no complete reply within the attempt's time"),
-    "malformed": Rule("retry", "the reply was not a complete chat reply"),
-    "context_exceeded": Rule("end", "the conversation no longer fits the model's context"),
-    "filtered": Rule("end", "a filter of the provider withholds the reply, or refuses the request"),
-    "bad_request": Rule("fail_task", "the endpoint refused this request (4xx)"),
-    "not_found": Rule("fail_task", "the endpoint does not know this model or path (404)"),
-    "forbidden": Rule("fail_task", "the endpoint does not allow this request (403)"),
-    "auth": Rule("stop_run", "the endpoint rejected the credentials (401)"),
+    "rate_limited": Rule(
+        "retry",
+        "the endpoint asked for fewer calls (429)",
+        "Set --rpm, --tpm or --max_in_flight to what your account allows.",
+    ),
+    "overloaded": Rule(
+        "retry",
+        "the endpoint is failing or overloaded (5xx, 529, 408, 409)",
+        "Wait until it works again. If the server is yours, read its log.",
+    ),
+    "connection": Rule(
+        "retry",
+        "the connection failed or was cut",
+        "Check --base_url, the network and the proxy. If the server is yours, check that it runs.",
+    ),
+    "timeout": Rule(
+        "retry",
+        "no complete reply within the attempt's time",
+        "Raise --attempt_timeout_s, or ask for shorter replies with --max_tokens.",
+    ),
+    "malformed": Rule(
+        "retry",
+        "the reply was not a complete chat reply",
+        "Check that --base_url and --api fit the server. If the server is yours, read its log.",
+    ),
+    "context_exceeded": Rule(
+        "end",
+        "the conversation no longer fits the model's context",
+        "Lower --max_turns or --observation_chars, or summarize with --summarize_over_tokens.",
+    ),
+    "filtered": Rule(
+        "end",
+        "a filter of the provider withholds the reply, or refuses the request",
+        "Change the prompt, or use a model without this filter.",
+    ),
+    "bad_request": Rule(
+        "fail_task",
+        "the endpoint refused this request (4xx)",
+        "Read what it refuses, and change or remove that option or that part of the row.",
+    ),
+    "not_found": Rule(
+        "fail_task",
+        "the endpoint does not know this model or path (404)",
+        "Check the name in --model, then --base_url and --api.",
+    ),
+    "forbidden": Rule(
+        "fail_task",
+        "the endpoint does not allow this request (403)",
+        "Get access to this model for the key, or use another key or model.",
+    ),
+    "auth": Rule(
+        "stop_run",
+        "the endpoint refused the credentials (401)",
+        "Put a valid key into the variable of --key_env. `endpoints` lists which keys are set.",
+    ),
     "no_credit": Rule(
-        "stop_run", "the account has no credit left, or has reached a limit on its spending (402)"
+        "stop_run",
+        "the account has no credit left, or has reached a limit on its spending",
+        "Add credit or raise the limit at the provider.",
     ),
     "blocked": Rule(
-        "stop_run", "the provider takes no calls from this account until its owner has acted"
+        "stop_run",
+        "the provider takes no calls from this account until its owner has acted",
+        "Look for a message of the provider to the owner of the account, or use another account.",
     ),
 }
 
@@ -120,7 +170,7 @@ class ModelError(Exception):
         self.was_passed_on = False
         """The caller has received parts of the reply, so the call cannot be repeated."""
         self.key_source = ""
-        """The origin of the credentials, as a sentence."""
+        """A sentence that says whose credentials were sent, if any; "" if it is unknown."""
 
     @property
     def action(self) -> Action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +13,7 @@ from agent.messages.message import FinishReason, Message, Usage
 from agent.messages.tokens import SampledTokens
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.deadline import Deadline
-from agent.models.providers import NO_KEY, OWN_SERVERS_HEADERS, find_provider
+from agent.models.providers import NO_KEY, OWN_SERVERS_HEADERS, PLACEHOLDER, find_provider
 from batch_trajectories.basics import exact_json
 
 # Events for a caller while a conversation runs.
@@ -70,7 +71,7 @@ def guard_handler(handler: StreamHandler) -> StreamHandler:
             handler(event)
         except Exception:
             has_failed = True
-            _log.exception("the stream handler failed and is not called again")
+            _log.exception("The stream handler failed and is not called again.")
 
     return forward
 
@@ -332,17 +333,31 @@ class ModelSettings:
     def key_source(self) -> str:
         """The origin of the credentials, as a sentence for messages."""
         if self.connection.client is not None:
-            return f"They are those of client {self.connection.client}."
+            return f"The credentials are those of client {self.connection.client}."
         if self.connection.key_command:
             return f"The key is what key_command {self.connection.key_command[0]!r} prints."
         if self.connection.headers_env:
             names = ", ".join(self.connection.headers_env.values())
-            return f"They are in the environment variables of headers_env: {names}."
+            return f"The credentials are in the environment variables of headers_env: {names}."
         if self.key_env == NO_KEY:
-            return f"No key was sent: {self.reference} needs none, or --key_env is {NO_KEY}."
+            return "No key is sent (see --key_env)."
         if self.key_env is None:
             return f"The key is that of {self.key_variable}, if it is set (see --key_env)."
         return f"The key is that of the environment variable {self.key_variable} (see --key_env)."
+
+    def source_of(self, api_key: str) -> str:
+        """The origin of `api_key`, which was sent, as a sentence for messages."""
+        connection = self.connection
+        if connection.client is not None or connection.key_command or connection.headers_env:
+            return self.key_source
+        in_environment = os.environ.get(self.key_variable, "").strip()
+        if api_key and api_key == in_environment and self.key_env != NO_KEY:
+            return (
+                f"The key is that of the environment variable {self.key_variable} (see --key_env)."
+            )
+        if api_key in ("", PLACEHOLDER):
+            return "No key was sent (see --key_env)."
+        return "The key is the one given as api_key."
 
     @property
     def destination(self) -> str:

@@ -138,8 +138,8 @@ class Reserves:
         usage, usd = completion.usage, completion.cost_usd
         if usd is not None and estimate.usd and usd > self._usd * estimate.usd:
             log.warning(
-                "a call of %s cost $%.6f, and at most $%.6f was expected: more is reserved for "
-                "its calls from now on",
+                "A call of %s cost $%.6f, and at most $%.6f was expected. More is reserved for "
+                "its calls from now on.",
                 self._settings.name,
                 usd,
                 self._usd * estimate.usd,
@@ -313,7 +313,7 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
 def _warn(name: str) -> None:
     """Warn once per model, by means of the cache."""
     log.warning(
-        "the price of model %s is unknown, and so is what its calls cost; the config can give it "
-        "under `prices`",
+        "The price of model %s is unknown, and so is what its calls cost. The config can give it "
+        "under `prices`.",
         name,
     )

@@ -18,6 +18,9 @@ ONLY_RELAYED: frozenset[str] = frozenset({"gemini"})
 NO_KEY = "none"
 """The value of `key_env` for an endpoint that needs no key."""
 
+PLACEHOLDER = "no-key"
+"""The key that is sent if none is known: some servers refuse requests without a key."""
+
 
 class Provider(NamedTuple):
     """One row of the table."""

@@ -25,7 +25,15 @@ from urllib.parse import urlsplit
 
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings
-from agent.models.providers import NO_KEY, PROVIDERS, Api, Provider, find_provider, is_known_prefix
+from agent.models.providers import (
+    NO_KEY,
+    PLACEHOLDER,
+    PROVIDERS,
+    Api,
+    Provider,
+    find_provider,
+    is_known_prefix,
+)
 
 
 class Endpoint(NamedTuple):
@@ -55,9 +63,6 @@ FORMS = (
 
 _SERVER = Provider("", NO_KEY)
 """A server of the user's own."""
-
-PLACEHOLDER = "no-key"
-"""The key that is sent if none is known: some servers refuse requests without a key."""
 
 
 class UnknownModel(ValueError):

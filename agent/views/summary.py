@@ -68,7 +68,9 @@ class SummarizingModel:
         except ModelError as error:
             if error.action == "stop_run":
                 raise
-            _log.warning("no summary; the conversation continues without it: %s", error)
+            _log.warning(
+                "There is no summary, and the conversation continues without it: %s", error
+            )
             completion = await self._model.complete(view)
             # Noted only now: if this call failed, too, the summary was not the problem.
             note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")

@@ -22,7 +22,7 @@ from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.plan import Plan, make_plan, refuse_bad_rows, warn
 from batch_trajectories.engine.run_dir import RunDir, open_run_dir, was_started_here
-from batch_trajectories.engine.run_totals import RunTotals, as_html, describe_counts
+from batch_trajectories.engine.run_totals import RunTotals, as_html, describe_counts, format_usd
 from batch_trajectories.engine.supervisor.run import Outcome, run_batch
 from batch_trajectories.records.files import (
     list_directory,
@@ -59,9 +59,17 @@ class RunEnd:
     is_hopeless: bool = False
     """A rule of `stop_if` stopped it."""
 
+    @property
+    def cost_usd(self) -> float | None:
+        """Dollars that the run has spent in all its starts, as far as known; None if unknown."""
+        return self.totals.spent_usd
+
     def __repr__(self) -> str:
-        """Return one line: path, exit code and counts."""
-        return f"<RunEnd {str(self.path)!r}: exit {self.exit_code}; {describe_counts(self.totals)}>"
+        """Return one line: path, exit code, counts and cost."""
+        return (
+            f"<RunEnd {str(self.path)!r}: exit {self.exit_code}; {describe_counts(self.totals)}; "
+            f"{format_usd(self.cost_usd)}>"
+        )
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""

@@ -30,6 +30,8 @@ from batch_trajectories.engine.run_totals import (
     RunTotals,
     as_html,
     compute_totals,
+    format_usd,
+    known_usd,
     stopping_rule,
 )
 from batch_trajectories.engine.stored_scan import load_scan
@@ -71,17 +73,19 @@ def open_run(
     if is_url(run):
         if writes:
             raise RunDirError(
-                f"{run}: this would write to a copy of a mirror only; bring the run to a directory "
-                "by its own command with --mirror, and give that"
+                f"{run}: this is a mirror, and only a copy of it would change. Bring the run to a "
+                "directory with its own command and --mirror, and give that directory"
             )
         return StoredRun(_update_copy(str(run)), url=str(run))
     output_dir = Path(output_dir)
     path = find_run_dir(run, output_dir)
     if not path.exists():
         runs = runs_in(output_dir)
-        known = f"; runs there: {first_few(runs, _RUNS_SHOWN)}" if runs else ""
+        known = f" Runs in {output_dir}: {first_few(runs, _RUNS_SHOWN)}." if runs else ""
         place = run if "/" in str(run) else output_dir / run
-        raise RunDirError(f"{place}: no such run{known}; give their directory by --output_dir")
+        raise RunDirError(
+            f"{place}: there is no such run.{known} --output_dir names another directory"
+        )
     return StoredRun(path)
 
 
@@ -117,14 +121,17 @@ class StoredRun:
             )
 
     def __repr__(self) -> str:
-        """A line: path, records by status, model, and whether the run is running."""
-        statuses = Counter(
-            entry.status for _, entry in load_index(self.path, lenient=True).records()
-        )
+        """A line: path, tasks by status, their cost, model, and whether the run is running."""
+        index = load_index(self.path, lenient=True)
+        statuses = Counter(entry.status for _, entry in index.records())
+        cost = format_usd(known_usd(*index.costs()))
         counts = ", ".join(f"{count:,} {status}" for status, count in statuses.most_common())
         model = self.identity["config"].get("model")
         state = "" if (holder := self.holder) is None else f", running (process {holder['pid']})"
-        return f"<StoredRun {str(self.path)!r}: {counts or 'no records'}; model {model}{state}>"
+        return (
+            f"<StoredRun {str(self.path)!r}: {counts or 'no task has ended'}; "
+            f"{cost}; model {model}{state}>"
+        )
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks. Raises `RunError` if the run cannot be read."""
@@ -360,8 +367,8 @@ class StoredRun:
     def _not_found(self, wanted: str, longer: list[str]) -> str:
         if not longer:
             return (
-                f"{self.path}: no record with id or id prefix {wanted!r}; ids are listed in the "
-                "training file and in the report. A conversation has a record once it has ended."
+                f"{self.path}: no conversation that has ended has the id {wanted!r}, or an id that "
+                f"begins so. `show {self.path.name}`, the training file and the report list ids."
             )
         shown = first_few(longer, _IDS_SHOWN)
         return f"{self.path}: several ids begin with {wanted!r}: {shown}; give a complete id"

@@ -212,7 +212,7 @@ def call_with_retries(call: Callable[[], T]) -> T:
         try:
             return call()
         except BucketFailed as error:
-            log.warning("%s", error)
+            log.warning("A request to the bucket failed and is sent again: %s", error)
             time.sleep(_PAUSE_S)
     return call()
 

@@ -26,5 +26,7 @@ async def close_all(*closings: Callable[[], Awaitable[object]]) -> None:
     raised = next((one for one in failures if isinstance(one, asyncio.CancelledError)), failures[0])
     for failure in failures:
         if failure is not raised:
-            log.error("another resource did not close either", exc_info=failure)
+            log.error(
+                "Another resource did not close either; the traceback says why.", exc_info=failure
+            )
     raise raised

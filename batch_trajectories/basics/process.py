@@ -8,15 +8,23 @@ import fcntl
 import gc
 import logging
 import os
+import re
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-_LOG_FORMAT = "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"
+from batch_trajectories.basics.text import CONTROLS
+
+_OWN_LOGGERS = ("agent", "batch_trajectories", "run_agent", "toolsets")
+"""The first words of the names of this program's loggers; those of libraries are named."""
+
+_NOT_IN_LINES = re.compile(f"{CONTROLS.pattern[:-1]}\n\u2028\u2029\ud800-\udfff]")
+"""Characters that would end or rewrite a line of the log, or that a file cannot hold."""
 
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4  # linux/prctl.h
 
@@ -145,20 +153,12 @@ def log_to(path: Path, level: str) -> None:
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     os.close(os.open(path, flags, 0o600))
-    logging.basicConfig(
-        filename=path,
-        level=level.upper(),
-        format=_LOG_FORMAT,
-        force=True,
-    )
-    _quieten()
+    _log_with(logging.FileHandler(path, encoding="utf-8"), level)
 
 
 def log_through(send: Callable[[bytes], None], level: str) -> None:
     """Log by calling `send` with lines: warnings at once, other lines at `flush_log`."""
-    handler = _SendingHandler(send)
-    logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, handlers=[handler], force=True)
-    _quieten()
+    _log_with(_SendingHandler(send), level)
 
 
 def flush_log() -> None:
@@ -185,7 +185,35 @@ class _SendingHandler(logging.Handler):
             self._send("".join(lines).encode("utf-8", "replace"))
 
 
-def _quieten() -> None:
+class LogLine(logging.Formatter):
+    r"""Makes a line of run.log: time (UTC), level, a sentence, and the worker that wrote it.
+
+    Prompts, tools and servers may be quoted in the sentence. Line ends and terminal escapes in it
+    are escaped, so no text from outside looks like a line of its own. The lines of a traceback are
+    indented, and so none begins with a time.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.created))
+        sentence = _in_one_line(record.getMessage())
+        if record.name.partition(".")[0] not in _OWN_LOGGERS:
+            sentence = f"{record.name}: {sentence}"
+        worker = "" if record.processName == "MainProcess" else f" ({record.processName})"
+        lines = [f"{at}.{record.msecs:03.0f}Z {record.levelname} {sentence}{worker}"]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).split("\n")
+        return "\n    ".join(_in_one_line(line) for line in lines)
+
+
+def _in_one_line(text: str) -> str:
+    return _NOT_IN_LINES.sub(
+        lambda found: "\\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text
+    )
+
+
+def _log_with(handler: logging.Handler, level: str) -> None:
+    handler.setFormatter(LogLine())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.raiseExceptions = False  # a log that cannot be written must not stop the work
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -210,7 +210,11 @@ class BatchLog:
         try:
             job.index = index_results(self._results_file(job), job)
         except (OSError, ValueError) as error:
-            log.warning("%s: fetched again: %s", self._results_file(job), error)
+            log.warning(
+                "%s cannot be read, so the replies of this batch are fetched again: %s",
+                self._results_file(job),
+                error,
+            )
             job.state = "created"
 
 
@@ -258,7 +262,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         if (line := read_line(text)) is not None:
             yield line
         else:
-            log.warning("%s:%d: skipped: not a step of a batch", path, number)
+            log.warning("Line %s:%d is no step of a batch and is skipped.", path, number)
 
 
 def read_line(text: bytes) -> dict[str, Any] | None:
@@ -351,7 +355,11 @@ def jobs_in(path: Path) -> Iterable[BatchJob]:
         try:
             apply_step(jobs, line)
         except KeyError as error:
-            log.warning("%s: skipped: a step of a job that was never gathered: %s", path, error)
+            log.warning(
+                "A line of %s is skipped, because it is about a job that was never gathered: %s",
+                path,
+                error,
+            )
     return jobs.values()
 
 

@@ -114,7 +114,10 @@ class BatchDelivery:
                 if not (error.may_have_cost or error.kind == "overloaded"):
                     self._log.note(job, "void")
                     raise
-                log.warning("creating a batch: %s; searching for it", error)
+                log.warning(
+                    "The request for a batch failed but may have made it, so it is looked for: %s",
+                    error,
+                )
             return None
 
         batch = await self._retry(create)
@@ -122,7 +125,7 @@ class BatchDelivery:
             await self._find_created(job)
         else:
             self._note_created(job, batch)
-            log.info("batch %s: %d calls to %s", batch, len(job.ids), job.model)
+            log.info("Batch %s was created with %d calls to %s.", batch, len(job.ids), job.model)
         items.unlink(missing_ok=True)
 
     async def _find_created(self, job: BatchJob) -> None:
@@ -144,7 +147,7 @@ class BatchDelivery:
                 continue
             if batch is not None:
                 self._note_created(job, batch)
-                log.info("batch %s: found again, %d calls", batch, len(job.ids))
+                log.info("Batch %s was found again; it has %d calls.", batch, len(job.ids))
                 return
             if is_last:
                 self._log.note(job, "void")
@@ -196,7 +199,7 @@ class BatchDelivery:
             seconds=max(0.0, time.time() - job.sent_at),
         )
         self._no_room_s = _NO_ROOM_S[0]
-        log.info("batch %s: %d of %d replies", job.batch, fetched.replies, len(job.ids))
+        log.info("Batch %s has %d of %d replies.", job.batch, fetched.replies, len(job.ids))
 
     async def _fetch(self, job: BatchJob) -> _Fetched:
         ids = frozenset(job.ids)
@@ -240,7 +243,12 @@ class BatchDelivery:
                 if error.action != "retry" or is_enough:
                     raise
                 wait_s = min(_PAUSE_S[1], max(pause_s, error.retry_after_s or 0.0))
-                log.info("batches: %s: %s; again in %.0f s", error.kind, error, wait_s)
+                log.info(
+                    "A request about batches failed and is sent again in %.0f s: %s: %s",
+                    wait_s,
+                    error.kind,
+                    error,
+                )
                 await asyncio.sleep(wait_s)
                 pause_s = min(_PAUSE_S[1], 2 * pause_s)
 

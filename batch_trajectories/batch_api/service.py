@@ -262,7 +262,7 @@ class BatchCollector:
         if job.state == "collected":
             result = self._log.result(job, id)
         if result.reply is None:
-            log.info("%s: made live: %s", id, result.why)
+            log.info("Call %s has no reply in its batch and is made by itself: %s", id, result.why)
             self._send(id, "live")
         else:
             self._send(id, "reply", result.reply)
@@ -279,7 +279,11 @@ class BatchCollector:
     def _resume(self, job: BatchJob) -> None:
         """Continue a job of an earlier start."""
         if job.model not in self._deliveries:
-            log.warning("batch %s: this run no longer calls %s", job.batch, job.model)
+            log.warning(
+                "Batch %s is not fetched, because this run no longer calls %s.",
+                job.batch,
+                job.model,
+            )
             return
         self._jobs.add(job)
         for id in job.ids:
@@ -305,14 +309,17 @@ class BatchCollector:
             if not job.needed:
                 self._log.remove(job)
         except ModelError as error:
-            self._on_problem(f"batches of {job.model}: {RULES[error.kind].meaning}: {error}")
+            rule = RULES[error.kind]
+            self._on_problem(f"batches of {job.model}: {rule.meaning}: {error}. {rule.remedy}")
         except (EnvironmentStop, HostError) as error:
             self._on_problem(str(error))
         except Exception as error:
             if (failure := machine_failure(error)) is not None:
                 self._on_problem(failure)
                 return
-            log.exception("batch %s: a bug in this program", job.batch or job.name)
+            log.exception(
+                "A bug in this program stops the work on batch %s.", job.batch or job.name
+            )
             self._on_problem(f"a bug in this program, see run.log: {error!r}")
 
 
@@ -400,7 +407,7 @@ class BatchService:
             try:
                 act(collector, *args, **more)
             except Exception as error:
-                log.exception("batches")
+                log.exception("A bug in this program stops the work on batches, and so the run.")
                 self._on_problem(str(error))
 
         self._loop.call_soon_threadsafe(run_guarded, self._collector)
@@ -437,7 +444,7 @@ class BatchService:
                 on_problem=self._on_problem,
             )
         except Exception as error:
-            log.exception("cannot open batches")
+            log.exception("The batches cannot be opened, so the run stops.")
             self._on_problem(str(error))
             await self._end.wait()
             return
@@ -447,7 +454,9 @@ class BatchService:
         try:
             await collector.close(min(config.grace_s, _MAX_CLOSE_S))
         except Exception as error:
-            log.exception("cannot close batches")
+            log.exception(
+                "The batches could not be closed in order; the next start continues them."
+            )
             self._on_problem(str(error))
 
     def _on_problem(self, problem: str) -> None:

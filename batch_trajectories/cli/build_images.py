@@ -26,15 +26,13 @@ from toolsets.sandbox.base import Engine
     "--save",
     type=LocalPath(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Also write the images into one OCI layout in DIR, for --images=DIR.",
+    help="Also write the images to DIR as an OCI layout, for --images=DIR.",
 )
 def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> None:
     """Build the images of Harbor tasks from environment/Dockerfile.
 
-    Those of separate verifiers are built from tests/Dockerfile.
-
-    TASKS holds task directories. The names of images change with their sources, so those that
-    are there already are not built again.
+    The images of separate verifiers are built from tests/Dockerfile. TASKS is a directory of task
+    directories. An image is built again only if its sources have changed.
     """
     from batch_trajectories.basics.errors import DatasetError, EnvironmentStop
     from batch_trajectories.dataset.harbor import tasks_in

@@ -55,13 +55,13 @@ _OF_ROWS = ("dataset_file", "rows", "columns")
     type=click.IntRange(min=1, max=1000),
     metavar="N",
     default=3,
-    help="How often each check runs with the solution and without it.  [default: 3]",
+    help="Run each check N times with the solution, and N times without.  [default: 3]",
 )
 def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
     """Audit the tasks of a dataset, without a model: can each be passed, and only honestly?
 
-    Takes the options of the run that is to use them. The same command resumes. Verdicts with
-    evidence are in tasks.jsonl of the audit's directory; exit code 1 if a row is not sound.
+    Give the options of the run that will use these tasks. The same command resumes. Verdicts with
+    evidence are in tasks.jsonl of the audit's directory. The exit code is 1 if a row is not sound.
     """
     from batch_trajectories.api.audit import audit
     from batch_trajectories.audit.audited import make_audit_config
@@ -83,11 +83,11 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that was left out.")
 def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: Any) -> None:
-    """Judge the conversations of RUN again, with a changed or added check; no model is called.
+    """Judge the conversations of RUN again, with a changed or added check. No model is called.
 
-    With --dataset_file or --rows by the checks of these rows, else by those of the run's own.
-    Records stay as they are, verdicts are appended to scores.jsonl, and the last counts. The same
-    command resumes; options that are not given are those of RUN.
+    --dataset_file or --rows name rows with the new checks. Without them, the rows of the run count.
+    Records stay as they are. Verdicts are appended to scores.jsonl, and the last one counts. The
+    same command resumes. Options that you leave out are those of RUN.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.config.loading import load_config

@@ -138,7 +138,7 @@ class Commands(click.Group):
             from batch_trajectories.basics.validation import did_you_mean
 
             meant = did_you_mean(args[0], COMMANDS) or "options of a run begin with `--`"
-            ctx.fail(f"no such command {args[0]!r}; {meant}")
+            ctx.fail(f"there is no command {args[0]!r}; {meant}")
         return super().resolve_command(ctx, args)
 
     def import_command(self, name: str) -> click.Command:
@@ -278,8 +278,8 @@ def _hidden(name: str, callback: Callable[..., Any] | None = None) -> click.Opti
 def _refuse_rare(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     if value is not None:
         raise click.UsageError(
-            f"--{param.name}: no flag; set {param.name} in a config file (--config) or in a row's "
-            "agent_options"
+            f"--{param.name} cannot be given as a flag. Set {param.name} in a config file "
+            "(--config) or in a row's agent_options"
         )
 
 

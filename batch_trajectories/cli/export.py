@@ -28,38 +28,54 @@ from batch_trajectories.cli.shared import (
 
 _OPTIONS = (
     ("format", "NAME,...", "Formats of rows: `export --help` and docs/export.md list them."),
-    ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
-    ("mix", "FILE", "A recipe of several RUNs, with the weight or count of each in `runs`."),
+    ("recipe", "FILE", "YAML file with formats, filters and splits. Flags win over it."),
+    (
+        "mix",
+        "FILE",
+        "Recipe that mixes several RUNs, with the weight or count of each under `runs`.",
+    ),
     ("output", "PLACE", "Directory or URL of the dataset.  [default: RUN/exports/dataset]"),
     (
         "reasoning",
         "inline|field|last|none|since_user",
-        "Where reasoning goes; since_user is for --segments.",
+        "Where reasoning goes. since_user is for --segments.",
     ),
     ("reasoning_key", "NAME", "openai: reasoning_content (default), reasoning or thinking."),
     ("parallel_calls", "keep|split", "Parallel calls in one turn, or one per turn."),
-    ("system", "saved|omit", "The system prompt that the model saw."),
+    ("system", "saved|omit", "Keep or omit the system prompt that the model saw."),
     (
         "empty_think",
         "keep|omit|text",
-        "The empty <think> block of turns without reasoning; text: in messages, too.",
+        "The empty <think> block of turns without reasoning. text: also write it into messages.",
     ),
-    ("call_text", "keep|reasoning", "openai: text beside calls stays, or joins the reasoning."),
-    ("arguments", "objects|text", "Arguments of calls in messages: objects, or their JSON text."),
+    ("call_text", "keep|reasoning", "openai: keep text beside calls, or move it to the reasoning."),
+    (
+        "arguments",
+        "objects|text",
+        "Write the arguments of calls in messages as objects, or as JSON text.",
+    ),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
-    ("tools", "text|list", "Tools as JSON text or as a list, in rows with messages."),
+    ("tools", "text|list", "In rows with messages, write tools as JSON text or as a list."),
     (
         "include",
         "not_passed,...",
-        "Rows also of conversations that did not pass or ended early, their bad turns masked.",
+        "Also export conversations that did not pass or ended early, with their bad turns masked.",
     ),
-    ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
-    ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
-    ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
-    ("split_by", "COLUMN,...", "Columns of which no value is in two splits, such as repo."),
-    ("teacher", "MODEL", "rl: columns with what this model gave by `score --teacher`."),
-    ("teacher_top", "K", "With --teacher: its K most likely tokens at each place, too."),
-    ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
+    ("accept_rows", "REASON,...", "Keep rows with these flaws (docs/export.md)."),
+    ("reward_name", "NAME", "Reward that filters, dpo and kto use (docs/rewards.md)."),
+    (
+        "splits",
+        "NAME=SHARE,...",
+        "Shares of the splits, which are made by prompt: train=0.9,test=0.1.",
+    ),
+    (
+        "split_by",
+        "COLUMN,...",
+        "Rows with the same value of these columns, such as repo, are in the same split.",
+    ),
+    ("teacher", "MODEL", "rl: add columns with the figures of this model from `score --teacher`."),
+    ("teacher_top", "K", "With --teacher: also add its K most likely tokens at each place."),
+    ("shard_mb", "NUMBER", "Megabytes per file. Default: one file per split."),
     (
         "render",
         "FILE",
@@ -68,8 +84,8 @@ _OPTIONS = (
     (
         "parity",
         "TEMPLATE,...",
-        "Prove rows of openai by chat templates: names, hf:ORG/MODEL, tokenizer directories, Jinja "
-        "files, all.",
+        "Prove rows of openai with chat templates. Give names, hf:ORG/MODEL, tokenizer "
+        "directories, Jinja files, or all.",
     ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
@@ -95,50 +111,54 @@ def dataset_options(function: Any) -> Any:
         click.option(
             "--replace",
             is_flag=True,
-            help="Remove formats of earlier exports that this one does not write.",
+            help="Remove formats of earlier exports that this export does not write.",
         ),
         click.option("--check", is_flag=True, help="Compare the dataset with the records."),
         click.option(
             "--trust_run",
             is_flag=True,
-            help="With --check: use a recipe with functions or files that is not yours.",
+            help="With --check: run functions and read files that a recipe of someone else names.",
         ),
         click.option(
             "--render_rows",
             metavar="N",
             type=click.IntRange(min=0),
-            help="Rows to render.  [default: 3]",
+            help="Number of rows that --render prints.  [default: 3]",
         ),
         click.option(
             "--max_length",
             metavar="N",
             type=click.IntRange(min=1),
-            help="With --parity: name rows of more tokens.",
+            help="With --parity: name rows with more than N tokens.",
         ),
         click.option(
             "--require_passed",
             is_flag=True,
-            help="Leave out conversations that did not pass; alone, of the training file.",
+            help="Leave out conversations that did not pass. Alone: from the training file.",
         ),
         click.option(
             "--per_turn",
             is_flag=True,
-            help="One row per turn of the model, for templates that drop old reasoning.",
+            help="Write one row per turn of the model, for templates that remove old reasoning.",
         ),
         click.option(
             "--segments",
             is_flag=True,
-            help="One row per view that the model had; turns are learnt in one of them.",
+            help="Write one row per view that the model had. A turn carries loss in one of them.",
         ),
         click.option(
-            "--subagents", is_flag=True, help="rl: rows for the conversations of subagents, too."
+            "--subagents", is_flag=True, help="rl: also write rows for conversations of subagents."
         ),
         click.option(
             "--discarded",
             is_flag=True,
-            help="rl: rows for replies after which the model was asked again, too.",
+            help="rl: also write rows for replies that were set aside and asked for again.",
         ),
-        click.option("--push_for_real", is_flag=True, help="Send it; needs HF_TOKEN or a login."),
+        click.option(
+            "--push_for_real",
+            is_flag=True,
+            help="Send what --push_to_hub shows. Needs HF_TOKEN or a login.",
+        ),
     )
     options = [
         click.option(
@@ -195,7 +215,9 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
     if flags["render_rows"] is not None and not flags["render"]:
         raise ConfigError("--render_rows needs --render FILE")
     if flags["mix"] and flags["recipe"]:
-        raise ConfigError("--mix is a recipe with `runs`: put all of --recipe into its file")
+        raise ConfigError(
+            "--mix already names a recipe. Put the content of --recipe into the file of --mix"
+        )
     file = flags["mix"] or flags["recipe"]
     recipe = load_recipe(Path(file) if file else None, given, filters)
     if unknown := [name for name in recipe.runs if name not in {one.name for one in sources}]:
@@ -227,7 +249,7 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
 
 def _end_without_rows(manifest: Mapping[str, Any]) -> int:
     """Name the formats without a row; returns the exit code: 1 if there are any, else 0."""
-    from batch_trajectories.export.dataset.directory import describe_losses
+    from batch_trajectories.export.dataset.losses import describe_losses
 
     empty = [part for part in manifest["formats"] if not part["rows"]]
     for part in empty:
@@ -248,7 +270,9 @@ def _one(sources: Sequence[Source], output: Path | None) -> tuple[Source, Path]:
             f"two RUNs are named {twice[0]!r}; name each run once, or rename a run's directory"
         )
     if others and not output:
-        raise ConfigError("a dataset of several RUNs is in none of them: add --output PLACE")
+        raise ConfigError(
+            "a dataset of several RUNs needs a directory of its own. Add --output PLACE"
+        )
     where = output if output else first.run_dir / EXPORTS / "dataset"
     return replace(first, others=tuple(others)), where
 
@@ -298,21 +322,18 @@ def _check(source: Any, directory: Path, place: Path, *, trusted: bool) -> int:
     return 0 if is_valid else 1
 
 
-_DRAWS = ("balance", "max_per", "runs")
-"""Reasons of rejects.jsonl for sound conversations: the recipe draws others."""
-
-
 def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
+    from batch_trajectories.export.dataset.losses import kind_of_loss, task_counts
+    from batch_trajectories.export.training_files import FAILED
+
     by_reason = manifest["rejected_by_reason"]
-    not_drawn = sum(by_reason.get(reason, 0) for reason in _DRAWS)
-    counts = {key: manifest[key] for key in ("discarded", "failed", "pending")}
-    counts |= {"rejected": manifest["rejected"] - not_drawn, "not drawn": not_drawn}
-    counts["selected"] = manifest["selected"]
+    counts = {**task_counts(manifest), "selected": manifest["selected"]}
     sums = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     lines = [f"{directory}: {plural(manifest['tasks'], 'task')} = {sums or 'none'}"]
     lines += [
-        f"  {'not drawn' if reason in _DRAWS else 'rejected':<11}{count:>9,}  {reason}"
+        f"  {kind_of_loss(reason):<11}{count:>9,}  {reason}"
         for reason, count in by_reason.items()
+        if reason != FAILED
     ]
     lines += [
         f"{run['selected']:>9,} of {plural(run['tasks'], 'task')} of {run['name']}"
@@ -389,7 +410,7 @@ def _describe_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterato
             if discarded
             else "are left out: --discarded gives each a row"
         )
-        yield f"{count:>9,} discarded replies, after which the model was asked again, {what}"
+        yield f"{count:>9,} replies were set aside and asked for again; they {what}"
     if missing := part.get("rows_without_teacher"):
         yield f"{missing:>9,} rows without figures of the teacher: `score --teacher` gets them"
     if left_out := part.get("subagents_left_out"):
@@ -446,10 +467,11 @@ def _push(directory: Path, repo: str, manifest: Mapping[str, Any], *, for_real: 
 @output_dir_option
 @dataset_options
 def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
-    """Write the training files of RUN again from its records.
+    """Write the training files of RUN again from its records, or build a dataset.
 
-    With any option for datasets, build a dataset instead, also of several RUNs; see docs/export.md.
-    Formats that an earlier export wrote stay, unless --replace is given.
+    Without options, or with --require_passed alone, this writes the training files. With any other
+    option, or several RUNs, it builds a dataset (docs/export.md). Formats that an earlier export
+    wrote stay, unless you give --replace.
     """
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
@@ -479,7 +501,7 @@ def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
     show_run(path, totals)
     manifest = json.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())
     if not manifest["exported"]:
-        from batch_trajectories.export.dataset.directory import describe_losses
+        from batch_trajectories.export.dataset.losses import describe_losses
 
         say(f"error: the training file has no row: {describe_losses(manifest)}")
         sys.exit(1)

@@ -33,19 +33,45 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
     metavar="N",
     type=click.IntRange(min=1),
     required=True,
-    help="Last shared turn.",
+    help="The last turn that parent and branch share.",
 )
 @click.option(
-    "--n", "branches", metavar="N", type=click.IntRange(min=1), required=True, help="Branches each."
+    "--n",
+    "branches",
+    metavar="N",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Branches per conversation.",
 )
-@click.option("--status", metavar="NAME,...", help="Endings to branch from.  [default: any]")
-@click.option("--min_reward", metavar="NUMBER", type=float, help="Minimum reward.")
-@click.option("--max_reward", metavar="NUMBER", type=float, help="Maximum reward.")
-@click.option("--passed/--not_passed", default=None, help="Those that passed, or did not.")
-@click.option("--recipe", type=LocalPath(path_type=Path), help="Recipe with filters; see `export`.")
-@click.option("--ids", type=LocalPath(path_type=Path), help="File of record ids, one per line.")
 @click.option(
-    "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum conversations to branch from."
+    "--status", metavar="NAME,...", help="Only conversations that ended so.  [default: any]"
+)
+@click.option(
+    "--min_reward",
+    metavar="NUMBER",
+    type=float,
+    help="Only conversations with this reward or more.",
+)
+@click.option(
+    "--max_reward",
+    metavar="NUMBER",
+    type=float,
+    help="Only conversations with this reward or less.",
+)
+@click.option(
+    "--passed/--not_passed", default=None, help="Only conversations that passed, or that did not."
+)
+@click.option(
+    "--recipe", type=LocalPath(path_type=Path), help="Recipe whose filters choose conversations."
+)
+@click.option(
+    "--ids", type=LocalPath(path_type=Path), help="File with ids of conversations, one per line."
+)
+@click.option(
+    "--limit",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Maximum number of conversations to branch from.",
 )
 @trust_option
 @starting_options
@@ -62,7 +88,7 @@ def fork(
 ) -> None:
     """Continue conversations of RUN from a turn, several times each, as a new run.
 
-    Options given here override those of RUN; the same command resumes.
+    Options that you leave out are those of RUN. The same command resumes.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.config.models import called_models

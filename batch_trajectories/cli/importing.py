@@ -31,12 +31,12 @@ _OF_ALL_FORMATS = ("sources", "format", "metadata", "run_name", "output_dir")
 @click.option(
     "--format",
     type=click.Choice(_FORMATS),
-    help="Their format.  [default: each file is looked at]",
+    help="Format of the sources.  [default: found out for each file]",
 )
 @click.option(
     "--metadata",
     metavar="NAME,...",
-    help="Columns of rows that are no part of a conversation; short ones can be filtered by.",
+    help="Columns to keep beside the conversations. You can filter by short ones.",
 )
 @starting_options
 @click.pass_context
@@ -52,12 +52,11 @@ def import_(
     """Import conversations of other programs, from files, directories and the hub (hf:).
 
     They become records of the run --run_name, for export, stats, report, score and compare. The
-    same command goes on where it was stopped, and takes what has been added since. Exit code 1 if
-    something could not be read: each is named.
+    same command continues after a stop, and adds what is new. It names whatever it could not read,
+    and then the exit code is 1.
 
-    With --format=hermes the only SOURCE is the directory of a batch run of hermes-agent, and the
-    command takes the options of the run that goes on with it: the same options without `import`
-    then run the rest.
+    With --format=hermes, SOURCE is the directory of one batch run of hermes-agent. Give the options
+    of the run that will continue it. The same options without `import` then run the rest.
     """
     columns = [name.strip() for name in (metadata or "").split(",") if name.strip()]
     if format == _HERMES:

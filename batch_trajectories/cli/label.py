@@ -18,12 +18,14 @@ from batch_trajectories.records.names import LABELS_FILE
 @run_dir_argument
 @click.argument("record_id", metavar="ID")
 @click.option(
-    "--verdict", type=click.Choice(["keep", "reject", "fix", "none"]), help="none takes it back."
+    "--verdict",
+    type=click.Choice(["keep", "reject", "fix", "none"]),
+    help="Your decision. none: take it back.",
 )
-@click.option("--no_loss", metavar="N,...", help="Turns that carry no loss; none takes them back.")
-@click.option("--note", metavar="TEXT", help="none takes it back.")
+@click.option("--no_loss", metavar="N,...", help="Turns that carry no loss. none: take this back.")
+@click.option("--note", metavar="TEXT", help="A note. none: take it back.")
 @click.option(
-    "--over", metavar="ID,...", help="Samples of the same prompt that this one is preferred to."
+    "--over", metavar="ID,...", help="Samples of the same prompt that are worse than this one."
 )
 @click.option("--who", metavar="NAME", help="The reviewer.  [default: your user name]")
 def label(
@@ -35,9 +37,10 @@ def label(
     who: str | None,
     **said: str | None,
 ) -> None:
-    """Decide about the conversation of RUN with this id or unique id prefix, in labels.jsonl.
+    """Write your decision about a conversation of RUN to labels.jsonl.
 
-    Recipes, masks, dpo, stats and compare read the labels; the last line of a reviewer counts.
+    ID is the id of the conversation, or its beginning. Recipes, masks, dpo, stats and compare read
+    the labels. Of each reviewer the last line counts.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.basics.errors import ConfigError

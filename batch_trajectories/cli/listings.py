@@ -157,7 +157,7 @@ _NEVER = "; if the endpoint has never answered, the run stops (exit 4)"
 
 
 def errors_as_text() -> str:
-    """Each kind of error: its meaning, what follows, and the words by which it is known."""
+    """Each kind of error: meaning, what follows, what to do, and the words by which it is known."""
     from agent.models.endpoint_words import load_tables
     from agent.models.errors import ENDPOINT_FAILURES, RULES
 
@@ -166,6 +166,7 @@ def errors_as_text() -> str:
     for kind, rule in RULES.items():
         never = _NEVER if kind in ENDPOINT_FAILURES else ""
         lines += [f"{kind} - {rule.meaning}", f"  -> {_CONSEQUENCES[rule.action]}{never}"]
+        lines += [f"  what to do: {rule.remedy}"]
         lines += _words_as_lines("code", tables["codes"].get(kind, {}))
         lines += _words_as_lines("says", tables["phrases"].get(kind, {}))
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import click
 from batch_trajectories.basics.console import say, show, show_json
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
+from batch_trajectories.cli.shared import output_dir_option, run_argument
 
 
 @click.command()
@@ -25,7 +26,7 @@ def distributions() -> None:
 @click.command()
 @click.option("--config", "config_file", type=LocalPath(path_type=Path), help="As for `run`.")
 @click.option("--tools", help="As for `run`.")
-@click.option("--mcp", metavar="JSON", help="As for `run`; the servers are started.")
+@click.option("--mcp", metavar="JSON", help="As for `run`. The servers are started.")
 @click.option("--sandbox", help="As for `run`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with complete schemas.")
 def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
@@ -60,11 +61,28 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-def errors() -> None:
-    """List how each endpoint error is handled, and by which words it is known."""
-    from batch_trajectories.cli.listings import endings_as_text, errors_as_text
+@run_argument("run", required=False)
+@output_dir_option
+@click.option("--json", "as_json", is_flag=True, help="With RUN: print JSON.")
+def errors(run: str | None, output_dir: Path, as_json: bool) -> None:
+    """List what failed in RUN, and what to do about it.
 
-    show(f"{errors_as_text()}\n\n{endings_as_text()}")
+    Without a RUN, list how each error of endpoints is handled, and by which words it is known.
+    """
+    if run is None:
+        if as_json:
+            raise click.UsageError("--json needs a RUN")
+        from batch_trajectories.cli.listings import endings_as_text, errors_as_text
+
+        show(f"{errors_as_text()}\n\n{endings_as_text()}")
+        return
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.report.remedies import errors_as_text as run_errors_as_text
+    from batch_trajectories.report.remedies import run_errors
+
+    with errors_as_exit_codes():
+        failed = run_errors(open_run(run, output_dir))
+    show_json(failed) if as_json else show(run_errors_as_text(failed))
 
 
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
@@ -73,7 +91,7 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 @click.group(invoke_without_command=True)
 @click.pass_context
 def agents(ctx: click.Context) -> None:
-    """List the presets of --agent with their versions here; `agents check` tries one."""
+    """List the presets of --agent with their versions here. `agents check` tries one."""
     if ctx.invoked_subcommand is not None:
         return
     from batch_trajectories.basics.errors import ConfigError
@@ -105,21 +123,22 @@ def agents(ctx: click.Context) -> None:
 @click.option(
     "--final_command",
     metavar="TEXT",
-    help="A command that `final_call` matches, for agents that end by one.",
+    help="Command that `final_call` matches, for agents that end with a command.",
 )
 @click.option(
     "--timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,
     metavar="SECONDS",
-    help="For the whole check.  [default: 300]",
+    help="Time limit of the whole check.  [default: 300]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(agent: str, as_json: bool, **options: Any) -> None:
-    """Run AGENT (a preset or a file) once against a model of our own, and kill it once.
+    """Try AGENT (a preset or a file) with a built-in model, and kill it once.
 
-    Says what would go wrong in a run: a URL that it does not read, calls that are not the same
-    after a crash, an ending that is none. Nothing is paid. Exits with 6 if there is a problem.
+    The check says what would go wrong in a run: a URL that the agent does not read, calls that
+    differ after a crash, an ending without an answer. Nothing is paid. The exit code is 6 if there
+    is a problem.
     """
     import sys
     from dataclasses import asdict

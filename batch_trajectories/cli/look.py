@@ -35,7 +35,7 @@ _REASONS = 20
     "given",
     multiple=True,
     metavar="KIND|N",
-    help="As for `run`; a number: how many rows to print.  [default: 2]",
+    help="A kind of rows as for `run`, or how many rows to print.  [default: 2]",
 )
 def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     """Show the first rows of SOURCE, its columns, and how a run would use them.

@@ -35,18 +35,21 @@ if TYPE_CHECKING:
     "--prompts",
     type=click.Choice(["whole", "digests"]),
     default="whole",
-    help="Publish the prompts, or digests only, in the rows too.  [default: whole]",
+    help="Publish whole prompts, or only their digests (also in the rows).  [default: whole]",
 )
 @click.option(
-    "--allow", metavar="TEXT", multiple=True, help="A text that may be published; see docs."
+    "--allow",
+    metavar="TEXT",
+    multiple=True,
+    help="A text that may be published although it looks private (docs/publish.md).",
 )
 @click.option("--replace", is_flag=True, help="Replace an earlier publication in OUT.")
-@click.option("--push_for_real", is_flag=True, help="OUT is hf:ORG/NAME: send it.")
+@click.option("--push_for_real", is_flag=True, help="Send it, if OUT is hf:ORG/NAME.")
 @trust_option
 def publish(run: str, output_dir: Path, out: str, **flags: Any) -> None:
-    """Publish the dataset of RUN with all that others need to make it again.
+    """Publish the dataset of RUN, with all that others need to make it again.
 
-    OUT is a new directory, or hf:ORG/NAME. See docs/publish.md; `verify OUT` checks it.
+    OUT is a new directory, or hf:ORG/NAME. `verify OUT` checks it. See docs/publish.md.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.basics.errors import ConfigError

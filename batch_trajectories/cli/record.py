@@ -27,7 +27,7 @@ _NOT_GIVEN = {
     "--upstream",
     required=True,
     metavar="PREFIX",
-    help="The endpoint that answers, as in --model=PREFIX:NAME, such as anthropic or openai.",
+    help="Endpoint that answers the calls: the PREFIX of --model=PREFIX:NAME, such as anthropic.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option(
@@ -35,14 +35,14 @@ _NOT_GIVEN = {
     type=click.IntRange(0, 65535),
     metavar="N",
     default=8080,
-    help="Port to listen on; 0 takes a free one.  [default: 8080]",
+    help="Port to listen on. 0: a free one.  [default: 8080]",
 )
 @click.option(
     "--silence_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     default=600.0,
-    help="A session without a call for so long has ended.  [default: 600]",
+    help="End a session after this time without a call.  [default: 600]",
 )
 def record(
     starting: Starting,
@@ -52,10 +52,10 @@ def record(
     silence_s: float,
     **flags: Any,
 ) -> None:
-    """Record the model calls of your own program or harness, which runs elsewhere.
+    """Record the model calls of a program or harness of yours that runs elsewhere.
 
-    Give it http://HOST:PORT as the base URL of its API, and an API key per session of your
-    choice, or http://HOST:PORT/sessions/NAME. Each session becomes a record.
+    Give the program http://HOST:PORT as the base URL of its API, and an API key of your choice for
+    each session. Or give it http://HOST:PORT/sessions/NAME. Each session becomes a record.
     """
     from batch_trajectories.config.loading import load_config
     from batch_trajectories.recording.recording import Listening, record, sessions_path

@@ -42,7 +42,7 @@ def report(run: str, output_dir: Path, output: Path | None) -> None:
 @click.option(
     "--fail_on",
     metavar="NAMES",
-    help="Exit 6 if a health check with one of these names (comma-separated; all) found a problem.",
+    help="Exit with 6 if one of these health checks found a problem (names with commas, or all).",
 )
 def stats(
     run: str, output_dir: Path, as_json: bool, format: str | None, fail_on: str | None

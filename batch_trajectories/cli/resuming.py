@@ -23,8 +23,8 @@ def stored_options(stored: StoredRun, *, trust_run: bool = False) -> dict[str, A
     _refuse_runs_of_other_commands(stored, options)
     if not (stored.is_own or trust_run):
         raise RunDirError(
-            f"{stored.path}: this run was not started here, and its run.json names what is run and "
-            f"asked; read it, then `resume {stored.path.name} --trust_run`"
+            f"{stored.path}: this run was not started here. Its run.json names code to run and "
+            f"addresses to call. Read it, then `resume {stored.path.name} --trust_run`"
         )
     dataset = stored.identity["dataset"]
     if dataset.get("source") is None and Path(dataset["path"]).is_absolute():

@@ -20,7 +20,9 @@ from batch_trajectories.cli.shared import (
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
 @starting_options
-@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
+@click.option(
+    "--dry_run", is_flag=True, help="Check everything and show what would run, without a call."
+)
 def run(
     starting: Starting,
     dry_run: bool,
@@ -52,16 +54,16 @@ def run(
     type=click.IntRange(min=2),
     metavar="N",
     default=30,
-    help="Tasks to run, chosen at random; with --until_passed, prompts.  [default: 30]",
+    help="Run N tasks, chosen at random (with --until_passed: N prompts).  [default: 30]",
 )
 def estimate(
     starting: Starting,
     pilot: int,
     **flags: Any,
 ) -> None:
-    """Run a random sample of the tasks, then forecast cost and time of the whole run.
+    """Run some random tasks as a pilot, then forecast cost and time of the whole run.
 
-    The sample is part of the run: the same command without `estimate` runs the rest.
+    The pilot is part of the run. The same command without `estimate` runs the rest.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.config.models import endpoint_limits
@@ -92,6 +94,6 @@ def estimate(
             made = estimated.to_json() | ({"models": models} if models else {})
             replace_json(config.run_dir / "estimate.json", made)
     if estimated is None:
-        fail("no task of the sample finished, so there is nothing to forecast", 1)
+        fail("no task of the pilot has ended, so there is nothing to forecast", 1)
     show("\n".join([as_table(estimated), *by_model.as_text(models)]))
     end(ended)

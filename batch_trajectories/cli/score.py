@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--reward",
     metavar="MODULE:FUNCTION,...",
-    help="Functions that give rewards; see docs/rewards.md.",
+    help="Functions that give rewards (docs/rewards.md).",
 )
 @click.option(
     "--reward_timeout_s",
@@ -37,31 +37,31 @@ if TYPE_CHECKING:
     help="Time limit of a function.  [default: 60]",
 )
 @click.option(
-    "--judge", metavar="MODEL", help="A model that gives rewards, named as in --model of a run."
+    "--judge", metavar="MODEL", help="Model that gives rewards, named as in --model of a run."
 )
 @click.option(
     "--judge_prompt",
     metavar="FILE",
     type=LocalPath(path_type=Path),
-    help="Its prompt; see docs/rewards.md.  [default: is the answer right? 1 or 0]",
+    help="Prompt of the judge (docs/rewards.md).  [default: is the answer right? 1 or 0]",
 )
 @click.option(
     "--recipe",
     metavar="FILE",
     type=LocalPath(path_type=Path),
-    help="Score only what this recipe of `export` can keep.",
+    help="Score only conversations that this recipe of `export` can keep.",
 )
 @click.option(
     "--teacher",
     metavar="MODEL",
-    help="A model at vllm:NAME or sglang:NAME that gives log-probabilities of the recorded token "
-    "ids; see docs/training.md.",
+    help="Model (vllm:NAME or sglang:NAME) that gives log-probabilities of the recorded token ids "
+    "(docs/training.md).",
 )
 @click.option(
     "--top_logprobs",
     metavar="K",
     type=click.IntRange(min=1, max=1000),
-    help="With --teacher: the K most likely tokens at each place, too.",
+    help="With --teacher: also get the K most likely tokens at each place.",
 )
 @click.option(
     "--tokenizer",
@@ -73,40 +73,47 @@ if TYPE_CHECKING:
     "--teacher_tokenizer",
     metavar="DIR",
     type=LocalPath(path_type=Path),
-    help="With --teacher: its tokenizer, which must be the same.",
+    help="With --teacher: tokenizer of the teacher. It must be the same as that of the model.",
 )
 @click.option(
     "--same_tokenizer",
     is_flag=True,
-    help="With --teacher: you state that both tokenizers are the same; nothing is compared.",
+    help="With --teacher: do not compare the tokenizers, because you know that they are the same.",
 )
-@click.option("--subagents", is_flag=True, help="With --teacher: conversations of subagents, too.")
+@click.option(
+    "--subagents", is_flag=True, help="With --teacher: also score conversations of subagents."
+)
 @click.option(
     "--discarded",
     is_flag=True,
-    help="With --teacher: replies after which the model was asked again, too.",
+    help="With --teacher: also score replies that were set aside and asked for again.",
 )
 @click.option(
     "--max_teacher_cost_usd",
     metavar="NUMBER",
     type=click.FloatRange(min=0, min_open=True),
-    help="Dollar budget of all calls of teachers for RUN.",
+    help="Budget in dollars of all calls of teachers for RUN.",
 )
 @click.option(
     "--max_teacher_requests",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Maximum requests of this command to the teacher, with retries.",
+    help="Maximum requests of this command to the teacher, retries included.",
 )
 @click.option(
     "--base_url", metavar="URL", help="Root URL of the endpoint of the judge or the teacher."
 )
 @click.option(
-    "--key_env", "--api_key_env", metavar="NAME", help="Environment variable with its API key."
+    "--key_env",
+    "--api_key_env",
+    metavar="NAME",
+    help="Environment variable that holds the API key of the judge or the teacher.",
 )
-@click.option("--temperature", metavar="NUMBER", type=float, help="Its sampling temperature.")
-@click.option("--max_tokens", metavar="N", type=int, help="Token limit of its replies.")
-@click.option("--prices", metavar="JSON", help="Prices as in a run.  [default: those of RUN]")
+@click.option(
+    "--temperature", metavar="NUMBER", type=float, help="Sampling temperature of the judge."
+)
+@click.option("--max_tokens", metavar="N", type=int, help="Maximum tokens of a reply of the judge.")
+@click.option("--prices", metavar="JSON", help="Prices, as for `run`.  [default: those of RUN]")
 @click.option(
     "--max_in_flight",
     metavar="N",
@@ -119,7 +126,7 @@ if TYPE_CHECKING:
     "--max_judge_cost_usd",
     metavar="NUMBER",
     type=click.FloatRange(min=0, min_open=True),
-    help="Dollar budget of all judge calls for RUN.",
+    help="Budget in dollars of all calls of judges for RUN.",
 )
 @trust_option
 def score(
@@ -134,10 +141,10 @@ def score(
     trust_run: bool,
     **options: Any,
 ) -> None:
-    """Give the conversations of RUN rewards by functions or a judge model, in scores.jsonl, or the
-    log-probabilities of a teacher, in teacher.jsonl.
+    """Give the conversations of RUN rewards, or the log-probabilities of a teacher.
 
-    Records stay as they are. The same command resumes, and scores what is new.
+    Rewards come from functions or a judge model and are written to scores.jsonl, log-probabilities
+    to teacher.jsonl. Records stay as they are. The same command resumes, and scores what is new.
     """
     places = [place for place in map(str.strip, (reward or "").split(",")) if place]
     given = {
@@ -312,7 +319,7 @@ def _judge_options(
     names_more = any(value for name, value in of_run.items() if name != "model")
     if prefix in endpoints or names_more:
         raise ConfigError(
-            f"--{role}: {describe_received(stored.path)}, so {name!r} is not asked where its "
-            f"run.json says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
+            f"--{role}: {describe_received(stored.path)}, so the address in its run.json is not "
+            f"used for {name!r}. Name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
         )
     return {"model": name}

@@ -50,19 +50,19 @@ def starting_options(function: Any) -> Any:
                 "--config",
                 "config_file",
                 type=LocalPath(path_type=Path),
-                help="Preset, such as openai, or YAML file of options; flags win over it.",
+                help="YAML file of options, or a preset such as openai. Flags win over it.",
             ),
             click.option(
                 "--fresh",
                 is_flag=True,
-                help="Move an existing run aside and start again.",
+                help="Move an existing run of this name aside, and start from the beginning.",
             ),
             click.option(
                 "--accept_config_change",
                 multiple=True,
                 callback=_split,
                 metavar="KEY,...",
-                help="Resume although these options, which affect the data, have changed.",
+                help="Resume although these options have changed, which affect the data.",
             ),
         ]
     ):
@@ -73,14 +73,14 @@ def starting_options(function: Any) -> Any:
 trust_option = click.option(
     "--trust_run",
     is_flag=True,
-    help="Use what run.json says of code, keys and addresses although RUN was not started here.",
+    help="Use the code, keys and addresses that run.json names, although RUN was not started here.",
 )
 
 output_dir_option = click.option(
     "--output_dir",
     type=LocalPath(path_type=Path),
     default=Path("trajectories"),
-    help="Where to find RUN if it is a name, not a directory.  [default: trajectories]",
+    help="Directory of RUN, if RUN is a name.  [default: trajectories]",
 )
 
 
@@ -150,7 +150,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
     from batch_trajectories.engine.run_dir import read_run_json
     from batch_trajectories.engine.run_totals import as_table
     from batch_trajectories.export.statistics.counts import reason_lines
-    from batch_trajectories.export.training_files import run_style
+    from batch_trajectories.export.training_files import FAILED, run_style
     from batch_trajectories.records.files import has_batches
 
     manifest = orjson.loads((path / EXPORTS / MANIFEST_FILE).read_bytes())
@@ -177,6 +177,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
     lines += [
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()
+        if reason != FAILED  # the totals count them
     ]
     style = run_style(read_run_json(path)["config"])
     if totals.completed_not_passed and not style.require_passed:

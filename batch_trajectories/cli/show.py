@@ -35,9 +35,9 @@ _ID_CHARS = 100
 def show_one(
     run: str, record_id: str | None, output_dir: Path, turn: int | None, as_json: bool
 ) -> None:
-    """Show the conversation of RUN with this id or unique id prefix.
+    """Show a conversation of RUN.
 
-    Without an ID, list the conversations that ended last.
+    ID is its id, or the beginning of it. Without an ID, list the conversations that ended last.
     """
     if record_id is None and turn is not None:
         raise click.UsageError("--turn needs the ID of a conversation")
@@ -57,9 +57,9 @@ def show_one(
 @output_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all differences.")
 def compare(first: str, second: str | None, output_dir: Path, as_json: bool) -> None:
-    """Compare two runs and list the tasks that ended differently.
+    """Compare two runs, and list the tasks that ended differently.
 
-    Of one run, list the verdicts that `check` changed, and why.
+    With one run, list the verdicts that `check` has changed, and why.
     """
     from batch_trajectories.api.stored_run import open_run
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @run_dir_argument
 def pause(run: str, output_dir: Path) -> None:
-    """Have RUN make no more calls until `resume`; those in flight end."""
+    """Let RUN make no more calls until `resume`. Calls in flight end first."""
     _steer(run, output_dir, "pause")
 
 
@@ -35,7 +35,7 @@ def pause(run: str, output_dir: Path) -> None:
 def resume(run: str, output_dir: Path, trust_run: bool) -> None:
     """Continue RUN: end its pause, or start it again with the options of its last start.
 
-    `run --run_name=RUN` does the same, and takes options that are to differ.
+    To change options, use `run --run_name=RUN` with the options that differ.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.cli.resuming import stored_options
@@ -53,21 +53,35 @@ def resume(run: str, output_dir: Path, trust_run: bool) -> None:
 
 @click.command()
 @run_dir_argument
-@click.option("--rpm", type=float, metavar="NUMBER", help="Requests per minute per endpoint.")
 @click.option(
-    "--max_in_flight", type=click.IntRange(min=1), metavar="N", help="Calls per endpoint."
+    "--rpm", type=float, metavar="NUMBER", help="Maximum requests per minute per endpoint."
 )
 @click.option(
-    "--concurrency", type=click.IntRange(min=1), metavar="N", help="Conversations per worker."
+    "--max_in_flight",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum calls in flight per endpoint.",
 )
 @click.option(
-    "--max_run_cost_usd", type=float, metavar="NUMBER", help="The run's budget; only upwards."
+    "--concurrency",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Conversations in flight per worker.",
+)
+@click.option(
+    "--max_run_cost_usd",
+    type=float,
+    metavar="NUMBER",
+    help="Budget of the run. It can only be raised.",
 )
 def limits(run: str, output_dir: Path, **given: float | None) -> None:
-    """Change limits of RUN while it works, until this start ends; the next has its own options."""
+    """Change limits of RUN while it works.
+
+    They hold until this start ends. The next start has its own options.
+    """
     for name, value in given.items():
         if value is not None and not math.isfinite(value):
-            raise click.BadParameter(f"{value} is no limit", param_hint=f"--{name}")
+            raise click.BadParameter(f"{value} cannot be a limit", param_hint=f"--{name}")
     _steer(run, output_dir, "limits", **given)
 
 
@@ -75,7 +89,7 @@ def limits(run: str, output_dir: Path, **given: float | None) -> None:
 @run_dir_argument
 @click.argument("record_id", metavar="[ID]", required=False)
 def stop(run: str, output_dir: Path, record_id: str | None) -> None:
-    """Stop RUN in order, as Ctrl-C does; `resume RUN` continues it.
+    """Stop RUN in order, as Ctrl-C does. `resume RUN` continues it.
 
     With an ID: `cancel`.
     """
@@ -89,14 +103,14 @@ def stop(run: str, output_dir: Path, record_id: str | None) -> None:
 @run_dir_argument
 @click.argument("record_id", metavar="ID")
 def cancel(run: str, output_dir: Path, record_id: str) -> None:
-    """Stop the conversation of RUN with this id; it counts as a failed attempt."""
+    """Stop one conversation of RUN. It counts as a failed attempt."""
     _steer(run, output_dir, "stop", id=record_id)
 
 
 @click.command()
 @run_dir_argument
 def retry(run: str, output_dir: Path) -> None:
-    """Have RUN try again, now, the conversations that failed since it started."""
+    """Let RUN try conversations that failed in this start again, now."""
     _steer(run, output_dir, "retry")
 
 

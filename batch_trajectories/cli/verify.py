@@ -26,19 +26,23 @@ if TYPE_CHECKING:
 @click.command()
 @run_dir_argument
 @click.option("--read_data", is_flag=True, help="Also rebuild the training files and compare them.")
-@click.option("--repair", is_flag=True, help="Set unreadable data aside and rebuild derived files.")
+@click.option(
+    "--repair", is_flag=True, help="Set unreadable data aside, and rebuild derived files."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--sha256", metavar="HEX", help="A publication: the digest of its manifest.")
+@click.option(
+    "--sha256", metavar="HEX", help="For a publication: the digest that its manifest must have."
+)
 @click.option(
     "--given",
     metavar="OPTIONS",
-    help="A publication: name what its job needs besides these options.",
+    help="For a publication: say what its job needs besides these options.",
 )
 @click.option(
     "--same_as",
     metavar="DIR",
     type=LocalPath(path_type=Path),
-    help="A publication: compare its rows with those of another one.",
+    help="For a publication: compare its rows with those of another publication.",
 )
 def verify(
     run: str,
@@ -50,15 +54,15 @@ def verify(
     given: str | None,
     same_as: Path | None,
 ) -> None:
-    """Check that RUN is complete and consistent; exit 6 if not.
+    """Check that RUN is complete and consistent. The exit code is 6 if it is not.
 
-    Read-only unless --repair is given. The run must not be in progress. RUN can be a directory that
-    `publish` has written: then it is compared with its manifest.
+    Nothing is changed without --repair. The run must not be in progress. If RUN is a directory that
+    `publish` has written, its files are compared with its manifest.
     """
     if (Path(run) / MANIFEST_FILE).exists() and not (Path(run) / RUN_FILE).exists():
         with errors_as_exit_codes():
             if read_data or repair:
-                raise ConfigError("--read_data and --repair are for runs")
+                raise ConfigError("--read_data and --repair are only for runs")
             is_whole = _verify_publication(
                 Path(run), sha256=sha256, given=given, same_as=same_as, as_json=as_json
             )
@@ -70,7 +74,7 @@ def verify(
     with errors_as_exit_codes():
         if (sha256, given, same_as) != (None, None, None):
             raise ConfigError(
-                f"{run}: no publication; --sha256, --given and --same_as are for these"
+                f"{run}: this is no publication; only for one are --sha256, --given and --same_as"
             )
         stored = open_run(run, output_dir, writes=repair)
         checked = check(
@@ -132,8 +136,14 @@ def _verify_publication(
     help="Directory of the new run and of RUNs given by name.  [default: trajectories]",
 )
 @click.option("--dataset_file", type=PlacePath(path_type=Path), help="Dataset with all rows.")
-@click.option("--drop_unfinished", is_flag=True, help="Leave unfinished conversations out.")
-@click.option("--allow_gaps", is_flag=True, help="Leave tasks of missing shards pending.")
+@click.option(
+    "--drop_unfinished", is_flag=True, help="Leave out conversations that have not ended."
+)
+@click.option(
+    "--allow_gaps",
+    is_flag=True,
+    help="Merge although shards are missing. Their tasks stay pending.",
+)
 def merge(
     runs: tuple[str, ...],
     into: str,

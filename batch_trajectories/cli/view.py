@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 @click.option(
     "--password_env",
     metavar="NAME",
-    help="Environment variable with a password, which any other HOST needs.",
+    help="Environment variable that holds a password. Any other HOST needs one.",
 )
 @click.option("--who", metavar="NAME", help="The reviewer.  [default: your user name]")
 def view(
     places: tuple[str, ...], port: int, host: str, password_env: str | None, who: str | None
 ) -> None:
-    """Serve a page with all runs of PLACEs, alive, to look at, label and steer them.
+    """Serve a live page of all runs in PLACEs, to look at them, label and steer them.
 
     A PLACE is a directory of runs (default: trajectories), a run, or the URL of a mirrored run.
     """

@@ -216,7 +216,7 @@ class EndpointConfig(BaseModel):
     @model_validator(mode="after")
     def _check_reachable(self) -> EndpointConfig:
         if self.client is None and self.base_url is None and not self.base_urls:
-            raise ValueError("base_url: missing; only with `client` can it be left out")
+            raise ValueError("base_url is missing; only an endpoint with `client` needs none")
         if self.base_urls and (self.base_url is not None or self.client is not None):
             raise ValueError("base_urls: not with base_url or client; give one of them")
         if repeated := [url for url in self.base_urls if self.base_urls.count(url) > 1]:

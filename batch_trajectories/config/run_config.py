@@ -71,11 +71,11 @@ class RunConfig(AgentOptions):
 
     sandbox: str = meaning(
         "bwrap",
-        "Name of the sandbox where commands run (docs/tools.md); local does NOT isolate them.",
+        "Sandbox in which commands run (docs/tools.md). local does NOT isolate them.",
     )
     docker_image: str | None = meaning(
         None,
-        "Image for rows without one; without --workspace=image it must contain python3.",
+        "Image for rows without one. Unless --workspace=image is given, it must contain python3.",
     )
     workspace: Literal["directory", "image"] = meaning(
         "directory",
@@ -83,22 +83,24 @@ class RunConfig(AgentOptions):
     )
     workdir: str | None = meaning(
         None,
-        "With --workspace=image: the workspace of rows without `workdir`; default: the image's.",
+        "With --workspace=image: the workspace of rows without `workdir`. Default: the working "
+        "directory of the image.",
     )
     images: Place | None = running(
         None,
-        "Directory of images (OCI layouts, archives of `docker save`) or its URL (s3, gs, az), for "
-        "--sandbox=bwrap --workspace=image.",
+        "Directory with images (OCI layouts, archives of `docker save`), or its URL (s3, gs, az). "
+        "For --sandbox=bwrap --workspace=image.",
     )
     container_engine: Engine = running(
         "docker", "Program that runs the containers of --sandbox=docker."
     )
     container_runtime: str | None = running(
-        None, "OCI runtime of these containers, as runsc (gVisor); default: the engine's."
+        None,
+        "OCI runtime of these containers, such as runsc (gVisor). Default: that of the engine.",
     )
     pull: Pull = running(
         "never",
-        "Whether images that are not here are pulled: into the engine of --sandbox=docker, or from "
+        "Whether to pull images that are not here, into the engine of --sandbox=docker, or from "
         "their registries into --images.",
     )
     registry: Registry = running(
@@ -112,19 +114,20 @@ class RunConfig(AgentOptions):
     )
     check_in: Literal["same", "fresh"] = meaning(
         "same",
-        "Where checks run: the workspace as the model left it, or the image with the diff applied.",
+        "Where checks run. same: the workspace as the model left it; fresh: a new copy of the "
+        "image, with the model's changes applied.",
     )
     check_network: bool = meaning(
         False,
-        "Give the checks of rows that ask for it network access.",
+        "Give checks network access if their rows ask for it.",
     )
     env_from: Names = meaning(
         (),
-        "Variables of this machine that `env` of rows may name as ${NAME}.",
+        "Environment variables of this machine that rows may use in `env`, as ${NAME}.",
     )
     keep_workspaces: PositiveInt | None = running(
         None,
-        "Keep workspaces that have up to so many MB, so that `check` can judge them again.",
+        "Keep workspaces of up to N MB, so that `check` can judge them again.",
     )
     audit: bool = meaning(False, "A run of `check_tasks`: steps in place of conversations.")
     checked_run: LocalPath | None = running(
@@ -132,7 +135,7 @@ class RunConfig(AgentOptions):
     )
     only_sound: str | None = running(
         None,
-        "Name or directory of an audit (`check_tasks`): use only the rows that it found sound.",
+        "Use only the rows that an audit (`check_tasks`) found sound. Give its name or directory.",
         min_length=1,
     )
     reward: Names = running(
@@ -152,44 +155,45 @@ class RunConfig(AgentOptions):
     models: Annotated[dict[str, Weight] | tuple[str, ...] | None, BeforeValidator(parse_json)] = (
         meaning(
             None,
-            "Several models, {NAME: WEIGHT}, of which each conversation draws one; or the list of "
-            "--escalate_after.",
+            "Several models with weights, {NAME: WEIGHT}: each conversation draws one. With "
+            "--escalate_after, a list of names.",
             min_length=1,
         )
     )
     escalate_after: PositiveInt | None = meaning(
         None,
-        "A prompt that failed so many times with one model of the list --models goes to the next "
+        "Give a prompt to the next model of the list --models after N samples that did not pass "
         "(docs/stopping.md).",
     )
     model_budgets: Annotated[dict[str, PositiveFloat] | None, BeforeValidator(parse_json)] = (
         running(
             None,
-            "Dollars by model of --escalate_after, {NAME: USD}: once its conversations have cost "
-            "so much, no further one begins (docs/stopping.md).",
+            "Budgets of the models of --escalate_after in dollars, {NAME: USD}. A model that has "
+            "spent its budget begins no further conversation (docs/stopping.md).",
             min_length=1,
         )
     )
     num_samples: Int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
     until_passed: PositiveInt | None = running(
         None,
-        "Samples of a prompt run until so many have passed, at most --num_samples; not for GRPO "
+        "Run samples of a prompt until N have passed, at most --num_samples. Not for GRPO "
         "(docs/stopping.md).",
     )
     also_failed: Int = running(
-        0, "With --until_passed: and until so many have not passed, for pairs.", ge=0
+        0, "With --until_passed: also run until N have not passed, for pairs.", ge=0
     )
 
     # The dataset, the run and its limits.
 
     dataset_file: Place = running(
         ...,
-        "Prompts: JSONL, JSON, CSV, TSV or Parquet (.gz and .zst too), a directory of such or of "
-        "`save_to_disk`, a URL (s3, gs, az), or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+        "Prompts: a file (JSONL, JSON, CSV, TSV or Parquet, also .gz or .zst), a directory of such "
+        "files or of `save_to_disk`, a URL (s3, gs, az), or "
+        "hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
     )
     columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = running(
         {},
-        "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
+        "Read columns of other names, such as prompt=problem,expected=answer.",
     )
     rows: str | None = running(
         None,
@@ -197,11 +201,11 @@ class RunConfig(AgentOptions):
         min_length=1,
     )
     run_name: Annotated[str, AfterValidator(plain_name)] = running(
-        ..., "Name of the run; the same name resumes it."
+        ..., "Name of the run. The same name resumes it."
     )
     output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
     mirror: Annotated[str, AfterValidator(bucket_url)] | None = running(
-        None, "s3, gs, az or file URL that keeps a copy of the run (docs/scale.md)."
+        None, "Keep a copy of the run at this URL (s3, gs, az or file; docs/scale.md)."
     )
     model: str = meaning(
         "",
@@ -210,8 +214,8 @@ class RunConfig(AgentOptions):
     )
     endpoints: Endpoints = running(
         {},
-        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
-        "models are NAME:MODEL.",
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md). Their "
+        "models are called NAME:MODEL.",
     )
     # Not part of the fingerprint: the price of a reply does not change the reply.
     prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = running(
@@ -219,24 +223,26 @@ class RunConfig(AgentOptions):
         "Your prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
         "cache_write}}.",
     )
-    base_url: BaseUrl | None = running(None, "Root URL of the endpoint; default: the provider's.")
+    base_url: BaseUrl | None = running(
+        None, "Root URL of the endpoint. Default: that of the provider."
+    )
     api: Api | None = meaning(
-        None, "API of the endpoint (docs/endpoints.md); default: the provider's."
+        None, "API of the endpoint (docs/endpoints.md). Default: that of the provider."
     )
     key_env: str | None = running(
         None,
-        "Environment variable with the API key; 'none' sends no key.",
+        "Environment variable that holds the API key. 'none': send no key.",
         min_length=1,
     )
     agent: OwnAgent = meaning(
         None,
-        "Your own agent, run as a command: a preset such as claude-code, a YAML file, or JSON "
-        "(docs/agents.md).",
+        "Your own agent, which runs as a command. Give a preset such as claude-code, a YAML file, "
+        "or JSON (docs/agents.md).",
     )
     system_prompt: str | None = meaning(None, "System prompt for rows without one.")
     enabled_toolsets: Names | None = meaning(
         None,
-        "Toolsets to offer; default: all but browser and web; 'none': no tools.",
+        "Toolsets to offer. Default: all except browser and web. 'none': no tools.",
     )
     disabled_toolsets: Names = meaning((), "Toolsets never to offer.")
     tools: Names | None = meaning(
@@ -245,41 +251,41 @@ class RunConfig(AgentOptions):
     )
     mcp: McpServers = meaning(
         None,
-        "MCP servers, {NAME: {command or url, ...}}, or a file such as .mcp.json; each is a "
+        "MCP servers, {NAME: {command or url, ...}}, or a file such as .mcp.json. Each server is a "
         "toolset.",
     )
     distribution: str | None = meaning(
         None,
-        "Distribution (name or YAML file) from which each conversation draws its toolsets.",
+        "Each conversation draws its toolsets from this distribution (a name or a YAML file).",
     )
     forks: bool = meaning(False, "Rows continue conversations (column `fork`).")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",
-        "Search provider; tavily and brave need a key.",
+        "Search provider. tavily and brave need a key.",
     )
     web_allow: Names = running(
         (),
-        "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
+        "Non-public addresses that the web tools and the browser may reach: HOST, HOST:PORT or "
         "NETWORK/BITS.",
     )
     temperature: Float | None = meaning(None, "Sampling temperature.", ge=0, allow_inf_nan=False)
     top_p: Float | None = meaning(None, "Nucleus sampling threshold.", gt=0, le=1)
     max_tokens: PositiveInt | None = meaning(
-        None, "Token limit per reply (Anthropic: 16,000 if unset)."
+        None, "Maximum tokens per reply (for Anthropic, 16,000 if you give none)."
     )
     extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
-        None, "Object merged into every request body."
+        None, "Fields to add to the body of every request."
     )
-    reasoning_effort: Effort | None = meaning(None, "Reasoning effort; none: no reasoning.")
+    reasoning_effort: Effort | None = meaning(None, "Reasoning effort. none: no reasoning.")
     token_ids: bool = meaning(
         False,
-        "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
+        "Ask for the sampled token ids and logprobs, for `export --format rl` (vLLM, SGLang).",
     )
     prompt_caching: bool = running(
         True, "Anthropic: cache the system message, the tools and the history."
     )
     script_file: LocalPath | None = meaning(
-        None, "YAML turns of --model=scripted for rows without a script."
+        None, "YAML file with the turns of --model=scripted, for rows without a script."
     )
     require_reasoning: bool = running(
         False, "Training file: leave out conversations without reasoning."
@@ -288,29 +294,29 @@ class RunConfig(AgentOptions):
         False, "Training file: leave out conversations that did not pass."
     )
     accept_rows: AcceptedRows = running(
-        (), "Training file: keep rows with these flaws; see docs/export.md."
+        (), "Training file: keep rows with these flaws (docs/export.md)."
     )
     empty_think: Literal["keep", "omit"] = running(
         "keep",
-        "Training file: the empty <think> block of turns without reasoning.",
+        "Training file: keep or omit the empty <think> block of turns without reasoning.",
     )
     seed: Seed = meaning(0, "Seed of all random choices.")
-    max_samples: PositiveInt | None = running(None, "Use only the first N valid rows.")
+    max_samples: PositiveInt | None = running(None, "Use only the first N usable rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = running(
         None,
-        "Part of the dataset to run, as i/n with i from 0 to n-1.",
+        "Run only part i of n of the dataset: i/n, with i from 0 to n-1.",
     )
     on_bad_row: Literal["skip", "fail"] = running(
-        "skip", "Skip and report invalid rows, or fail before any model call."
+        "skip", "Bad rows. skip: discard and report them; fail: refuse to start."
     )
-    batch_size: PositiveInt = running(20, "Maximum prompts assigned to a worker at a time.")
+    batch_size: PositiveInt = running(20, "Maximum tasks assigned to a worker at a time.")
     num_workers: PositiveInt = running(4, "Worker processes.", le=1024)
     executor: Literal["local", "ray"] = running(
         "local", "Run workers on this machine or as Ray actors."
     )
     ray_address: str | None = running(
         None,
-        "Cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one.",
+        "Cluster to join: auto or HOST:PORT. Default: RAY_ADDRESS, or else a new cluster.",
         min_length=1,
     )
     worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = running(
@@ -319,35 +325,37 @@ class RunConfig(AgentOptions):
     )
     ray_storage: Literal["driver", "shared"] = running(
         "driver",
-        "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
+        "driver: journals are with the driver, workspaces on the nodes. shared: both are on shared "
+        "storage.",
     )
     concurrency: PositiveInt | None = running(
-        None, "Conversations in flight per worker; default: --batch_size."
+        None, "Conversations in flight per worker. Default: --batch_size."
     )
     max_run_cost_usd: PositiveFloat | None = running(
         None,
-        "Dollar budget of the run over all starts; needs --max_tokens.",
+        "Budget of the run in dollars, over all starts. Needs --max_tokens.",
     )
     max_run_tokens: PositiveInt | None = running(
-        None, "Token budget of the run over all starts; needs --max_tokens."
+        None, "Budget of the run in tokens, over all starts. Needs --max_tokens."
     )
     stop_if: StopIf = running(
         (),
-        "Stop a hopeless run (exit 7): no_pass:30, no_call:30, failed:50%, rejected:90%, "
-        "same_ending:90%; none: no warnings either (docs/stopping.md).",
+        "Stop a hopeless run (exit 7), such as no_pass:30, no_call:30, failed:50%, rejected:90% or "
+        "same_ending:90%. none: do not even warn (docs/stopping.md).",
     )
     max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
     rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
     tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
     shared_limits: Annotated[str, AfterValidator(url_or_absolute_path)] | None = running(
-        None, "Directory or URL by which runs share rpm, tpm and budgets (docs/scale.md)."
+        None,
+        "Share rpm, tpm and budgets with other runs, in this directory or URL (docs/scale.md).",
     )
     start_in_flight: PositiveInt = running(
-        64, "Initial limit on calls in flight; it then adapts to the endpoint."
+        64, "Calls in flight at the beginning. The limit then adapts to the endpoint."
     )
     batch_api: bool = running(
         False,
-        "Use the provider's Batch API: about half the price, replies within a day.",
+        "Use the provider's Batch API. It costs about half, and replies take up to a day.",
     )
     batch_wait_s: PositiveFloat = running(60.0, "Maximum time to collect calls for a batch.")
     batch_max_requests: PositiveInt = running(50_000, "Maximum calls per batch.")
@@ -355,28 +363,37 @@ class RunConfig(AgentOptions):
     command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
     tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
     max_rebuild_s: Float = running(
-        300.0, "Limit of rebuilding a workspace after a crash; 0: never.", ge=0, allow_inf_nan=False
+        300.0,
+        "Maximum time to rebuild a workspace after a crash. 0: never rebuild.",
+        ge=0,
+        allow_inf_nan=False,
     )
     attempt_timeout_s: PositiveFloat = running(600.0, "Timeout of one attempt of a model call.")
-    idle_timeout_s: PositiveFloat = running(120.0, "Maximum silence within a streamed reply.")
+    idle_timeout_s: PositiveFloat = running(120.0, "Maximum time without data in a streamed reply.")
     stream_replies: bool = running(
         False, "Stream replies, for proxies that cut silent connections."
     )
-    call_attempts: PositiveInt = running(8, "Attempts per model call; rate limits do not count.")
-    call_timeout_s: PositiveFloat = running(3600.0, "Time after which a model call is not retried.")
+    call_attempts: PositiveInt = running(
+        8, "Attempts per model call. Refusals by rate limits do not count."
+    )
+    call_timeout_s: PositiveFloat = running(
+        3600.0, "Time after which a model call is not tried again."
+    )
     grace_s: Float = running(
         30.0,
-        "Time for running turns to finish after Ctrl-C or SIGTERM.",
+        "Time that running turns have to finish after Ctrl-C or SIGTERM.",
         ge=0,
         allow_inf_nan=False,
     )
     heartbeat_timeout_s: Float = running(
         60.0,
-        "Silence after which a worker is killed and replaced.",
+        "Replace a worker that has not reported for this time.",
         ge=5,
         allow_inf_nan=False,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
+    log_level: Literal["debug", "info", "warning", "error"] = running(
+        "info", "Least level of the lines of run.log."
+    )
 
     @model_validator(mode="after")
     def _check_image_options(self) -> Self:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from batch_trajectories.basics.errors import ConfigError, ToolError
+from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from toolsets.sandbox import factory
 from toolsets.sandbox.base import SandboxError
@@ -83,6 +84,6 @@ def remove_leftover_containers(config: RunConfig) -> None:
     try:
         sandboxes = _image_sandboxes(config) if config.uses_images else None
         if sandboxes is not None and (count := sandboxes.remove_leftovers()):
-            log.info("removed %d containers that no conversation uses", count)
+            log.info("Removed %s that no conversation uses.", plural(count, "container"))
     except (ToolError, ConfigError) as error:
-        log.warning("containers were not removed: %s", error)
+        log.warning("Containers that no conversation uses could not be removed and stay: %s", error)

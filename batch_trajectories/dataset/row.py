@@ -185,10 +185,15 @@ class RowRules:
             )
 
     def ignores_expected(self, columns: Mapping[str, Any]) -> bool:
-        """Whether a row has the column `expected`, but answers are not compared with it."""
+        """Whether a row has the column `expected`, but answers are not compared with it.
+
+        A row whose own options say so wants it, and does not count.
+        """
         if columns.get(EXPECTED) is None:
             return False
-        return not row_options(self.options, columns).check_expected
+        if "check_expected" in (columns.get(ROW_COLUMN) or {}):
+            return False
+        return not self.options.check_expected
 
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""

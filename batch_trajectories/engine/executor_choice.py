@@ -28,7 +28,7 @@ def check_executor(config: RunConfig) -> None:
         )
     if config.executor == "ray" and config.keep_workspaces is not None:
         raise ConfigError(
-            "keep_workspaces: workers on other nodes keep none; leave it out, or use "
+            "keep_workspaces: workers on other nodes keep no workspaces; leave it out, or use "
             "--executor=local"
         )
     if any(part.startswith("_ray_pkg_") for part in config.output_dir.resolve().parts):

@@ -152,7 +152,7 @@ def forecast(
         pilot=ended_count,
         pilot_failed=failed,
         conversations=in_flight,
-        dollars=of_all(lambda entry: entry.cost_usd, totals.cost_usd),
+        dollars=of_all(lambda entry: entry.cost_usd, totals.cost_usd or 0.0),
         input_tokens=of_all(lambda entry: entry.input_tokens, totals.input_tokens),
         output_tokens=of_all(lambda entry: entry.output_tokens, totals.output_tokens),
         hours=hours,
@@ -187,7 +187,7 @@ def as_table(made: Forecast) -> str:
     if made.prompts is not None:
         what, drawn = plural(made.prompts, "prompt"), plural(made.pilot, "task")
     lines = [
-        f"forecast for {what} from a random sample of {drawn} ({made.pilot_failed:,} failed), "
+        f"forecast for {what} from a random pilot of {drawn} ({made.pilot_failed:,} failed), "
         "with 95 % intervals"
     ]
     if made.tasks_in_all is not None and made.passed is not None:
@@ -203,7 +203,7 @@ def as_table(made: Forecast) -> str:
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
         "the time assumes that the endpoint answers "
-        f"{plural(made.conversations, 'conversation')} at a time as fast as the sample, "
+        f"{plural(made.conversations, 'conversation')} at a time as fast as in the pilot, "
         "without retries"
     )
     return "\n".join(lines)

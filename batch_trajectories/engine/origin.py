@@ -338,5 +338,5 @@ def _new_key() -> bytes | None:
         finally:
             temporary.unlink()
     except (OSError, RuntimeError) as error:
-        log.debug("no key for run.json: %s", error)
+        log.debug("There is no key to sign run.json yet, and a new one is made: %s", error)
     return _key()

@@ -441,7 +441,8 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
     checks = plan.scan.setup_columns.get("check") if config.row_setup else 0
     if config.until_passed and not (checks or config.reward or config.check_expected):
         yield "--until_passed: nothing judges samples (docs/rewards.md), so each prompt gets all"
-    if (rows := largest.get(EXPECTED, 0)) and not config.reward:
+    is_declined = not config.check_expected and "check_expected" in config.model_fields_set
+    if (rows := largest.get(EXPECTED, 0)) and not config.reward and not is_declined:
         yield (
             f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
             "--check_expected no answer is compared with it"
@@ -510,7 +511,7 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     source, rows = plan.config.dataset_file, plan.scan.bad_rows
     number = ":" if plan.dataset.source is None else ": row "
     for row in rows[:_BAD_ROWS_SHOWN]:
-        say(f"{source}{number}{row.line}: skipped: {row.reason}")
+        say(f"{source}{number}{row.line}: discarded: {row.reason}")
     more = len(rows) - _BAD_ROWS_SHOWN
     if more > 0:
         say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")

@@ -21,7 +21,7 @@ from batch_trajectories.dataset.scan import tasks
 from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.engine.plan import Plan
 from batch_trajectories.engine.run_dir import check_reopening, refuse_held
-from batch_trajectories.engine.run_totals import RunTotals, compute_totals
+from batch_trajectories.engine.run_totals import RunTotals, compute_totals, describe_dollars
 from batch_trajectories.records.checks import expected_text
 from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE, WORKSPACES
 from batch_trajectories.records.records import load_index
@@ -52,10 +52,8 @@ def _standing(plan: Plan) -> list[str]:
     totals = compute_totals(plan.config.run_dir, plan.scan, plan.config)
     failed = totals.failed - totals.to_retry
     for_good = f", {failed:,} failed with no attempts left" if failed else ""
-    spent = f"${totals.spent_usd:,.4f}"
-    if totals.spent_unknown:
-        spent = f"{spent} + unknown" if totals.spent_usd else "unknown cost"
-    lines = [f"on disk    {plural(totals.done, 'task')} done{for_good}; {spent} spent so far"]
+    spent = describe_dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
+    lines = [f"on disk    {plural(totals.done, 'task')} done{for_good}; spent so far: {spent}"]
     owed = totals.pending + totals.to_retry
     lines.append(f"to do      {plural(owed, 'task')}{_describe_owed(plan, totals)}")
     if totals.gone:

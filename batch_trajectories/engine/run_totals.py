@@ -168,16 +168,17 @@ class RunTotals:
     token_ids: Mapping[str, int] | None = None
     """Turns with and without token ids, if the run asked for them: from `statistics.json`, so
     None before the run's end."""
-    cost_usd: float = 0.0
-    """Cost of the records that count."""
+    cost_usd: float | None = 0.0
+    """Cost of the tasks that count, as far as it is known; None if none of it is."""
     cost_unknown: int = 0
-    """Records of unknown cost; the sum leaves them out."""
-    spent_usd: float
-    """All that the run has spent; see `read_spending`."""
+    """Tasks of unknown cost; the sum leaves them out."""
+    spent_usd: float | None
+    """All that the run has spent, as far as it is known; None if none of it is. See
+    `read_spending`."""
     spent_unknown: int
     """Records and replies of unknown cost; `spent_usd` leaves them out."""
-    judges_usd: float
-    """Dollars paid for judges after the run, which `spent_usd` leaves out."""
+    judges_usd: float | None
+    """Dollars paid for judges after the run, which `spent_usd` leaves out; None if unknown."""
     judges_unknown: int
     """Replies of judges of unknown cost; `judges_usd` leaves them out."""
     checks: Checks
@@ -208,8 +209,13 @@ class RunTotals:
         return self.prompts - self.discarded // self.samples - self.enough - self.used_up
 
     def to_json(self) -> dict[str, Any]:
-        """The values for summary.json, without the pay of judges, which changes after the run."""
+        """The values for summary.json, without the pay of judges, which changes after the run.
+
+        A cost of which nothing is known is 0 there, beside the number of unknown costs.
+        """
         totals = {"tasks": self.total, **asdict(self)}
+        for name in ("cost_usd", "spent_usd"):
+            totals[name] = totals[name] or 0.0
         totals["signs"] = [sign.to_json() for sign in self.signs]
         del totals["judges_usd"], totals["judges_unknown"], totals["is_recording"]
         for name in ("token_ids", "not_needed", "enough", "used_up"):
@@ -295,9 +301,9 @@ def compute_totals(
         tokens_unknown=sums.tokens_unknown,
         cost_usd=sums.cost_usd,
         cost_unknown=sums.cost_unknown,
-        spent_usd=spent.usd,
+        spent_usd=spent.known_usd,
         spent_unknown=spent.unknown,
-        judges_usd=judges.usd,
+        judges_usd=judges.known_usd,
         judges_unknown=judges.unknown,
         checks=passes.checks.sums(),
         gone=gone,
@@ -333,6 +339,7 @@ def compute_totals(
             totals.to_retry += not is_over and (samples is None or samples.must_run(number))
         passes.add(number, ended, reward)
     passes.write(totals)
+    totals.cost_usd = known_usd(totals.cost_usd or 0.0, totals.cost_unknown)
     totals.failures = dict(sorted(failures.items()))
     totals.reasons = why_tasks_failed(run_dir, failed)
     totals.signs = _signs(run_dir, totals, config)
@@ -371,7 +378,8 @@ def _add_attempts(totals: RunTotals, replies: JournaledReplies | None) -> None:
     if replies is not None:
         totals.turns += replies.turns
         totals.tokens_unknown += 1
-        totals.cost_usd += sum(cost or 0.0 for cost in replies.costs)
+        costs = sum(cost or 0.0 for cost in replies.costs)
+        totals.cost_usd = (totals.cost_usd or 0.0) + costs
         totals.cost_unknown += None in replies.costs
 
 
@@ -388,7 +396,7 @@ def as_table(totals: RunTotals) -> str:
             f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
             for reason in totals.reasons[:_REASONS_SHOWN]
         ),
-        f"  discarded  {totals.discarded:>9,}{'  bad rows' if totals.discarded else ''}",
+        f"  discarded  {totals.discarded:>9,}{_bad_rows(totals)}",
         f"  pending    {totals.pending:>9,}{_under_way(totals)}",
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
@@ -406,7 +414,7 @@ def as_table(totals: RunTotals) -> str:
     elif totals.failed > totals.failures.get(WORKER_DIED, 0) and not totals.is_recording:
         lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
     if totals.gone:
-        lines.append(f"{plural(totals.gone, 'record')} of rows that are no longer in the dataset")
+        lines.append(f"{plural(totals.gone, 'task')} of rows that are no longer in the dataset")
     return "\n".join(lines)
 
 
@@ -418,7 +426,7 @@ def as_html(path: Path, totals: RunTotals, more: Mapping[str, str]) -> str:
         "run": str(path),
         "conversations": describe_counts(totals),
         "passed": f"{checks.passed:,} of {judged:,} judged" if judged else "not judged",
-        "cost": _dollars(totals.spent_usd, totals.spent_unknown, "records and replies"),
+        "cost": _cost_or_none(totals),
         "training file": str(training_path(path)),
         **more,
     }
@@ -426,6 +434,12 @@ def as_html(path: Path, totals: RunTotals, more: Mapping[str, str]) -> str:
         f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items()
     )
     return f"<table>{''.join(cells)}</table>"
+
+
+def _cost_or_none(totals: RunTotals) -> str:
+    if totals.spent_usd is None:
+        return "None"
+    return describe_dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
 
 
 def describe_counts(totals: RunTotals) -> str:
@@ -438,6 +452,12 @@ def _describe_samples(totals: RunTotals) -> str:
     if totals.not_needed is None:
         return str(totals.samples)
     return f"up to {totals.samples}, {totals.not_needed:,} of them not needed,"
+
+
+def _bad_rows(totals: RunTotals) -> str:
+    if not totals.discarded:
+        return ""
+    return f"  of {plural(totals.discarded // totals.samples, 'bad row')}"
 
 
 def _token_ids(totals: RunTotals) -> list[str]:
@@ -471,16 +491,27 @@ def _describe_checks(totals: RunTotals) -> list[str]:
 
 
 def _cost(totals: RunTotals) -> str:
-    rows = _dollars(totals.cost_usd, totals.cost_unknown, "tasks")
-    spent = _dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
+    rows = describe_dollars(totals.cost_usd, totals.cost_unknown, "tasks")
+    spent = describe_dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
     line = f"cost of these tasks {rows}, spent in total {spent}"
     if totals.judges_usd or totals.judges_unknown:
-        line += f", judges {_dollars(totals.judges_usd, totals.judges_unknown, 'replies')}"
+        line += f", judges {describe_dollars(totals.judges_usd, totals.judges_unknown, 'replies')}"
     return line
 
 
-def _dollars(known: float, unknown: int, what: str) -> str:
-    if unknown and not known:
+def known_usd(usd: float, unknown: int) -> float | None:
+    """A sum of dollars that leaves `unknown` costs out; None if none of them is known."""
+    return None if unknown and not usd else usd
+
+
+def format_usd(usd: float | None) -> str:
+    """A cost in the short text of an object: `cost_usd=0.1234`, or `cost_usd=None`."""
+    return "cost_usd=None" if usd is None else f"cost_usd={usd:.4f}"
+
+
+def describe_dollars(known: float | None, unknown: int, what: str) -> str:
+    """Dollars for a person; `unknown` is the number of costs that the sum leaves out."""
+    if known is None or known_usd(known, unknown) is None:
         return "unknown"
     return f"${known:,.4f}" + (f" (and unknown for {unknown:,} of the {what})" if unknown else "")
 
@@ -509,6 +540,11 @@ class Spent(NamedTuple):
 
     usd: float
     unknown: int
+
+    @property
+    def known_usd(self) -> float | None:
+        """The dollars; None if no cost is known."""
+        return known_usd(self.usd, self.unknown)
 
 
 def read_spending(run_dir: Path, max_attempts: int) -> Spent:

@@ -359,9 +359,12 @@ class SharedLimits:
                 self.problem = error
             except Exception as error:
                 if not isinstance(error, EnvironmentStop | RunDirError):
-                    log.exception("shared limits: a bug in this program")
+                    log.exception("A bug in this program: the shared limits were not updated.")
                 self._failures += 1
-                log.warning("shared limits: %s", error)
+                log.warning(
+                    "The limits shared with other runs were not updated, which is tried again: %s",
+                    error,
+                )
                 if self._failures >= _FAILURES and time.monotonic() - self._fine_at > _LAG_S:
                     self.problem = EnvironmentStop(f"the shared limits cannot be kept: {error}")
             with self._news:

@@ -37,8 +37,8 @@ def refuse_foreign_dataset(made: Scan, path: Path, identity: dict[str, Any]) -> 
     if is_inside or is_same or not (path / RUN_FILE).exists() or was_started_here(path):
         return made
     raise DatasetError(
-        f"{describe_received(path)}, and {made.path}, which its run.json names, is not the dataset "
-        f"that it was made of; put that dataset into the run directory as {MIRRORED_DATASET}"
+        f"{describe_received(path)}. Its run.json names {made.path}, which is not the dataset that "
+        f"the run was made of. Put the right one into the run directory as {MIRRORED_DATASET}"
     )
 
 

@@ -66,10 +66,13 @@ _BLOCK = 1 << 20
 
 FileName = Literal["training", "partial", "rejects"]
 
+FAILED = "failed"
+"""The reason in manifests for a task whose record says that it failed."""
+
 _HOLDS: dict[FileName, str] = {
     "training": "completed conversations, for training",
     "partial": "conversations that ended early",
-    "rejects": "records that cannot be exported, with the reason",
+    "rejects": "conversations in no row, with the reason",
 }
 
 
@@ -190,7 +193,7 @@ def route_record(
     """
     if record.status == "failed":
         error = record.error or StoredError("unknown", "")
-        return _reject(record, "failed", f"{error.error_class}: {error.message}")
+        return _reject(record, FAILED, f"{error.error_class}: {error.message}")
     try:
         conversation = read_conversation(record, authored)
         refuse_all_masked(conversation)

@@ -64,8 +64,7 @@ class Imported:
             (len(self.unreadable), "unreadable; their prompts run again", self.unreadable),
             (
                 len(self.lost),
-                "counted as done, but without a trajectory (discarded or lost); they run again: "
-                "prompts",
+                "counted as done, but without a conversation; they run again: prompts",
                 list(map(str, self.lost)),
             ),
         ]

@@ -232,8 +232,8 @@ class Mirror:
                 return
             except Exception as error:
                 if not isinstance(error, BucketFailed | OSError):
-                    log.exception("mirror: a bug in this program")
-                log.warning("mirror: %s", error)
+                    log.exception("A bug in this program: the mirror was not updated.")
+                log.warning("The mirror was not updated, which is tried again: %s", error)
                 why = str(error)
             else:
                 if self._lag_s() > LAG_S:

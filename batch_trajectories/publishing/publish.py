@@ -326,7 +326,8 @@ def _card_section(manifest: Mapping[str, Any]) -> Iterator[str]:
     yield f"- seeds: {', '.join(f'{name} {seed}' for name, seed in facts['seeds'].items())}"
     tokens = facts["tokens"]
     yield f"- tokens: {tokens['input']:,} in and {tokens['output']:,} out"
-    yield f"- spent: ${facts['spent_usd']:.4f}"
+    spent = facts["spent_usd"]
+    yield f"- spent: {'unknown' if spent is None else f'${spent:.4f}'}"
     for name, price in facts["prices"].items():
         if price is not None:
             dollars = f"${price['input']:g} in, ${price['output']:g} out"

@@ -152,7 +152,9 @@ class RayExecutor:
             try:
                 self._check(alive)
             except ray.exceptions.RayError as error:
-                log.warning("Ray does not report which workers are alive: %s", error)
+                log.warning(
+                    "Ray does not say which workers are alive, and is asked again: %s", error
+                )
             if time.monotonic() - began > _SAY_WAITING_S:
                 self._say_if_waiting(alive)
 

@@ -112,7 +112,7 @@ class RayWorker(WorkerHandle):
             connection.send_bytes(pickle.dumps(welcome))
         except OSError:
             # The thread that reads from the connection notices that, too.
-            log.warning("%s disconnected at once", self.name)
+            log.warning("%s disconnected at once, before it began to work.", self.name)
         self._move_bytes(connection)
 
     def end(self, why: str | None) -> None:
@@ -188,4 +188,4 @@ class RayWorker(WorkerHandle):
             ray.kill(self.actor, no_restart=True)
         except Exception as error:
             # Any class: the cluster itself may be shutting down.
-            log.warning("%s: Ray cannot end it: %s", self.name, error)
+            log.warning("Ray cannot end %s: %s", self.name, error)

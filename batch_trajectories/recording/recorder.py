@@ -345,7 +345,7 @@ class Recorder:
         return Gateway(relay, wires=tuple(WIRES), models=self._upstream.list_models)
 
     def _stops_recording(self, name: str, error: ModelError) -> bool:
-        log.warning("%s: a call failed: %s: %s", name, error.kind, error)
+        log.warning("Session %s: a call failed: %s: %s", name, error.kind, error)
         return not error.was_passed_on and self._upstream.has_failed(error)
 
     async def _watch(self, session: Session) -> None:
@@ -393,7 +393,9 @@ class Recorder:
         try:
             await self._close_session(session)
         except Exception as error:
-            log.info("%s: stays in the journal: %s", session.task.id, error)
+            log.info(
+                "Session %s stays in the journal until the next start: %s", session.task.id, error
+            )
 
     async def _close_session(self, session: Session) -> None:
         """Wait for the calls of a session, but not longer than `grace_s` if the recording ends."""
@@ -403,7 +405,7 @@ class Recorder:
             async with asyncio.timeout(self._config.grace_s if self._is_stopping else None):
                 await session.gateway.close()
         except TimeoutError:
-            log.warning("%s: ended before its last call was answered", session.task.id)
+            log.warning("Session %s ended before its last call was answered.", session.task.id)
 
     async def _finish_session(
         self, session: Session, end: Finish | None = None, done: Finish | None = None

@@ -83,12 +83,12 @@ def run_recording(
     """Record until a signal ends it or it cannot continue; return the sessions as a dataset."""
     with restore_settings():
         log_to(run_dir.path / LOG_FILE, config.log_level)
-        log.info("start of a recording; config digest %s", run_dir.digest)
+        log.info("A recording begins; the digest of its config is %s.", run_dir.digest)
         hide_environment()
         allow_many_files()
         collect_garbage_rarely()
         outcome, totals = _record(config, models, run_dir, listening, say)
-        log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
+        log.info("%s", outcome.describe())
     return outcome, totals
 
 

@@ -257,4 +257,4 @@ class Upstream:
 
 
 def _log_retry(settings: ModelSettings, retry: Retry) -> None:
-    log.info("%s: %s", settings.base_url, retry)
+    log.info("At %s: %s", settings.base_url, retry)

@@ -365,7 +365,7 @@ class CheckSums:
 def describe(checks: Checks) -> str:
     """The sums in one line for a person; "" if nothing was checked or scored."""
     failed = checks.check_failed
-    without = f"{plural(failed, 'check')} failed and gave no reward (see `check.error`)"
+    without = f"{plural(failed, 'check')} gave no result (`check.error` says why)"
     if checks.pass_rate is None:
         return without if failed else ""
     kinds = {"checked": checks.checked, "scored": checks.scored}

@@ -10,7 +10,7 @@ from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import track_progress
-from batch_trajectories.basics.text import first_few
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.fingerprint import stored_meaning
 from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
 from batch_trajectories.export.statistics import by_model
@@ -147,7 +147,8 @@ def as_text(comparison: dict[str, Any]) -> str:
         rows.append((status, *(_format_share(run, status) for run in comparison["runs"]), ""))
     for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
         mean = _format_difference(paired.get(name), ".2f")
-        rows.append((name, count(first[name]), count(second[name]), mean))
+        label = "tasks ended" if name == "records" else name
+        rows.append((label, count(first[name]), count(second[name]), mean))
     rows.append(
         (
             "cost",
@@ -169,7 +170,7 @@ def as_text(comparison: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        f"{count(comparison['both'])} tasks have a record in both"
+        f"{plural(comparison['both'], 'task')} ended in both"
         + _describe_unshared(comparison["only"]),
     ]
     if not comparison["same_dataset"]:
@@ -247,7 +248,10 @@ def _format_share(run: dict[str, Any], status: str) -> str:
 def _format_money(runs: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
     """The dollars that each run paid, as far as known."""
     paid = [(run[f"{kind}_usd"], run[f"{kind}_unknown"]) for run in runs]
-    return tuple(dollars(usd) + (f" + {count(n)} unknown" if n else "") for usd, n in paid)
+    return tuple(
+        "unknown" if n and not usd else dollars(usd) + (f" + {count(n)} unknown" if n else "")
+        for usd, n in paid
+    )
 
 
 def _format_difference(mean: float | None, form: str, unit: str = "") -> str:

@@ -77,7 +77,7 @@ class Status(NamedTuple):
             "holder": self.holder,
             "progress": self.progress,
             **self.totals.to_json(),
-            "judges_usd": self.totals.judges_usd,
+            "judges_usd": self.totals.judges_usd or 0.0,
             "judges_unknown": self.totals.judges_unknown,
             **self.details,
             **({} if self.batches is None else {"batches": self.batches.to_json()}),
@@ -215,7 +215,7 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
     if not errors:
         return []
     return [
-        "failed attempts, all starts",
+        "failed attempts, all starts (`errors RUN` says what to do)",
         *(
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
@@ -253,15 +253,15 @@ def list_runs(output_dir: Path) -> list[dict[str, Any]]:
     """The runs in a directory, the latest first, without reading their records.
 
     Keys: `name`, `state` ("running", "not running" or "unreadable"), `begun` (epoch seconds),
-    `tasks`, `done`, `failed` and `pending`: as the running process or the last end says it, None
-    if unknown.
+    `tasks`, `done`, `failed`, `discarded` and `pending`: as the running process or the last end
+    says it, None if unknown.
     """
     runs = [_run(output_dir / name) for name in runs_in(output_dir)]
     return sorted(runs, key=lambda run: -(run["begun"] or 0.0))
 
 
 def _run(path: Path) -> dict[str, Any]:
-    unknown = dict.fromkeys(("begun", "tasks", "done", "failed", "pending"))
+    unknown = dict.fromkeys(("begun", "tasks", "done", "failed", "discarded", "pending"))
     try:
         begun = read_run_json(path)["created"]
     except RunDirError:
@@ -270,7 +270,7 @@ def _run(path: Path) -> dict[str, Any]:
     stored = read_json(path / SUMMARY_FILE) if holder is None else read_state(path, holder)
     stored = stored or {}
     run = {"name": path.name, "state": "not running" if holder is None else "running"}
-    counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "pending")}
+    counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "discarded", "pending")}
     if holder is not None and stored:
         failed = sum(stored["failed"].values())
         left = stored["total"] - stored["done"] - failed
@@ -278,6 +278,7 @@ def _run(path: Path) -> dict[str, Any]:
             "tasks": stored["total"],
             "done": stored["done"],
             "failed": failed,
+            "discarded": None,
             "pending": left,
         }
     return {**run, **unknown, "begun": begun, **counts}
@@ -286,8 +287,12 @@ def _run(path: Path) -> dict[str, Any]:
 def _words(run: dict[str, Any]) -> str:
     parts = [run["state"]]
     if run["tasks"] is not None:
-        failed = f", failed {count(run['failed'])}" if run["failed"] else ""
-        parts.append(f"done {count(run['done'])} of {count(run['tasks'])}{failed}")
+        parts.append(f"done {count(run['done'])} of {count(run['tasks'])}")
+        parts += [
+            f"{name} {count(run[name])}"
+            for name in ("failed", "discarded", "pending")
+            if run.get(name)
+        ]
     if run["begun"] is not None:
         parts.append(f"begun {moment(run['begun'])}")
     return plain(", ".join(parts))

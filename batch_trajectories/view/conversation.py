@@ -44,9 +44,7 @@ def find_record(table: Table, id: str) -> RowPlace:
     """Where the record with an id is; of several, the last. Raises `NoSuchRecord`."""
     found = table.find("id", id)
     if not found:
-        raise NoSuchRecord(
-            f"{id!r}: no record with this id here. A conversation has a record once it has ended"
-        )
+        raise NoSuchRecord(f"no conversation that has ended has the id {id!r}")
     return found[-1]
 
 

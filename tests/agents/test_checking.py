@@ -104,7 +104,7 @@ def test_the_log_of_an_agent_that_does_not_end_is_kept_and_named(
     log = Path(re.findall(r"are in (\S+\.log)", problem)[0])
     assert log.parent == tmp_path
     assert "[stdout]\nnow it waits\n" in log.read_text()
-    assert "agent      custom" in log.read_text()
+    assert "Its agent: custom" in log.read_text()
 
 
 def test_paths_are_those_of_the_current_directory(

@@ -213,7 +213,7 @@ def test_urls_are_no_paths(args: list[str], tmp_path: Path) -> None:
 def test_a_command_that_is_none_says_what_may_be_meant(word: str, meant: str) -> None:
     done = CliRunner().invoke(main, [word, "x"])
     assert done.exit_code == 2
-    assert f"no such command '{word}'; {meant}" in done.stderr
+    assert f"there is no command '{word}'; {meant}" in done.stderr
 
 
 @pytest.mark.slow

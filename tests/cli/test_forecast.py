@@ -142,7 +142,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
         }
         pilot = run(tmp_path, "estimate", "--pilot=60", **options)
         assert pilot.returncode == 0, pilot.stderr
-        assert "forecast for 300 tasks from a random sample of 60 (0 failed)" in pilot.stdout
+        assert "forecast for 300 tasks from a random pilot of 60 (0 failed)" in pilot.stdout
         run_dir = tmp_path / "trajectories" / "r"
         assert len(lines(run_dir / "records.jsonl")) == 60
         parsed = orjson.loads((run_dir / "estimate.json").read_bytes())

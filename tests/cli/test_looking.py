@@ -86,14 +86,14 @@ def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
 def test_a_prefix_of_an_id_is_enough_if_it_is_unique(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     assert StoredRun(run_dir).record("pl")["id"] == "plain"
-    with pytest.raises(RunDirError, match="no record with id or id prefix 'nobody'"):
+    with pytest.raises(RunDirError, match="no conversation that has ended has the id 'nobody'"):
         StoredRun(run_dir).record("nobody")
     with pytest.raises(RunDirError, match=r"several ids begin with .*plain"):
         StoredRun(run_dir).record("")
     missing = run(cwd, "show", "r", "nobody")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith(
-        "error: trajectories/r: no record with id or id prefix 'nobody'"
+        "error: trajectories/r: no conversation that has ended has the id 'nobody'"
     )
 
 
@@ -135,8 +135,8 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(
     done = run(cwd, name, run_name, *(["x"] if name == "show" else []))
     assert (done.returncode, done.stderr) == (
         2,
-        "error: trajectories/nope: no such run; runs there: other, r; "
-        "give their directory by --output_dir\n",
+        "error: trajectories/nope: there is no such run. Runs in trajectories: other, r. "
+        "--output_dir names another directory\n",
     )
 
 

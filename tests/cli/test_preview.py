@@ -178,7 +178,7 @@ class TestDryRun:
         accepted = {**SCRIPTED, "accept_config_change": "dataset_file"}
         seen = run(tmp_path, "--dry_run", **accepted)
         assert seen.returncode == 0, seen.stderr
-        assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
+        assert "on disk    5 tasks done; spent so far: $0.0000" in seen.stdout
         tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"
         assert f"to do      {tried}" in seen.stdout
         assert "removed    3 finished tasks no longer part of the run" in seen.stdout
@@ -214,7 +214,12 @@ class TestDryRun:
             "2 rows with a column `expected`, which is only recorded: without --check_expected no "
             "answer is compared with it"
         ) in warned
-        assert "expected" not in run(tmp_path, "--dry_run", "--check_expected", **SCRIPTED).stderr
+        for decision in ("--check_expected", "--no_check_expected"):
+            assert "expected" not in run(tmp_path, "--dry_run", decision, **SCRIPTED).stderr
+        rows[1]["agent_options"] = {"check_expected": False}
+        write_rows(tmp_path / "p.jsonl", *rows)
+        warned = run(tmp_path, "--dry_run", **SCRIPTED).stderr
+        assert "1 row with a column `expected`, which is only recorded" in warned
 
     @pytest.mark.slow
     def test_it_refuses_what_the_start_would(self, finished: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
         endpoint = {"base_url": root, "key_command": command(tmp_path, "echo other-key-1234567")}
         done = start(tmp_path, endpoint, num_workers=1)
     assert done.returncode == 4
-    assert "the endpoint rejected the credentials (401)" in done.stderr
+    assert "the endpoint refused the credentials (401)" in done.stderr
     assert f"The key is what key_command '{tmp_path}/print_key' prints." in done.stderr
     assert not files_with(tmp_path / "trajectories", "other-key-1234567")
 

@@ -202,8 +202,9 @@ def test_a_run_asks_each_endpoint_with_its_own_key_and_dialect(
         )
         most_at_a = a.journal()["max_in_flight"]
     assert done.returncode == 0, done.stderr
-    assert "p.jsonl:32: skipped: `model`: 'c:three' is not a model of this run (a:one, b:two)" in (
-        done.stderr
+    assert (
+        "p.jsonl:32: discarded: `model`: 'c:three' is not a model of this run (a:one, b:two)"
+        in (done.stderr)
     )
     assert most_at_a <= 2
     run_dir = tmp_path / "trajectories" / "r"

@@ -113,4 +113,4 @@ def test_what_the_user_gives_now_is_not_mixed_with_what_is_gone() -> None:
 def test_an_option_without_a_flag_says_where_to_set_it(flag: str) -> None:
     done = CliRunner().invoke(main, ["run", flag, "--dataset_file=p.jsonl", "--run_name=r"])
     assert done.exit_code == 2
-    assert "no flag; set " in done.output
+    assert "cannot be given as a flag. Set " in done.output

@@ -177,7 +177,9 @@ def test_why_a_set_up_failed_is_one_line_wherever_there_is_only_one(tmp_path: Pa
     [reason] = json.loads((place / "summary.json").read_bytes())["reasons"]
     assert reason["message"].endswith(told)
     log = (place / "run.log").read_text()
-    assert re.search(rf"a: failed after 0 turns \(setup_failed\): .*{re.escape(told)}\n", log)
+    assert re.search(
+        rf"Task a ended as failed after 0 turns \(.*\): setup_failed: .*{re.escape(told)}", log
+    )
     status = run(tmp_path, "status", "r").stdout
     assert re.search(rf"setup_failed 1, the last: a: .*{re.escape(told)}\n", status)
     [failure] = lines(place / "failures.jsonl")

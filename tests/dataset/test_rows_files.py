@@ -320,7 +320,7 @@ def test_a_run_makes_its_rows_once(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, **SCRIPTED, sandbox="local", rows="mine.yaml")
     assert done.returncode == 0, done.stderr
-    assert "p.jsonl: row 2: skipped: mine.yaml:2: columns.prompt: the row has no `question`" in (
+    assert "p.jsonl: row 2: discarded: mine.yaml:2: columns.prompt: the row has no `question`" in (
         done.stderr
     )
     records = {r["id"]: r for r in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}

@@ -645,7 +645,7 @@ class TestRuns:
         (tmp_path / "p.csv").write_text("prompt,id\n,x\nfine,y\n")
         ended = run(tmp_path, "--dry_run", **options)
         assert ended.returncode == 0, ended.stderr
-        assert "p.csv: row 1: skipped: no `prompt` field (fields: id)" in ended.stderr
+        assert "p.csv: row 1: discarded: no `prompt` field (fields: id)" in ended.stderr
         (tmp_path / "p.csv").write_text("task,id\nfine,y\n")
         ended = run(tmp_path, "--dry_run", **options)
         assert ended.returncode == 2

@@ -332,7 +332,7 @@ def test_a_call_dearer_than_its_reserve_raises_that_of_the_next(tmp_path: Path) 
         assert done.returncode == 3, done.stderr
         assert endpoint.dollars == pytest.approx(0.1)
     log = (tmp_path / "trajectories" / "r" / "run.log").read_text()
-    assert "a call of openai/gpt-4o cost $0.050000, and at most $0.0" in log
+    assert "A call of openai/gpt-4o cost $0.050000, and at most $0.0" in log
 
 
 @pytest.mark.slow

@@ -219,7 +219,10 @@ class TestARun:
         assert "\n3 scores of reward functions failed; " in done.stdout
         assert "(graders.py:19)" not in done.stderr
         log = (tmp_path / "trajectories/r/run.log").read_text()
-        assert "raise: --reward=graders:ask: KeyError: 'no such thing' (graders.py:19)" in log
+        assert (
+            "Task raise gets no reward from --reward=graders:ask: KeyError: 'no such thing' "
+            "(graders.py:19)" in log
+        )
         assert run(tmp_path, "verify", "r").returncode == 0
 
     @pytest.mark.slow

@@ -157,7 +157,7 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     # Wherever the cost is shown.
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
-    assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
+    assert f"spent in total ${endpoint.charged:,.4f}" in run(tmp_path, "stats", "r").stdout
     verdict: dict[str, object] = {
         "key": "k",
         "id": "r0",

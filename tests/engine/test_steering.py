@@ -131,7 +131,7 @@ def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
     make_run(tmp_path, worked())
     done = run(tmp_path, "limits", "r", rpm="nan", output_dir=tmp_path)
     assert done.returncode == 2
-    assert "--rpm: nan is no limit" in done.stderr
+    assert "--rpm: nan cannot be a limit" in done.stderr
 
 
 def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
             assert "resumed" in run(tmp_path, "resume", "r").stdout
             assert process.wait(timeout=60) == 0
     log = (tmp_path / "trajectories/r/run.log").read_text()
-    assert "asked: pause: paused" in log
-    assert "asked: limits: max_in_flight 1" in log
+    assert "asked for `pause`. Done: paused" in log
+    assert "asked for `limits`. Done: max_in_flight 1" in log
     assert len(lines(tmp_path / "trajectories/r/records.jsonl")) == 40
 
 

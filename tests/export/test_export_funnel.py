@@ -153,11 +153,12 @@ def test_stats_shows_the_funnel(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0] == "rows 13"
     for line in (
-        "left out 2 bad row: no `prompt` field (fields: id)",
+        "discarded 2 bad row: no `prompt` field (fields: id)",
         "tasks 9",
-        "left out 1 failed: Timeout",
+        "of these 1 failed: Timeout",
         "left out 1 pending",
-        "left out 1 max_turns",
+        "of these 1 pending",
+        "of these 1 max_turns",
         "completed 5",
         "of these 1 not_passed",
         "of these 3 neither checked nor scored",
@@ -177,7 +178,7 @@ def test_without_its_dataset_a_run_still_has_statistics(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "from rows to training rows: " in done.stdout
     assert "p.jsonl" in done.stdout
-    assert "1 record: completed 1" in done.stdout
+    assert "1 task ended: completed 1" in done.stdout
     done = run(tmp_path, "stats", str(source.run_dir), "--json")
     assert json.loads(done.stdout)["funnel"] is None
 
@@ -190,7 +191,7 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "manifest.json: cannot read it" in done.stdout
     assert "export again" in done.stdout
-    assert "1 record: completed 1" in done.stdout
+    assert "1 task ended: completed 1" in done.stdout
 
 
 def test_rows_per_turn_are_more_than_their_conversations(tmp_path: Path) -> None:

@@ -165,9 +165,20 @@ def test_shows_a_table(tmp_path: Path) -> None:
     source = make_run(tmp_path, record(2, cost_usd=0.25))
     done = run(tmp_path, "stats", str(source.run_dir))
     assert done.returncode == 0, done.stderr
-    assert "1 record: completed 1; kept for training 1" in done.stdout
-    assert "$0.2500 per kept trajectory" in done.stdout
+    assert "1 task ended: completed 1; kept for training 1" in done.stdout
+    assert "$0.2500 per conversation kept for training" in done.stdout
     assert done.stdout.count("temp") == 1
+
+
+def test_tools_that_were_never_called_are_named_apart(tmp_path: Path) -> None:
+    uncalled = {**record(1), "tool_calls": []}
+    uncalled["messages"] = [
+        message for message in uncalled["messages"] if message["role"] in ("system", "user")
+    ] + [assistant("Done.")]
+    source = make_run(tmp_path, uncalled)
+    told = run(tmp_path, "stats", str(source.run_dir)).stdout
+    assert "offered, but never called: temp\n" in told
+    assert told.count("temp") == 1
 
 
 def test_of_a_missing_run_is_an_error(tmp_path: Path) -> None:

@@ -393,7 +393,7 @@ class TestAJudge:
         assert done.returncode == 4
         retries = [line for line in done.stderr.splitlines() if "attempt 1" in line]
         assert 0 < len(retries) < 8, "one message for all that wait at the same time"
-        assert retries[0].startswith(f"--judge at {judge.url}/v1: overloaded: ")
+        assert retries[0].startswith(f"--judge at {judge.url}/v1: a call failed in attempt 1, ")
 
     @pytest.mark.slow
     def test_has_the_progress_line_of_runs(self, tmp_path: Path) -> None:

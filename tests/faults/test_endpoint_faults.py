@@ -95,7 +95,7 @@ def run_with_faults(
     return Figures(
         calls=counts["requests"],
         faults=Counter(counts["faults"]),
-        retries=(cwd / "trajectories/r/run.log").read_text().count("; attempt "),
+        retries=(cwd / "trajectories/r/run.log").read_text().count(" failed in attempt "),
         statuses=summary["statuses"],
         failures=summary["failures"],
         rows=len(lines(cwd / "trajectories/r.jsonl")),

@@ -55,7 +55,7 @@ def test_odd_rows_cost_only_themselves_and_every_reader_reads_the_rest(tmp_path:
     run_dir = tmp_path / "trajectories" / "r"
     judge_run_dir(run_dir, tasks=len(SOUND))
     for number in range(len(BAD)):
-        assert f"p.jsonl:{2 * number + 1}: skipped: " in done.stderr
+        assert f"p.jsonl:{2 * number + 1}: discarded: " in done.stderr
     for line in (tmp_path / "trajectories" / "r.jsonl").read_bytes().splitlines():
         assert orjson.loads(line) == json.loads(line)
     resume_and_judge(tmp_path, SCRIPTED, tasks=len(SOUND))

@@ -111,7 +111,7 @@ def test_python_is_not_offered_in_an_image_without_it(tmp_path: Path, images: Pa
     assert json.loads(with_it)["value"] == "2"
     assert "python" in without
     log = (tmp_path / "trajectories/r/run.log").read_text()
-    assert log.count("shell:1 has no python3") == 1
+    assert log.count("shell:1, which has no python3") == 1
 
 
 def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:

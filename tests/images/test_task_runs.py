@@ -336,7 +336,10 @@ def test_harbor_tasks_with_verifiers_of_their_own(tmp_path: Path, task_images: P
         )
         assert done.returncode == 1, done.stderr
         directory = tmp_path / "trajectories" / name
-        assert "`check.collect`: 'exit 7': exit code 7" in (directory / "run.log").read_text()
+        assert (
+            "the command 'exit 7' of `check.collect` failed (exit code 7)"
+            in (directory / "run.log").read_text()
+        )
         records = {r["id"]: r for r in lines(directory / "records.jsonl")}
         assert "the health check failed 3 times" in records["dead"]["error"]["message"]
         assert records["copy"]["check"]["in"] == "image"

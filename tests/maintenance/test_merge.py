@@ -104,7 +104,7 @@ def test_runs_that_cannot_be_merged_are_refused(cwd: Path) -> None:
         (["a", "b"], {}, "give a dataset with all rows by --dataset_file"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "a"}, "it exists already"),
         (["a", "b"], {"dataset_file": "all.jsonl", "into": "../x"}, "must be letters, digits"),
-        (["a", "gone"], {}, "no such run; runs there: a, b"),
+        (["a", "gone"], {}, "no such run. Runs in trajectories: a, b, other. "),
         (["a", "trajectories/a"], {}, "trajectories/a: named twice; name each run once"),
     ]
     before = finished_lines(cwd / "trajectories" / "a" / "records.jsonl")

@@ -427,7 +427,9 @@ def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     totals = json.loads((tmp_path / "trajectories/r/summary.json").read_text())
     assert (totals["failed"], totals["turns"], totals["tokens_unknown"]) == (1, 3, 1)
     assert totals["cost_usd"] == totals["spent_usd"] > 0
-    assert "p: failed after 3 turns" in (tmp_path / "trajectories/r/run.log").read_text()
+    assert (
+        "Task p ended as failed after 3 turns" in (tmp_path / "trajectories/r/run.log").read_text()
+    )
     assert run(tmp_path, **given).returncode == 0
     (record,) = records(tmp_path)
     assert record["status"] == "completed"

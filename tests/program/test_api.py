@@ -24,6 +24,7 @@ from batch_trajectories.basics.process import hide_environment, restore_settings
 from batch_trajectories.engine.run_dir import hold_lock
 from batch_trajectories.engine.supervisor.run import Outcome
 from tests.helpers.answering import JSON, answering
+from tests.helpers.builders import chat_reply
 from tests.helpers.running import PATIENCE_S, ROOT, SCRIPTED, started, wait_until, write_rows
 from tests.helpers.running import run as run_command
 from tests.program.test_processes import AS_FIRST, needs_first_place
@@ -101,12 +102,30 @@ class TestRun:
         write_rows(config.dataset_file, FAILS)
         ended = run(config, progress=False)
         assert (ended.exit_code, ended.totals.failed) == (1, 1)
-        assert repr(ended) == f"<RunEnd {str(config.run_dir)!r}: exit 1; 1 failed>"
+        assert repr(ended) == f"<RunEnd {str(config.run_dir)!r}: exit 1; 1 failed; cost_usd=0.0000>"
         table = ended._repr_html_()
         assert "<td>1 failed</td>" in table
         assert "<td>not judged</td>" in table
         stored = open_run(config.run_dir)
         assert "<td>1 failed</td>" in stored._repr_html_()
+
+    def test_an_unknown_cost_is_none(self, tmp_path: Path) -> None:
+        """In the objects, their repr and the table; summary.json has 0 and the number of costs."""
+        config = scripted(tmp_path)
+        with answering(lambda path, body: (200, chat_reply("hi"))) as (url, _):
+            served = {"model": "m", "base_url": f"{url}/v1", "key_env": "none"}
+            ended = run(config.model_copy(update=served), progress=False)
+        totals = ended.totals
+        assert (ended.cost_usd, totals.cost_usd, totals.spent_usd) == (None, None, None)
+        assert (totals.cost_unknown, totals.spent_unknown) == (3, 3)
+        stored = open_run(config.run_dir)
+        for shown in (ended, stored):
+            assert "cost_usd=None" in repr(shown)
+            assert "<th>cost</th><td>None</td>" in shown._repr_html_()
+        costs = stored.statistics()["cost_usd"]
+        assert (costs["known_total"], costs["spent_in_all"]) == (None, None)
+        summary = json.loads((config.run_dir / "summary.json").read_bytes())
+        assert (summary["spent_usd"], summary["spent_unknown"]) == (0, 3)
 
     def test_the_budget_is_exit_code_3(self, tmp_path: Path) -> None:
         totals = run(scripted(tmp_path), progress=False).totals
@@ -123,7 +142,7 @@ class TestRun:
             file.write("{}\n")
         messages: list[str] = []
         run(config, progress=messages.append)
-        assert any(":4: skipped" in message for message in messages)
+        assert any(":4: discarded" in message for message in messages)
         run(config, progress=False)
         assert capfd.readouterr() == ("", "")
 
@@ -302,7 +321,7 @@ class TestOpenRun:
 
     def test_no_run_names_those_that_there_are(self, tmp_path: Path) -> None:
         run(scripted(tmp_path), progress=False)
-        with pytest.raises(RunDirError, match="no such run; runs there: r;"):
+        with pytest.raises(RunDirError, match=r"there is no such run\. Runs in .*: r\. "):
             open_run("q", tmp_path / "trajectories")
 
 

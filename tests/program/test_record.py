@@ -440,7 +440,9 @@ def test_a_session_continues_after_a_call_without_a_usable_reply(
         "a": "completed",
         "other": "completed",
     }
-    assert "a: a call failed: malformed: " in (tmp_path / "trajectories/r/run.log").read_text()
+    assert (
+        "Session a: a call failed: malformed: " in (tmp_path / "trajectories/r/run.log").read_text()
+    )
 
 
 @pytest.mark.slow

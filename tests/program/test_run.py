@@ -364,7 +364,7 @@ def test_rejected_credentials_stop_the_run(tmp_path: Path) -> None:
         wrong = run(tmp_path, **given, env={"MY_KEY": "wrong-canary"})
         assert wrong.returncode == 4
         assert "HTTP 401" in wrong.stderr
-        assert f"{endpoint.openai_url}: the endpoint rejected the credentials" in wrong.stderr
+        assert f"{endpoint.openai_url}: the endpoint refused the credentials" in wrong.stderr
         assert "the environment variable MY_KEY" in wrong.stderr
         assert endpoint.journal()["requests"] <= 16
         assert summary(tmp_path)["pending"] == 200
@@ -684,7 +684,7 @@ def test_endings_are_sorted_into_their_files(tmp_path: Path) -> None:
     )
     done = run(tmp_path, **{**RUN, "model": "scripted"}, max_turns=3)
     assert done.returncode == 0, done.stderr
-    assert "p.jsonl:5: skipped: no `prompt` field" in done.stderr
+    assert "p.jsonl:5: discarded: no `prompt` field" in done.stderr
     assert ids(tmp_path / "trajectories" / "r.jsonl") == ["good"]
     exports = records(tmp_path).parent / "exports"
     assert ids(exports / "partial.jsonl") == ["endless", "cut"]
@@ -921,7 +921,9 @@ def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> Non
         done = run(tmp_path, **given, base_url=url)
     assert done.returncode == 0, done.stderr
     records = {one["id"]: one for one in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
-    assert "silent" not in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    assert (
+        "does not answer any more" not in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    )
     assert counts == dict.fromkeys(names, 3)
     assert {id: one["status"] for id, one in records.items()} == {
         name: "errors" if name == "huge" else "completed" for name in names

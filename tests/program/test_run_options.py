@@ -77,7 +77,7 @@ def test_a_row_with_a_wrong_option_is_named_and_the_others_run(
     write_rows(tmp_path / "p.jsonl", good, {**good, **row})
     done = run(tmp_path, **SCRIPTED)
     assert done.returncode == 0
-    assert f"p.jsonl:2: skipped: {message}" in done.stderr
+    assert f"p.jsonl:2: discarded: {message}" in done.stderr
     assert len(records(tmp_path)) == 1
 
 
@@ -339,4 +339,4 @@ def test_disabled_toolsets_are_not_offered_to_subagents(tmp_path: Path) -> None:
     given = configured(tmp_path, subagents=[helper], disabled_toolsets=["python"])
     planned = run(tmp_path, "--dry_run", **given)
     assert "sandbox    not needed" in planned.stdout, "python runs commands, file does not"
-    assert "p.jsonl:2: skipped: `preparation_toolsets`: nope not on offer" in planned.stderr
+    assert "p.jsonl:2: discarded: `preparation_toolsets`: nope not on offer" in planned.stderr

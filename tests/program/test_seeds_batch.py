@@ -71,7 +71,8 @@ def test_the_tools_on_offer_are_printed_before_anything_runs(tmp_path: Path) -> 
     given = {**SCRIPTED, "enabled_toolsets": "all", "disabled_toolsets": "terminal,python"}
     assert told in run(tmp_path, "--dry_run", **given).stdout
     assert run(tmp_path, **given).returncode == 0
-    assert told in (tmp_path / "trajectories" / "r" / "run.log").read_text()
+    logged = told.replace("toolsets   ", "INFO Its toolsets: ")
+    assert logged in (tmp_path / "trajectories" / "r" / "run.log").read_text()
 
 
 def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:

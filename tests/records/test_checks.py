@@ -94,7 +94,7 @@ class TestSums:
     def test_leave_out_checks_that_failed_themselves(self) -> None:
         sums = CheckSums()
         sums.add(None, None, check_failed=True)
-        told = "1 check failed and gave no reward (see `check.error`)"
+        told = "1 check gave no result (`check.error` says why)"
         assert describe(sums.sums()) == told
         sums.add(True, 1.0)
         sums.add(None, None)

@@ -157,7 +157,7 @@ def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) 
     assert lines[0] == f"rows {rows['count']}"
     assert f"tasks {tasks['count']}" in lines
     for reason, count in tasks["lost"].items():
-        assert f"{count} left out: {reason}" in lines
+        assert f"{count} of these: {reason}" in lines
     assert f"completed {completed['count']}" in lines
     assert not any(line.startswith("passed") for line in lines), "nothing was checked or scored"
     (training,) = steps["exports"]

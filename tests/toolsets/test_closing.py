@@ -184,6 +184,6 @@ def test_a_removal_that_fails_does_not_keep_a_worker_from_ending_in_order(tmp_pa
     run_dir = tmp_path / "trajectories" / "r"
     assert lines(run_dir / "records.jsonl")[0]["status"] == "completed"
     log = (run_dir / "run.log").read_text()
-    assert "the files of a task were not removed" in log
+    assert "The files of a finished task were not removed" in log
     assert "in serve" not in log, "the traceback of a worker that did not end in order"
     assert not [*(run_dir / "inflight").iterdir()], "it has closed its journal"

@@ -530,7 +530,10 @@ def test_a_run_with_servers(tmp_path: Path) -> None:
         assert "tweet" not in said[1]
         assert record["toolsets"] == ["raw"]
     assert "s3cr3t" not in (run_dir / "run.json").read_text() + (run_dir / "run.log").read_text()
-    assert "mcp server raw offers 'echo': 'Say it again.'" in (run_dir / "run.log").read_text()
+    assert (
+        "The MCP server raw offers the tool 'echo', described as 'Say it again.'"
+        in (run_dir / "run.log").read_text()
+    )
 
 
 def test_the_tools_of_servers_are_part_of_the_run_s_fingerprint(tmp_path: Path) -> None:

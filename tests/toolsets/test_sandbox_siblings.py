@@ -265,7 +265,7 @@ def test_where_none_can_be_forked_each_is_launched(
 
     assert asyncio.run(two(tmp_path, act)) == ["up", "up"]
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.endswith("one cannot be forked (Operation not permitted)")
+    assert said.endswith("none can be forked here: Operation not permitted")
 
 
 def test_a_fork_that_the_machine_refuses_is_its_failure(crowded: Path, tmp_path: Path) -> None:

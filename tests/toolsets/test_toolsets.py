@@ -315,7 +315,7 @@ def test_all_leaves_out_what_cannot_work_here_or_must_be_asked_for(
     assert [toolset.name for toolset in resolved] == toolsets
     warnings = [record.getMessage() for record in caplog.records]
     is_all = enabled is None or "all" in enabled
-    assert warnings == (["toolset broken is left out: install it"] if is_all else [])
+    assert warnings == (["The toolset broken is not offered: install it"] if is_all else [])
 
 
 def test_a_named_toolset_that_cannot_work_here_is_an_error() -> None:

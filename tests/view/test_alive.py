@@ -122,4 +122,4 @@ def test_a_run_is_watched_steered_and_read_to_its_end(tmp_path: Path) -> None:
                     record = viewer.get(f"{RUN}/record", id=id)["record"]
                     assert record["messages"][: len(live["messages"])] == live["messages"]
     log = (runs / "r" / "run.log").read_text()
-    assert "asked: pause: paused" in log
+    assert "asked for `pause`. Done: paused" in log

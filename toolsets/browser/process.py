@@ -301,7 +301,7 @@ async def _stop(shared: _Shared) -> None:
     try:
         await chromium.resources.aclose()
     except Exception as error:
-        _log.warning("the browser did not stop in order: %s", _first_line(error))
+        _log.warning("The browser did not stop in order: %s", _first_line(error))
 
 
 async def _start(guard: Guard, *, after: _Shared) -> Chromium:
@@ -317,7 +317,12 @@ async def _start(guard: Guard, *, after: _Shared) -> Chromium:
             why = _first_line(error) or type(error).__name__
             if (message := machine_failure(error) or machine_failure_in(why)) is not None:
                 raise HostError(f"the browser does not start: {message}") from error
-            _log.warning("browser %s does not start %s: %s", executable, mode.name, why)
+            _log.warning(
+                "The browser %s does not start %s, and another way is tried: %s",
+                executable,
+                mode.name,
+                why,
+            )
     raise ToolError("the browser could not be started")
 
 

@@ -230,7 +230,7 @@ class BrowserSession:
             async with asyncio.timeout(_CLOSE_S):
                 await page.close()
         except Exception as error:
-            _log.info("a page that does not respond cannot be closed: %r", error)
+            _log.info("A page that does not respond cannot be closed, so all pages are: %r", error)
             await self._close_context()
 
     async def _close_context(self) -> None:
@@ -242,7 +242,7 @@ class BrowserSession:
             async with asyncio.timeout(_CLOSE_S):
                 await context.close()
         except Exception as error:
-            _log.info("a browser context was not closed: %s", error)
+            _log.info("The pages of a conversation were not closed: %s", error)
 
     async def _describe(self, error: Exception) -> ToolError:
         from playwright.async_api import TimeoutError as ActionTimeout

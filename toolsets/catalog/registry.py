@@ -215,7 +215,7 @@ def _list_all(known: Mapping[str, Toolset]) -> list[str]:
         if (problem := toolset.problem()) is None:
             names.append(name)
         else:
-            _log.warning("toolset %s is left out: %s", name, problem)
+            _log.warning("The toolset %s is not offered: %s", name, problem)
     return names
 
 

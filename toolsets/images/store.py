@@ -206,7 +206,7 @@ class ImageStore:
         images = list(images_in(self.directory))
         problems = [item for item in images if isinstance(item, ImageError)]
         for problem in problems:
-            _log.warning("an image cannot be read: %s", problem)
+            _log.warning("An image cannot be read and is not used: %s", problem)
         return [item for item in images if isinstance(item, StoredImage)], problems
 
     @property
@@ -264,7 +264,7 @@ class ImageStore:
             return dict(layers)
 
     def _unpack(self, image: StoredImage, place: Path) -> None:
-        _log.info("unpacking image %s of %s", image.digest, image.source)
+        _log.info("The image %s of %s is unpacked.", image.digest, image.source)
         config = image.configuration()
         diff_ids = _diff_ids(config, len(image.layers))
         others = [ids for digest, ids in self._layers.items() if digest != image.config_digest]

@@ -73,7 +73,7 @@ class Link:
         try:
             connection = await self._connect()
         except StartError as error:
-            _log.warning("mcp: %s", error)
+            _log.warning("An MCP server could not be started again: %s", error)
             raise ServerError(f"the server {self._name!r} could not be started again") from error
         garbage = connection.garbage
         try:
@@ -92,7 +92,12 @@ class Link:
             if not connection.is_broken:
                 connection.is_broken = True
                 stderr = connection.last_stderr()
-                _log.warning("mcp server %s died: %s%s", self._name, _describe(error), stderr)
+                _log.warning(
+                    "The MCP server %s died, and the next call starts it again: %s%s",
+                    self._name,
+                    _describe(error),
+                    stderr,
+                )
             what = "sent JSON that is nested too deeply" if connection.is_too_deep else "died"
             raise ServerError(f"the server {self._name!r} {what} during the call") from error
         connection.late = 0
@@ -236,7 +241,7 @@ class _Connection:
             elif not isinstance(error, Exception):
                 raise
             else:
-                _log.info("mcp server %s ended: %s", self._name, _describe(error))
+                _log.info("The MCP server %s ended: %s", self._name, _describe(error))
 
     def _start_error(self, error: BaseException) -> Exception:
         first = _first_error(error)

@@ -130,5 +130,8 @@ async def _start(template: SandboxTemplate) -> Channel | None:
         if reply.refused in HOST_ERRNOS:
             raise HostError(f"cannot start a sandbox: {describe_errno(reply.refused)}")
         problem = os.strerror(reply.refused)
-    log.warning("sandboxes start slower here, each by itself: one cannot be forked (%s)", problem)
+    log.warning(
+        "Sandboxes start by themselves, which is slower, because none can be forked here: %s",
+        problem,
+    )
     return None

@@ -19,8 +19,7 @@ from agent.models.connection import DIRECT_CONNECTION
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object
-from agent.models.providers import NO_KEY
-from agent.models.resolve import PLACEHOLDER
+from agent.models.providers import NO_KEY, PLACEHOLDER
 from agent.models.sdk_clients import connect, open_client
 from batch_trajectories.basics.errors import HostError
 from batch_trajectories.basics.text import clip

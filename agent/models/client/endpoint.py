@@ -195,7 +195,7 @@ class UnsupportedOptions:
             self._remember_no_id(field, error)
             return
         log.warning(
-            "%s at %s refuses %s: asked %s from now on (%s)",
+            "The model %s at %s refuses %s. It is asked %s from now on: %s",
             self._settings.name,
             self._settings.base_url,
             what,
@@ -206,7 +206,11 @@ class UnsupportedOptions:
     def _remember_no_id(self, field: str, error: ModelError) -> None:
         where = field if field != _SESSION else ", ".join(self._settings.session_headers)
         place = f"{self._settings.name} at {self._settings.base_url}"
-        log.info("%s refuses the id of a conversation: %s", place, error)
+        log.info(
+            "The model %s refuses the id of a conversation and is asked without it from now on: %s",
+            place,
+            error,
+        )
         # The same text in all workers, so without the error, which may have an id of the request.
         self._say(
             f"{place} refuses the id of a conversation ({where}): asked without it from now on, so "

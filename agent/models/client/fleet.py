@@ -171,7 +171,11 @@ class Fleet:
                 url = self._urls[number].removesuffix("/v1") + self._health_path
                 status = await self._transports[number].fetch_status(url, timeout_s)
         except HostError as error:
-            log.warning("no look at %s: %s", self._urls[number], error)
+            log.warning(
+                "The health of %s was not checked, because this machine failed: %s",
+                self._urls[number],
+                error,
+            )
             status = 200  # this machine failed, not the replica
         finally:
             self._checking.discard(number)
@@ -186,7 +190,7 @@ class Fleet:
         """Log a change of a replica's state."""
         if (now := self._replicas.state(number)) != before:
             why = f": {error}" if error is not None else ""
-            log.info("%s is %s%s", self._urls[number], now, why)
+            log.info("The server %s is now %s%s", self._urls[number], now, why)
 
 
 class _Pace:

@@ -76,7 +76,7 @@ class CommandKey:
             except KeyCommandError as error:
                 if not self._key or self._key == rejected:
                     raise
-                log.warning("%s; the last key is used on", error)
+                log.warning("The last key is used on, because there is no new one: %s", error)
                 self._due_at = time.monotonic() + _RETRY_S
             return self._key
 

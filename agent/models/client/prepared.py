@@ -17,8 +17,7 @@ from agent.models.dialects.dialect import get_dialect
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
-from agent.models.providers import NO_KEY
-from agent.models.resolve import PLACEHOLDER
+from agent.models.providers import NO_KEY, PLACEHOLDER
 from agent.models.sdk_clients import UnusableClient, client_sdk, connect, is_async, open_client
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip

@@ -252,7 +252,7 @@ def finish_broken_stream(assembly: Assembly, error: ModelError, api: str) -> byt
     if not (has_reason and is_usable(api, body)):
         error.paid = read_paid(api, body)
         raise error
-    log.debug("a stream was broken after the end of its reply: %s", error)
+    log.debug("A stream was broken after the end of its reply, which is complete: %s", error)
     return body
 
 
@@ -370,12 +370,12 @@ class StreamReader:
                 raise ModelError(
                     "timeout", f"the stream was silent for {self._idle_timeout_s:g} s"
                 ) from error
-            log.debug("a stream was left open after the end of its reply")
+            log.debug("A stream was left open after the end of its reply, which is complete.")
             return
         except aiohttp.ClientError as error:
             if not assembly.has_reason:
                 raise
-            log.debug("a stream was cut after the end of its reply: %s", error)
+            log.debug("A stream was cut after the end of its reply, which is complete: %s", error)
             return
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             async with asyncio.timeout(_TAIL_S):

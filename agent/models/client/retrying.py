@@ -57,8 +57,8 @@ class Retry(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: {self.message}; attempt {self.attempt}, next in {self.wait_s:.1f} s, "
-            f"given up in {self.left_s:.0f} s"
+            f"a call failed in attempt {self.attempt}, is repeated in {self.wait_s:.1f} s and "
+            f"given up in {self.left_s:.0f} s: {self.kind}: {self.message}"
         )
 
 
@@ -81,6 +81,7 @@ class RetryingModel:
         """
         self._adapter = adapter
         self._key = Key(api_key)
+        self._key_source = settings.source_of(api_key)
         self._answered_at = -math.inf
         self._usual_endings: set[str] = set()
         self._on_retry = on_retry
@@ -175,7 +176,7 @@ class RetryingModel:
             error.has_answered_others = self._answered_at > began_at - _RECENTLY_S
             error.args = (self._key.remove_from_text(str(error)),)
             error.endpoint = self.asked.base_url
-            error.key_source = self.asked.key_source
+            error.key_source = self._key_source
             if error.paid is not None and request.on_unreadable is not None:
                 request.on_unreadable(add_cost(error.paid, self.asked))
             raise
@@ -195,8 +196,8 @@ class RetryingModel:
         if patience.has_doubted:
             self._usual_endings.add(word)
             log.warning(
-                "%s ends replies with %r, %s: they are taken as complete, and the records have the "
-                "word",
+                "%s ends replies with %r, %s. They are taken as complete, and the records have the "
+                "word.",
                 self.asked.reference or self.asked.name,
                 word,
                 _why_doubted(word),

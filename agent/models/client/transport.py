@@ -244,7 +244,9 @@ class Transport:
                     if not await preparer.renew(prepared):
                         raise
                 renewals += 1
-                log.info("%s: the credentials were rejected; sent again with others", error)
+                log.info(
+                    "The credentials were refused, so the call is sent again with others: %s", error
+                )
 
     async def relay(self, request: RelayRequest, settings: ModelSettings) -> bytes:
         """Send another program's request unchanged, but with the endpoint's credentials.
@@ -377,7 +379,9 @@ class Transport:
         cleaned = (key or self._key).remove_from(body)
         if cleaned is not body and not self._was_echoed:
             self._was_echoed = True
-            log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
+            log.warning(
+                "%s sent the API key back; the key is removed from its replies.", self._base_url
+            )
         return cleaned
 
     async def fetch_status(self, url: str, timeout_s: float) -> int | None:

@@ -182,7 +182,9 @@ class RunBudget:
                 "the run, then `resume RUN --max_run_cost_usd=N`"
             )
         if self._shared is not None:
-            raise ValueError("max_run_cost_usd is shared with other runs, which would not know")
+            raise ValueError(
+                "max_run_cost_usd is shared with other runs, which would not know of the change"
+            )
         if usd < self.budget.usd:
             now = f"${self.budget.usd:g}"
             raise ValueError(f"max_run_cost_usd can only be raised during the run; it is {now}")
@@ -249,7 +251,7 @@ class BudgetLog:
         lines = path.read_bytes().splitlines() if path.exists() else []
         for number, text in enumerate(lines, 1):
             if (line := _read_line(text)) is None:
-                log.warning("%s:%d: skipped: not a line of the budget log", path, number)
+                log.warning("Line %s:%d is no line of the budget log and is skipped.", path, number)
             else:
                 self._count(**line)
         self._path = path

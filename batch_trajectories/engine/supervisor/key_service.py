@@ -95,10 +95,13 @@ class _Command:
             try:
                 key = self._source.read(self._key if rejected else None)
             except KeyCommandError as error:
-                log.warning("%s", error)
+                log.warning("No new key, and it is asked for again: %s", error)
                 self._problem = str(error)
             else:
                 if key != self._key:
                     self._key, self._number = key, self._number + 1
-                    log.info("key command: key number %d", self._number)
+                    log.info(
+                        "The key command printed key number %d, which calls use from now on.",
+                        self._number,
+                    )
             self._broadcast(self.message())

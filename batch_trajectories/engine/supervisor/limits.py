@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import endpoint_url
+from batch_trajectories.basics.text import plural
 from batch_trajectories.config.endpoints import EndpointLimits
 from batch_trajectories.engine.executor import WorkerHandle
 from batch_trajectories.engine.messages import Load, SetLimits
@@ -117,6 +118,15 @@ class RunLimits:
         """
         is_busy = self._busy_heartbeats > self._heartbeats / 2
         return [shared.report(is_busy=is_busy) for shared in self._endpoints.values()]
+
+
+def describe_calls(report: Mapping[str, Any]) -> str:
+    """A sentence about one endpoint of `RunLimits.report`."""
+    return (
+        f"{report['endpoint']} answered {plural(report['replies'], 'call')}, refused "
+        f"{report['refused']:,} (429) and failed {report['failed']:,} in other ways. At most "
+        f"{report['in_flight_max']:,} were in flight at once, limited by {report['limited_by']}."
+    )
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ from batch_trajectories.engine.supervisor.budget import (
     set_aside_damaged,
     sum_up_earlier_starts,
 )
-from batch_trajectories.engine.supervisor.limits import RunLimits
+from batch_trajectories.engine.supervisor.limits import RunLimits, describe_calls
 from batch_trajectories.engine.supervisor.progress import Progress
 from batch_trajectories.engine.supervisor.refusals import Refusals
 from batch_trajectories.engine.supervisor.run_watch import WhyRejected
@@ -84,6 +84,16 @@ class Outcome:
     """The budget of the run stopped the start."""
     is_hopeless: bool = False
     """A rule of `--stop_if` stopped the start."""
+
+    def describe(self) -> str:
+        """A sentence about the end of the start, for run.log."""
+        if self.stopped_by is not None:
+            return f"The start ends early: {self.stopped_by}"
+        if self.signal is not None:
+            return (
+                f"The start ends early, because the signal {signal.Signals(self.signal).name} came."
+            )
+        return "The start ends, because all its tasks have ended."
 
     def to_json(self) -> dict[str, Any]:
         """The values for summary.json."""
@@ -127,10 +137,18 @@ def _run_batch(
     why_rejected: WhyRejected | None,
 ) -> Outcome:
     log_to(run_dir.path / LOG_FILE, plan.config.log_level)
-    log.info("start; config digest %s\n%s", run_dir.digest, describe(plan))
+    log.info("A start of the run begins; the digest of its config is %s.", run_dir.digest)
+    for line in describe(plan).split("\n"):
+        what, _, value = line.partition(" ")
+        log.info("Its %s: %s", what, value.strip())
     for name, server in (plan.config.mcp or {}).items():
         for tool in server.listed or ():
-            log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
+            log.info(
+                "The MCP server %s offers the tool %r, described as %r.",
+                name,
+                tool.name,
+                tool.description,
+            )
     hide_environment()
     allow_many_files()
     try:
@@ -138,8 +156,9 @@ def _run_batch(
     except DatasetChanged:
         (run_dir.path / DATASET_INDEX).unlink(missing_ok=True)
         raise
-    log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
-    log.info("calls: %s", outcome.limits)
+    for calls in outcome.limits:
+        log.info("Calls of this start: %s", describe_calls(calls))
+    log.info("%s", outcome.describe())
     return outcome
 
 
@@ -545,7 +564,7 @@ def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:
             if path.name.startswith(TEMPORARY) or bytes.fromhex(name) in settled:
                 remove_tree(path)
         except (ValueError, OSError) as error:
-            log.warning("not removed: %s: %s", path, error)
+            log.warning("The workspace %s is not needed but could not be removed: %s", path, error)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Steering:
             try:
                 line = read_object(content)
             except DamagedLine as error:
-                log.warning("%s: skipped a line: %s", self._path, error)
+                log.warning("A line of %s cannot be read and is skipped: %s", self._path, error)
                 continue
             if line.get("to") == self._me:
                 self._answer(line)
@@ -79,7 +79,7 @@ class Steering:
             is_refused = False
         except (_Refused, ValueError, RunError) as error:
             text, is_refused = str(error), True
-        log.info("%s asked: %s: %s%s", who, do, "refused: " if is_refused else "", text)
+        log.info("%s asked for `%s`. %s: %s", who, do, "Refused" if is_refused else "Done", text)
         if not is_refused:
             # Of limits only the present ones are of interest later.
             self._start.progress.say(f"{text} (asked by {who})", keep=do != "limits")

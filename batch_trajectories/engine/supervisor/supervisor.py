@@ -353,7 +353,9 @@ class Supervisor:
         if not self._pool.reap(worker):
             return
         why = f": {worker.last_words}" if worker.last_words else ""
-        log.warning("%s died holding %d tasks%s", worker.name, len(worker.assigned), why)
+        held = plural(len(worker.assigned), "task")
+        follows = "another worker takes over" if self._stop_reason is None else "the run stops"
+        log.warning("%s died with %s, and %s%s", worker.name, held, follows, why or ".")
         if self._batches is not None:
             for key in worker.assigned:
                 self._batches.leave(key)

@@ -263,7 +263,10 @@ class WorkerPool:
             if not worker.ready:
                 patience_s = max(patience_s, _START_TIMEOUT_S)
             if now - worker.heard_at > patience_s and not worker.is_waiting:
-                log.warning("%s is silent and will be replaced", worker.name)
+                log.warning(
+                    "%s does not answer any more; it is ended, and another worker takes its place.",
+                    worker.name,
+                )
                 worker.heard_at = now
                 worker.kill()
 

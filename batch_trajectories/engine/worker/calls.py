@@ -157,9 +157,10 @@ class Calls:
     @staticmethod
     def describe(error: ModelError) -> str:
         """Why an endpoint stops the run, and what to check."""
-        message = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
+        rule = RULES[error.kind]
+        message = f"{error.endpoint}: {rule.meaning}: {str(error).rstrip('.')}."
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
-            message = f"{message.rstrip('.')}. {error.key_source}"
+            message += f" {error.key_source} {rule.remedy}"
         return message
 
     def receive(self, message: AboutCalls) -> None:

@@ -390,7 +390,14 @@ async def collect(context: ToolContext, check: Check, task_id: str) -> None:
             how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
             output = clip((result.stderr or result.stdout).strip(), max_chars=_COMMAND_CHARS)
             shown = clip(command.command, max_chars=_COMMAND_CHARS)
-            log.warning("%s: `check.collect`: %r: %s: %s", task_id, shown, how, output)
+            log.warning(
+                "Task %s: the command %r of `check.collect` failed (%s), and the check goes on "
+                "without it; it printed: %s",
+                task_id,
+                shown,
+                how,
+                output,
+            )
 
 
 async def judge(

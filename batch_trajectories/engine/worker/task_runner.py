@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +69,9 @@ if TYPE_CHECKING:
     from batch_trajectories.engine.worker.reward_functions import RewardFunctions
 
 log = logging.getLogger(__name__)
+
+TASK_ID: ContextVar[str] = ContextVar("TASK_ID")
+"""The task that the current coroutine works for, so that logs of its calls can name it."""
 
 
 @dataclass(slots=True)
@@ -165,6 +169,7 @@ class TaskRunner:
 
     async def run(self, task: Task, assignment: Assignment) -> TaskEnded:
         """Run one task; return the message about its end, whatever happens."""
+        TASK_ID.set(task.id)
         try:
             return await self._run_attempt(task, assignment)
         except Stopped:
@@ -180,7 +185,10 @@ class TaskRunner:
                     self._stops.halt(f"{task.id}: {message}")
                     return TaskReleased(task.key)
                 # Its record cannot be made, but the parent must know of the attempt.
-                log.exception("%s: cannot make a record of its failure", task.id)
+                log.exception(
+                    "Task %s failed, and no record of it can be made (a bug in this program).",
+                    task.id,
+                )
                 return _failed(task, _failure(task, assignment, "internal", traceback.format_exc()))
         finally:
             self._trajectories.pop(task.key, None)
@@ -205,13 +213,19 @@ class TaskRunner:
     def _report_error(self, task: Task, assignment: Assignment, error: BaseException) -> TaskEnded:
         """The message about a task that ended with an unexpected error."""
         if (message := machine_failure(error)) is not None:
-            log.error("%s: the machine failed", task.id, exc_info=error)
+            log.error(
+                "Task %s: the machine failed, so the run stops and the task runs again later.",
+                task.id,
+                exc_info=error,
+            )
             self._stops.halt(f"{task.id}: {message}")
         if self._stops.is_stopping:
             return TaskReleased(task.key)
         kind, trace = "stopped", "a person stopped this conversation"
         if task.key not in self.cancelled:
-            log.error("%s: a bug in this program", task.id, exc_info=error)
+            log.error(
+                "Task %s: this attempt failed by a bug in this program.", task.id, exc_info=error
+            )
             kind, trace = "internal", "".join(traceback.format_exception(error))
         failure = _failure(task, assignment, kind, trace)
         if assignment.attempt < self._config.max_attempts:
@@ -274,8 +288,13 @@ class TaskRunner:
         finally:
             await work.context.close(remove=False)
         turns = trajectory.turns if (calls := trajectory.agent_calls) is None else len(calls.live)
-        why = f" ({failure.error_class}): {single_line(failure.message)}" if failure else ""
-        log.info("%s: %s after %s%s", task.id, work.end.status, plural(turns, "turn"), why)
+        log.info(
+            "Task %s ended as %s after %s%s",
+            task.id,
+            work.end.status,
+            plural(turns, "turn"),
+            self._what_follows(failure, assignment),
+        )
         if failure and assignment.attempt < self._config.max_attempts:
             return _failed(task, failure)
         self._not_durable[task.key] = work.context
@@ -286,9 +305,25 @@ class TaskRunner:
                 scores = await self._rewards.scores(record, root)
             for score in scores:
                 if score["error"] is not None:
-                    log.warning("%s: --reward=%s: %s", task.id, score["source"], score["error"])
+                    log.warning(
+                        "Task %s gets no reward from --reward=%s: %s",
+                        task.id,
+                        score["source"],
+                        score["error"],
+                    )
             record = add_scores(record, scores)
         return _finished(task, record, failure)
+
+    def _what_follows(self, failure: Failure | None, assignment: Assignment) -> str:
+        """The end of the sentence about a task: why it failed, and whether it runs again."""
+        if failure is None:
+            return "."
+        attempts = self._config.max_attempts
+        if assignment.attempt < attempts:
+            follows = f"attempt {assignment.attempt} of {attempts}, the next start tries it again"
+        else:
+            follows = "it has no attempts left"
+        return f" ({follows}): {failure.error_class}: {single_line(failure.message)}"
 
     async def do(self, work: Work) -> None:
         """Prepare the workspace, hold the conversation, run the check, and store the outcome on
@@ -337,7 +372,7 @@ class TaskRunner:
                 raise
             work.check = make_unjudged(str(error))
         if work.check is not None and (why := work.check.get("error")) is not None:
-            log.warning("%s: its check gave no reward: %s", work.task.id, why)
+            log.warning("Task %s gets no reward from its check: %s", work.task.id, why)
 
     def _count_turns(self, work: Work) -> int | None:
         """The turns of this run's model; None if an agent's calls decide later what they are."""

@@ -59,7 +59,7 @@ from batch_trajectories.engine.messages import (
     no_counters,
 )
 from batch_trajectories.engine.worker.calls import Calls
-from batch_trajectories.engine.worker.task_runner import TaskRunner
+from batch_trajectories.engine.worker.task_runner import TASK_ID, TaskRunner
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Journal, JournalWriter
@@ -117,7 +117,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
         if (message := machine_failure(error)) is None:
             raise
         if log.hasHandlers():  # not where it is the log that cannot be opened
-            log.exception("the machine failed")
+            log.exception("The machine failed, so the run stops; the traceback says what failed.")
         connection.send_bytes(encode(HaltRun(f"a worker cannot work: {message}")))
         sys.exit(1)
 
@@ -317,7 +317,10 @@ class Worker:
         """Wait for the removals; one that failed is logged, and its files are left."""
         for failure in await asyncio.gather(*self._removals, return_exceptions=True):
             if isinstance(failure, BaseException):
-                log.error("the files of a task were not removed", exc_info=failure)
+                log.error(
+                    "The files of a finished task were not removed; its record is safe.",
+                    exc_info=failure,
+                )
 
     def _abandon(self) -> None:
         """The grace period is over: cancel running turns; the next start repeats them."""
@@ -330,7 +333,10 @@ class Worker:
         Rate limits of an endpoint that has answered are not an outage.
         """
         url = settings.base_url or ""
-        log.info("%s: %s", url, retry)
+        if task_id := TASK_ID.get(""):
+            log.info("Task %s at %s: %s", task_id, url, retry)
+        else:
+            log.info("At %s: %s", url, retry)
         now = time.monotonic()
         is_reported = now - self._reported_at.get(url, -_REPORT_EVERY_S) < _REPORT_EVERY_S
         if is_reported or (retry.kind == "rate_limited" and url in self._calls.proven):
@@ -346,7 +352,7 @@ class Worker:
         if message is None:
             loop.default_exception_handler(context)
             return
-        log.error("the machine failed", exc_info=error)
+        log.error("The machine failed, so the run stops.", exc_info=error)
         self.halt(f"a worker cannot continue: {message}")
         self._outbox.put(None)
         self._sender.join()

@@ -209,7 +209,7 @@ class Workspaces:
             self._has_python[key] = code == 0
             if code:
                 log.warning(
-                    "%s has no python3 (3.8 or later): the tool python is not offered in it",
+                    "The tool python is not offered in %s, which has no python3 (3.8 or later).",
                     name,
                 )
         return self._has_python[key]

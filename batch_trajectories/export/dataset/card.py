@@ -10,9 +10,11 @@ import yaml
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export.dataset.earlier import all_parts
+from batch_trajectories.export.dataset.losses import kind_of_loss, task_counts
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
+from batch_trajectories.export.training_files import FAILED
 
 _LISTS: dict[str, dict[str, Any]] = {
     "turns": {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]},
@@ -273,8 +275,14 @@ def _choices(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
 
 def _left_out(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     """A table of what was left out by reason, and what rows were searched for."""
-    counts = [(key, manifest[key]) for key in ("discarded", "failed", "pending")]
-    counts += list(manifest["rejected_by_reason"].items())
+    reasons = manifest["rejected_by_reason"]
+    known = task_counts(manifest)
+    counts = [(key, known.get(key, 0)) for key in ("discarded", FAILED, "pending")]
+    counts += [
+        (f"{kind_of_loss(reason)}: {reason}", count)
+        for reason, count in reasons.items()
+        if reason != FAILED
+    ]
     yield from _table(
         ("of tasks", f"{manifest['tasks']:,}"),
         [

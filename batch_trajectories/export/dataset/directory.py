@@ -34,7 +34,7 @@ from batch_trajectories.basics.errors import (
     help_for_write,
     stop_on_machine_failure,
 )
-from batch_trajectories.basics.text import first_few, plural
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
 from batch_trajectories.export.dataset.card import card, model_name
@@ -44,6 +44,7 @@ from batch_trajectories.export.dataset.earlier import (
     run_names,
     written_folders,
 )
+from batch_trajectories.export.dataset.losses import describe_losses
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.format import load_format
 from batch_trajectories.export.rows.recipe import Recipe
@@ -184,23 +185,6 @@ def _refuse_no_rows(
                 f"({describe_losses(manifest, part)}). The files of the earlier export stay; "
                 "--replace removes them"
             )
-
-
-def describe_losses(manifest: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> str:
-    """Why there are no more rows: "9 tasks: 3 pending, 6 rejected as require_passed".
-
-    `manifest` is that of a dataset, and `part` its part about a format; or `manifest` is that of
-    the training file, which has no parts.
-    """
-    counts = [(manifest[key], key) for key in ("discarded", "failed", "pending")]
-    counts.append((manifest.get("partial", 0), "ended early"))
-    for told, by_reason in (
-        ("rejected", manifest["rejected_by_reason"]),
-        ("not used", (part or {}).get("rejected_by_reason", {})),
-    ):
-        counts += [(count, f"{told} as {reason}") for reason, count in by_reason.items()]
-    losses = ", ".join(f"{count:,} {what}" for count, what in sorted(counts, reverse=True) if count)
-    return f"{plural(manifest['tasks'], 'task')}: {losses or 'none ended'}"
 
 
 def say_removed(directory: Path | str, gone: Collection[str]) -> None:

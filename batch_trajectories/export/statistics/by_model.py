@@ -36,8 +36,9 @@ class ByModel:
         """A dictionary per model; empty with fewer than two models.
 
         Models of `order`, as in a cascade, come first, then the others by name. Keys: `model`,
-        `records`, `judged`, `passed`, `cost_usd` (without the records of `cost_unknown`) and
-        `passed_per_dollar`, which is None if nothing was paid or a cost is unknown.
+        `records`, `judged`, `passed`, `cost_usd` (without the tasks of `cost_unknown`; None if no
+        cost is known) and `passed_per_dollar`, which is None if nothing was paid or a cost is
+        unknown.
         """
         if len(self._counts) < 2:
             return []
@@ -51,7 +52,7 @@ class ByModel:
         return {
             "model": model,
             **{name: counts[name] for name in ("records", "judged", "passed")},
-            "cost_usd": dollars,
+            "cost_usd": None if counts["unknown"] and not dollars else dollars,
             "cost_unknown": counts["unknown"],
             "passed_per_dollar": counts["passed"] / dollars if is_known else None,
         }
@@ -61,10 +62,12 @@ def as_text(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Format the figures as a table."""
     width = max([30, *(len(one["model"]) for one in models)]) + 2
     if models:
-        yield f"{'model':<{width}}{'records':>10}{'passed':>10}{'dollars':>12}{'passed per $':>14}"
+        yield f"{'model':<{width}}{'tasks':>10}{'passed':>10}{'dollars':>12}{'passed per $':>14}"
     for one in models:
         per_dollar = one["passed_per_dollar"]
-        dollars = f"{one['cost_usd']:,.4f}" if one["cost_usd"] or not one["cost_unknown"] else "?"
+        dollars = "unknown"
+        if one["cost_usd"] or not one["cost_unknown"]:
+            dollars = f"{one['cost_usd']:,.4f}"
         yield (
             f"{one['model']:<{width}}{one['records']:>10,}{one['passed']:>10,}{dollars:>12}"
             f"{'-' if per_dollar is None else f'{per_dollar:,.4g}':>14}"

@@ -80,8 +80,8 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
         if is_sampled and "not_needed" in funnel:
             note = f"  up to {samples:,} samples per row; {funnel['not_needed']:,} not needed"
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
-        # Passing is a verdict: files have rows that did not pass, unless a filter leaves them out.
-        yield from _lost_lines(step["lost"], "of these" if step["name"] == "completed" else _LOST)
+        # A step says how tasks stand. Which of them a file has is said of each export.
+        yield from _lost_lines(step["lost"], _LABELS.get(step["name"], "of these"))
     for export in funnel["exports"]:
         outdated = "; conversations have ended since, export again" if export["outdated"] else ""
         yield (
@@ -97,6 +97,8 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
 
 
 _LOST = "left out"
+_LABELS = {"rows": "discarded", "audited": _LOST}
+"""What becomes of those that do not reach the next step; other steps tell it by the reason."""
 
 
 def _lost_lines(lost: Mapping[str, int], label: str = _LOST) -> Iterator[str]:

@@ -48,7 +48,7 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
     "interrupted_calls": HealthCheck(0.01, 20, "calls were interrupted by a stop of the run"),
     "failing_tools": HealthCheck(0, 1, "tools failed in every one of 10 calls or more"),
     "failing_prompts": HealthCheck(
-        0, 1, "prompts failed 3 times or more, always for the same reason"
+        0, 1, "prompts were tried 3 times or more and never completed, always for the same reason"
     ),
     "cache_misses": HealthCheck(
         0.1,

@@ -206,7 +206,7 @@ def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
     if by_name := figures["by_name"]:
         grouped = any("groups" in one for one in by_name.values())
         more = f"{'groups':>10}{'std in group':>14}{'all equal':>11}" if grouped else ""
-        yield f"{'reward':<24}{'records':>10}{'mean':>12}{'std':>12}{more}"
+        yield f"{'reward':<24}{'tasks':>10}{'mean':>12}{'std':>12}{more}"
         for name, one in by_name.items():
             more = (
                 f"{one['groups']:>10,}{_number(one['mean_group_std']):>14}"

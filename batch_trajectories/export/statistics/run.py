@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
-from batch_trajectories.engine.run_totals import read_spending, spent_by_judges
+from batch_trajectories.engine.run_totals import (
+    describe_dollars,
+    known_usd,
+    read_spending,
+    spent_by_judges,
+)
 from batch_trajectories.export.conversation.own_work import (
     AuthoredWork,
     user_tool_names,
@@ -184,7 +189,7 @@ class RunStatistics:
         return any(turn.reasoning for turn in conversation.own_turns)
 
     def to_json(self, price_of: PriceOf | None = None) -> dict[str, Any]:
-        """The statistics as `stats --json` has them. Unknown costs are counted apart, not as zero.
+        """The statistics as `stats --json` has them. A cost of which nothing is known is None.
 
         `price_of` is for the cost of tokens that caches missed.
         """
@@ -205,7 +210,7 @@ class RunStatistics:
             "caches": self.health.caches.to_json(price_of),
             **self._agreement.to_json(),
             "cost_usd": {
-                "known_total": self._cost,
+                "known_total": known_usd(self._cost, self._unknown_costs),
                 "records_of_unknown_cost": self._unknown_costs,
                 # All costs, divided by the conversations that are kept.
                 "per_kept": self._cost / self._kept if self._kept and self._cost else None,
@@ -247,9 +252,9 @@ def compute_statistics(
     spent, judges = read_spending(run_dir, max_attempts), spent_by_judges(run_dir)
     figures = statistics.to_json(price_of)
     figures["cost_usd"] |= {
-        "spent_in_all": spent.usd,
+        "spent_in_all": spent.known_usd,
         "spent_unknown": spent.unknown,
-        "judges": judges.usd,
+        "judges": judges.known_usd,
         "judges_unknown": judges.unknown,
     }
     return figures
@@ -259,7 +264,7 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     """Format the statistics as tables; `shares` are the wanted shares of toolsets, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in figures["rows"].items())
     kept = f"kept for training {figures['kept']:,}"
-    yield f"{plural(figures['records'], 'record')}: {statuses or 'none'}; {kept}"
+    yield f"{plural(figures['records'], 'task')} ended: {statuses or 'none'}; {kept}"
     if text := describe(Checks(**figures["checks"])):
         yield text
     if "labels" in figures:
@@ -276,7 +281,7 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
         yield from reason_lines(figures["failed_score_reasons"])
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
-    yield f"{'per record':<20}" + "".join(f"{name:>14}" for name in head)
+    yield f"{'per task':<20}" + "".join(f"{name:>14}" for name in head)
     for name, spread in figures["per_record"].items():
         yield f"{name:<20}" + _numbers(spread)
     yield from _tools(figures["tools"])
@@ -298,17 +303,13 @@ def _reasoning(reasoning: Mapping[str, Any]) -> Iterator[str]:
 
 def _costs(figures: Mapping[str, Any]) -> Iterator[str]:
     cost = figures["cost_usd"]
-    if cost["records_of_unknown_cost"] < figures["records"]:
-        text = f"cost ${cost['known_total']:.4f}"
-        if cost["per_kept"] is not None:
-            text += f", ${cost['per_kept']:.4f} per kept trajectory"
-        if unknown := cost["records_of_unknown_cost"]:
-            text += f"; unknown for {plural(unknown, 'record')}"
-        yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
+    known = describe_dollars(cost["known_total"], cost["records_of_unknown_cost"], "tasks")
+    spent = describe_dollars(cost["spent_in_all"], cost["spent_unknown"], "records and replies")
+    per_kept = cost["per_kept"]
+    each = "" if per_kept is None else f", ${per_kept:.4f} per conversation kept for training"
+    yield f"cost of these tasks {known}{each}; spent in total {spent}"
     if cost["judges"] or cost["judges_unknown"]:
-        unknown = cost["judges_unknown"]
-        text = f"; unknown for {unknown:,} replies" if unknown else ""
-        yield f"judges ${cost['judges']:.4f}{text}"
+        yield f"judges {describe_dollars(cost['judges'], cost['judges_unknown'], 'replies')}"
 
 
 def _tools(tools: Sequence[Mapping[str, Any]], *, title: str = "tool") -> Iterator[str]:
@@ -316,13 +317,18 @@ def _tools(tools: Sequence[Mapping[str, Any]], *, title: str = "tool") -> Iterat
         return
     yield ""
     columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
-    yield f"{title:<24}" + "".join(f"{name:>12}" for name in columns)
-    for tool in tools:
+    called = [tool for tool in tools if tool["count"]]
+    if called:
+        yield f"{title:<24}" + "".join(f"{name:>12}" for name in columns)
+    for tool in called:
         yield (
             f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
             f"{tool['failure_rate']:>12g}"
             + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
         )
+    if never := [tool["tool"] for tool in tools if not tool["count"]]:
+        whose = "" if title == "tool" else f"{title}: "
+        yield f"{whose}offered, but never called: {', '.join(never)}"
 
 
 def _toolsets(toolsets: Sequence[Mapping[str, Any]], shares: Mapping[str, float]) -> Iterator[str]:

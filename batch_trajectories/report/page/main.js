@@ -154,7 +154,8 @@ function onKey(event) {
 function funnelRows({ steps, samples, exports, not_needed: notNeeded }) {
   const line = (name, amount, words) => h("tr", {},
     name ? h("th", { scope: "row" }, name) : h("td"), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
-  const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
+  const lost = (part, label) => Object.entries(part.lost).map(([reason, n]) => line("", n, `${label}: ${visible(reason)}`));
+  const labels = { rows: "discarded", audited: "left out" };
   const masked = (part) => part.masked ? [
     line("", part.masked.turns, `of ${count(part.masked.of)} turns carry no loss`),
     ...Object.entries(part.masked.by_reason).map(([reason, n]) => line("", n, `masked: ${visible(reason)}`)),
@@ -162,11 +163,11 @@ function funnelRows({ steps, samples, exports, not_needed: notNeeded }) {
   const unneeded = notNeeded == null ? "" : `; ${count(notNeeded)} not needed`;
   const notes = { tasks: samples > 1 ? `${unneeded && "up to "}${count(samples)} samples per row${unneeded}` : "" };
   return [
-    ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step)]),
+    ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step, labels[step.name] ?? "of these")]),
     ...exports.flatMap((part) => [
       line("exported", part.rows, `rows of ${part.format} in ${visible(part.path)}, from ${count(part.used)} of ${count(part.tasks)} tasks`
         + (part.outdated ? "; conversations have ended since, export again" : "")),
-      ...lost(part),
+      ...lost(part, "left out"),
       ...masked(part),
     ]),
   ];
@@ -194,7 +195,7 @@ function describeRun() {
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
   const written = meta.written_at ? ` · written ${moment(meta.written_at)}${state}` : "";
   $("about").textContent = `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)}${written}`;
-  $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : meta.is_counting ? "being counted" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
+  $("funnel-words").textContent = meta.funnel ? "and what became of the others" : meta.is_counting ? "being counted" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
   $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
   drawOverview();
   describeCaches(meta.caches);

@@ -194,7 +194,7 @@ const source = {
 
   async read(id) {
     const row = byId.get(id);
-    if (!row) throw new Missing(`There is no trajectory ${visible(id)} in this report.`);
+    if (!row) throw new Missing(`There is no conversation ${visible(id)} in this report.`);
     const { record, form } = await recordOf(row);
     const place = found.indexOf(row);
     const around = {

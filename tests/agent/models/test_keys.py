@@ -233,7 +233,7 @@ def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replie
 @pytest.mark.parametrize(
     ("key_env", "message"),
     [
-        ("none", "No key was sent: "),
+        ("none", "No key is sent (see --key_env)."),
         (None, "The key is that of OPENAI_API_KEY, if it is set (see --key_env)."),
         ("MY_KEY", "The key is that of the environment variable MY_KEY (see --key_env)."),
     ],
@@ -242,3 +242,23 @@ def test_a_refusal_says_whose_key_was_sent(key_env: str | None, message: str) ->
     settings = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=key_env)
     assert settings.key_source.startswith(message)
     assert "variable none" not in settings.key_source
+
+
+@pytest.mark.parametrize(
+    ("key_env", "api_key", "message"),
+    [
+        (None, "no-key", "No key was sent (see --key_env)."),
+        ("none", "no-key", "No key was sent (see --key_env)."),
+        (None, "sk-set-here", "The key is that of the environment variable OPENAI_API_KEY"),
+        ("MY_KEY", "sk-of-mine", "The key is that of the environment variable MY_KEY"),
+        ("none", "sk-given", "The key is the one given as api_key."),
+        ("MY_KEY", "sk-given", "The key is the one given as api_key."),
+    ],
+)
+def test_a_failed_call_says_whose_key_it_carried(
+    key_env: str | None, api_key: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-set-here")
+    monkeypatch.setenv("MY_KEY", "sk-of-mine")
+    settings = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=key_env)
+    assert settings.source_of(api_key).startswith(message)

@@ -199,7 +199,7 @@ def test_a_refused_option_goes_and_all_else_stays(
     assert requests[1:] == expected * 3
     (warnings,) = [record.getMessage() for record in caplog.records if "refuses" in record.message]
     assert warnings.startswith(
-        f"m at {root}{PATHS[api]} refuses --{option}={SENT[option]}: asked without it"
+        f"The model m at {root}{PATHS[api]} refuses --{option}={SENT[option]}. It is asked without"
     )
 
 
@@ -366,7 +366,7 @@ def test_an_endpoint_that_demands_reasoning_gets_a_blank_one(
         ask(root, "openai_chat", QUESTION, said, QUESTION, thought, times=2)
     assert [reply["reasoning_content"] for reply in requests[1]["messages"][1:4:2]] == [" ", "why"]
     assert len(requests) == 3, "the second call asks with it at once"
-    assert "refuses replies without reasoning: asked with a blank one" in caplog.text
+    assert "refuses replies without reasoning. It is asked with a blank one" in caplog.text
 
 
 def test_reasoning_that_an_endpoint_does_not_know_is_not_demanded() -> None:

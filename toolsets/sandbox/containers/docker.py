@@ -128,7 +128,11 @@ def _list_images(engine: str, run: str) -> list[tuple[str, str]]:
     by_label = ("--filter", f"label={RUN_LABEL}={run}", "--format", "{{.ID}} {{.Repository}}")
     done = ask_engine(engine, ["images", *by_label])
     if done.returncode != 0:
-        log.warning("images of the run are not removed: %s images: %s", engine, error_text(done))
+        log.warning(
+            "The images of the run are not removed, because `%s images` failed: %s",
+            engine,
+            error_text(done),
+        )
     listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
     return [(id, name.removeprefix("localhost/")) for id, _, name in listed]
 
@@ -227,7 +231,9 @@ def _end_container(runtime: str, id: str, monitor: int) -> bool:
     done = run_program([runtime, "delete", "--force", id], runtime, _END_TIMEOUT_S)
     if _has_ended(monitor, _END_TIMEOUT_S):
         return True
-    log.warning("container %s lives, and podman does not know it: %s", id[:12], error_text(done))
+    log.warning(
+        "The container %s lives although podman does not know it: %s", id[:12], error_text(done)
+    )
     return False
 
 
