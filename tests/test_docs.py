@@ -56,7 +56,7 @@ FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job|get))[^`\n]*"
     r"|(?:-m (?:tests\.(?:benchmarks|fakes|real)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*"
     r"|--(?:signal|array)="
-    r"|--logprobs-mode|--policy\b"
+    r"|--logprobs-mode|--policy\b|py-spy[^`]*"
 )
 """Commands for programs other than ours."""
 

@@ -59,7 +59,7 @@ def scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> d
             identity["api"],
             is_priced=dataset.get("is_priced", True),
             toolsets=dataset.get("toolsets"),
-            user_toolsets=dataset.get("user_toolsets"),
+            user_toolsets=dataset.get("user_toolsets", ()),
         ),
         "num_samples": config.num_samples,
         "shard": None if config.shard is None else parse_shard(config.shard),

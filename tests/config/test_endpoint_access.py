@@ -287,7 +287,9 @@ def test_what_an_endpoint_sends_back_of_its_secrets_is_removed(
         done = start(tmp_path, {"base_url": root, "headers_env": {"api-key": "GATEWAY"}})
     assert done.returncode == 4
     assert "[API key]" in done.stderr
-    assert "They are in the environment variables of headers_env: GATEWAY." in done.stderr
+    assert (
+        "The credentials are in the environment variables of headers_env: GATEWAY." in done.stderr
+    )
     assert "gateway-key" not in done.stderr
     assert not files_with(tmp_path / "trajectories", "gateway-key-0123456789")
 
@@ -396,7 +398,7 @@ def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> N
         ({**URL, "client_options": {"a": 1}}, "client_options: only with `client`"),
         ({"client": "azzure"}, "did you mean 'azure'?"),
         ({"client": "azure", "key_command": ["x"]}, "not with `client`"),
-        ({}, "base_url: missing; only with `client`"),
+        ({}, "base_url is missing; only an endpoint with `client` needs none"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(endpoint: dict[str, Any], message: str | None) -> None:

@@ -81,7 +81,7 @@ class TestNames:
             ({"endpoints": {"a": {**LOCAL, "key_env": ""}}}, "a.key_env"),
             ({"endpoints": {"openai": LOCAL}}, "is the name of a built-in endpoint"),
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),
-            ({"endpoints": {"a": {}}}, "in a: base_url: missing"),
+            ({"endpoints": {"a": {}}}, "in a: base_url is missing"),
             ({"model": "b:m", "endpoints": {"a": LOCAL}}, "unknown prefix 'b'. Known: a, "),
             ({"model": "Openai:m"}, "unknown prefix 'Openai'; did you mean 'openai'[?] Known: "),
             ({"model": "m", "models": {"a": 1}}, "give one"),

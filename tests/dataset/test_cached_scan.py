@@ -285,7 +285,7 @@ def test_a_run_takes_a_row_that_was_edited_in_place_as_new_work(tmp_path: Path) 
     assert run(tmp_path, **SCRIPTED).returncode == 0
     assert len(ids(run_dir / "records.jsonl")) == 5
     assert "5 records, no problems found" in run(tmp_path, "verify", "r").stdout
-    assert "1 record of rows that" in run(tmp_path, "status", "r").stdout
+    assert "1 task of rows that" in run(tmp_path, "status", "r").stdout
 
 
 @pytest.mark.slow

@@ -333,8 +333,9 @@ def test_a_conversation_whose_check_failed_itself_is_kept_without_a_reward(tmp_p
     assert "did not write reward.txt; exit code 0: no result" in records["silent"]["check"]["error"]
     assert "timed out" in records["slow"]["check"]["error"]
     assert "error" not in records["good"]["check"]
-    assert "checked 1: passed 1 (100.0%), did not pass 0; mean reward 1; 2 checks failed" in (
-        done.stdout
+    assert (
+        "checked 1: passed 1 (100.0%), did not pass 0; mean reward 1; 2 checks gave no result"
+        in (done.stdout)
     )
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["checks"]["checked"], summary["checks"]["check_failed"]) == (1, 2)

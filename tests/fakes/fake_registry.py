@@ -395,10 +395,11 @@ class _Handler(BaseHTTPRequestHandler):
         pause = threading.Event()
         for start in range(0, len(shown), _PIECE_BYTES):
             piece = shown[start : start + _PIECE_BYTES]
-            self.wfile.write(piece)
-            self._sent += len(piece)
+            # Before the piece: a client that has all of them may ask for the next blob at once.
             if self.registry.bytes_per_s is not None:
                 pause.wait(len(piece) / self.registry.bytes_per_s)
+            self.wfile.write(piece)
+            self._sent += len(piece)
         if cut is not None:
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True

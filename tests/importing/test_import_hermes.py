@@ -100,7 +100,7 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
             "1 repeated, left out batch_0.jsonl:3",
             "1 of prompts that are not in the dataset, left out batch_10.jsonl:1",
             "1 unreadable; their prompts run again batch_0.jsonl:5 (",
-            "1 counted as done, but without a trajectory",
+            "1 counted as done, but without a conversation",
             "pending            4",
         ):
             assert message in imported.stdout, imported.stdout

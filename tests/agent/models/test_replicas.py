@@ -506,7 +506,7 @@ URL = "http://10.0.0.1:8000/v1"
         ({"base_urls": [URL], "base_url": URL}, "not with base_url"),
         ({"base_urls": [URL], "client": "azure"}, "not with base_url or client"),
         ({"base_urls": [URL, URL + "/"]}, "is there twice"),
-        ({"base_urls": []}, "base_url: missing"),
+        ({"base_urls": []}, "base_url is missing"),
         ({"base_urls": ["ftp://x"]}, "base_urls"),
         ({"base_url": URL, "health_path": "/up"}, "health_path: only with"),
         ({"base_url": URL, "replica_rpm": 5}, "replica_rpm: only with"),
