@@ -124,7 +124,7 @@ def test_rows_that_leave_things_open_can_be_exported(tmp_path: Path) -> None:
     rows = [{"prompt": f"Prompt {n}", "script": script} for n in range(2)]
     write_rows(tmp_path / "p.jsonl", *rows)
     unnamed = row(0, "Prompt 0", ANSWER) | {"metadata": {}, "api_calls": None}
-    tools = [{"name": "terminal", "description": None, "parameters": {}}]
+    tools: list[Any] = [{"name": "terminal", "description": None, "parameters": {}}]
     unnamed["conversations"][0]["value"] = f"<tools>{json.dumps(tools)}</tools>"
     (tmp_path / "theirs").mkdir()
     write_rows(tmp_path / "theirs" / "batch_0.jsonl", unnamed, row(1, "Prompt 1", ANSWER))

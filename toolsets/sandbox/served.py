@@ -227,17 +227,17 @@ class ServedSandbox(Sandbox):
                     raise Gone("ran too many processes and was ended")
                 return read(reply, time.monotonic() - begun)
             except HostError:
-                await self.discard("was ended by a failure of the machine")
+                await self.end_server("was ended by a failure of the machine")
                 raise
             except (Gone, TimeoutError) as error:
                 why = str(error) if isinstance(error, Gone) else "did not react and was ended"
-                await self.discard(why, besides=session)
+                await self.end_server(why, besides=session)
                 raise SandboxError(
                     f"the sandbox {why}, with all that ran in it; the next call starts a new one"
                 ) from error
             except asyncio.CancelledError:
                 # The command must not run on, and only the server inside knows its processes.
-                await self.discard("was ended with a call that was cut off")
+                await self.end_server("was ended with a call that was cut off")
                 raise
 
     def _count_refusals(self, channel: Channel) -> int:
@@ -272,7 +272,7 @@ class ServedSandbox(Sandbox):
     def _out_of_memory(self) -> str:
         return f"used more memory than its limit of {self._limits.memory_mb} MB and was ended"
 
-    async def discard(self, why: str, besides: SessionKind | None = None) -> None:
+    async def end_server(self, why: str, besides: SessionKind | None = None) -> None:
         """End all that runs; the next call starts anew, and says why the sessions are lost.
 
         `why` continues "the sandbox". `besides` is a session whose call says so itself.

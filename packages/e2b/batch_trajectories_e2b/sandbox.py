@@ -193,7 +193,7 @@ class E2BSandbox(ServedSandbox):
             await self._keeper.ask("push", self._box)
         except BaseException as error:
             await self._end_machine()
-            await self.discard("was ended with its machine")
+            await self.end_server("was ended with its machine")
             if isinstance(error, SandboxError) and not self._has_run:
                 # Nothing has run there that could have damaged it: the template is not suited.
                 raise HostError(f"{error} (template {self._template!r})") from error
